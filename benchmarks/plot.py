@@ -1,4 +1,4 @@
-"""Plot JSON reports of `mlx_tq.bench`, of one layer or a model, and of the study sweep, as SVG."""
+"""Plot JSON reports of `mlx_tq.bench`, of one layer or a model, and of `benchmarks.kernels.bench_kernels`, as SVG."""
 
 import json
 import sys
@@ -9,7 +9,6 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
-from plot_sweep import plot_sweep
 
 # Our profiles in blues, mlx-lm's arms in grays.
 COLORS = {
@@ -24,7 +23,6 @@ COLORS = {
 
 
 def plot_decode_attention(report: dict[str, Any], path: Path) -> None:
-    """One panel a type: milliseconds of one call on a log scale, grouped by context."""
     timings = report["timings"]
     dtypes = list(dict.fromkeys(t["dtype"] for t in timings))
     contexts = sorted({t["tokens"] for t in timings})
@@ -58,7 +56,6 @@ def plot_decode_attention(report: dict[str, Any], path: Path) -> None:
 
 
 def plot_model(report: dict[str, Any], path: Path) -> None:
-    """A panel for reading, the answer, and memory at each type: by context, one line an arm."""
     figures = [figure for figure in report["figures"] if figure["batch"] == 1]
     dtypes = list(dict.fromkeys(figure["dtype"] for figure in figures))
     arms = list(dict.fromkeys(figure["arm"] for figure in figures))
@@ -79,13 +76,25 @@ def plot_model(report: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
+def plot_kernels(report: dict[str, Any], path: Path) -> None:
+    rows = report["kernels"][::-1]
+    field, label = ("gb_per_s", "GB/s") if "gb_per_s" in rows[0] else ("lane_operations", "lane operations per token")
+    figure, axis = plt.subplots(figsize=(6, 0.4 * len(rows) + 1))
+    bars = axis.barh([row["kernel"] for row in rows], [row[field] for row in rows], color=COLORS["balanced"])
+    axis.bar_label(bars, fmt="%.0f", padding=3)
+    axis.set(xlabel=label)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+PLOTS = {"timings": plot_decode_attention, "figures": plot_model, "kernels": plot_kernels}
+
+
 def main() -> None:
-    """Plot each report named on the command line."""
-    for name in sys.argv[1:]:
-        path = Path(name)
+    for path in map(Path, sys.argv[1:]):
         report = json.loads(path.read_text(encoding="utf-8"))
-        decode_or_model = plot_model if "figures" in report else plot_decode_attention
-        plot = plot_sweep if report.get("command") == "sweep" else decode_or_model
+        plot = next(plot for field, plot in PLOTS.items() if field in report)
         plot(report, path.with_suffix(".svg"))
 
 

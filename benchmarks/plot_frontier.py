@@ -1,6 +1,6 @@
-"""Plot divergence against stored bits on three models: python -m benchmarks.plot_frontier writes results/frontier.svg.
+"""Plot divergence against stored bits on three models: `python -m benchmarks.plot_frontier` writes frontier.svg.
 
-The line is the Pareto front of each model: no pair of as few bits diverges less.
+The line is each model's Pareto front: no pair with as few bits diverges less.
 """
 
 import matplotlib as mpl
@@ -8,7 +8,8 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks.tables import RESULTS, Record, existing, report
+from benchmarks.reports import RESULTS
+from benchmarks.tables import Record, existing, report
 
 COLORS = {
     "normalized keys": "#08519c",
@@ -26,7 +27,6 @@ def bits(row: Record) -> float:
 
 
 def kind(name: str) -> str:
-    """Return whose codes a pair has, and how its keys are stored."""
     if name.endswith("bits"):
         return "by layer"
     if "tcq" in name:
@@ -37,7 +37,6 @@ def kind(name: str) -> str:
 
 
 def main() -> None:
-    """Draw and write the plot."""
     about = {label: report(name) for name, label in existing("frontier_{}.json").items()}
     figure, axes = plt.subplots(1, len(about), figsize=(4.4 * len(about), 4.2), squeeze=False)
     for axis, (model, found) in zip(axes[0], about.items(), strict=True):

@@ -24,7 +24,6 @@ COMPLETE = 0.999  # share of a sentence's tokens from which all of it counts as 
 
 
 def groups(records: Iterable[Record], fields: Sequence[str]) -> list[tuple[Record, list[Record]]]:
-    """Return the records with equal values of `fields` together, in the order of first appearance."""
     found: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
         found.setdefault(tuple(record.get(field) for field in fields), []).append(record)
@@ -124,7 +123,6 @@ def ramp(report: Record) -> list[Record]:
 
 
 def answers(report: Record) -> list[Record]:
-    """Reduce paired answers to the counts and the test of each group and cache."""
     return compare_answers(list(report["results"].values()))
 
 
@@ -150,7 +148,6 @@ def summarize(report: Record) -> Record:
 
 
 def write(report: Record, path: Path) -> None:
-    """Write one row per line."""
     head = {name: value for name, value in report.items() if not isinstance(value, list)}
     lists = {name: value for name, value in report.items() if isinstance(value, list)}
     parts = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
@@ -162,7 +159,6 @@ def write(report: Record, path: Path) -> None:
 
 
 def main() -> None:
-    """Reduce each report into the folder of --to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("reports", nargs="+", type=Path)
     parser.add_argument("--to", required=True, type=Path, help="folder")

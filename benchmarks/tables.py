@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.reports import RESULTS
 from mlx_tq.codec.formats import format_names, get_format
 from mlx_tq.codec.normalization import MEAN_TOKENS
 from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig
 
 Record = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PLACE = re.compile(r"^<!-- table: (\w+) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
 
@@ -28,7 +28,6 @@ ON_MODEL = "[--model M --dequantize] --dtype float32"
 
 
 def report(name: str) -> Record:
-    """Return a file of benchmarks/results."""
     found: Record = json.loads((RESULTS / name).read_text(encoding="utf-8"))
     return found
 
@@ -46,11 +45,6 @@ def machine(name: str) -> str:
 
 
 def lines(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table.
-
-    Raises:
-        ValueError: there are no rows, or one does not fit the columns.
-    """
     wrong = [row for row in rows if len(row) != len(columns)]
     if wrong or not rows:
         raise ValueError(f"no rows, or rows that do not fit the columns {columns}: {wrong[:1]}")
@@ -69,24 +63,23 @@ def table(
     )
 
 
-def by_columns(records: Iterable[Record], columns: Mapping[str, Callable[[Record], str]]) -> list[list[str]]:
-    """Return one row for each record."""
-    return [[show(record) for show in columns.values()] for record in records]
+def record_table(
+    name: str, records: Iterable[Record], columns: Mapping[str, Callable[[Record], str]], *, on: str
+) -> str:
+    """Return a table of one report, with a row for each record."""
+    return table([name], list(columns), [[show(record) for show in columns.values()] for record in records], on=on)
 
 
 def with_error(value: float, error: float, digits: int = 5) -> str:
-    """Return a value and its standard error."""
     return f"{value:.{digits}f} ± {error:.{digits}f}"
 
 
 def existing(pattern: str, models: Mapping[str, str] = MODELS) -> dict[str, str]:
-    """Return the files of the models that were measured, with the models' names."""
     files = {pattern.format(model): label for model, label in models.items()}
     return {name: label for name, label in files.items() if (RESULTS / name).exists()}
 
 
 def pair(config: KVConfig) -> str:
-    """Return the formats of keys and values."""
     return f"{config.key}/{config.value}"
 
 
@@ -112,13 +105,11 @@ def bits_per_value(config: KVConfig) -> float:
 
 
 def cache_gigabytes(bits: float) -> float:
-    """Return the size of Qwen3-4B's cache at 32k tokens."""
     values = 2 * QWEN3_4B["layers"] * QWEN3_4B["heads"] * QWEN3_4B["head_dim"] * QWEN3_4B["tokens"]
     return values * bits / 8e9
 
 
 def profiles() -> str:
-    """Return memory and agreement of each profile, beside the caches of mlx-lm and llama.cpp."""
     measured = {label: report(name)["results"] for name, label in existing("frontier_{}.json", REAL_MODELS).items()}
     rows = []
     for name, config in PROFILES.items():
@@ -140,7 +131,6 @@ def _top1(results: Record, name: str) -> str:
 
 
 def formats() -> str:
-    """Return the core formats with their bytes per vector, most bits first."""
     rows = []
     for name in format_names(compared=False):
         found = get_format(name)
@@ -153,7 +143,6 @@ def formats() -> str:
 
 
 def divergence() -> str:
-    """Return KL divergence and agreement of the profiles' formats on three models."""
     files = existing("quality_profiles_{}.json")
     found = [
         {pair(PROFILES[name]) if name in PROFILES else name: record for name, record in report(file)["results"].items()}
@@ -190,7 +179,6 @@ FRONTIER_NAMES = {
 
 
 def frontier() -> str:
-    """Return what pairs of formats cost at their bits when almost every token is packed."""
     files = existing("frontier_{}.json", REAL_MODELS)
     found = [report(name)["results"] for name in files]
     rows = []
@@ -213,7 +201,6 @@ def frontier() -> str:
 
 
 def normalization() -> str:
-    """Return what normalized keys win."""
     files = existing("quality_normalized_{}.json")
     rows = []
     for name, label in files.items():
@@ -231,7 +218,6 @@ def normalization() -> str:
 
 
 def trellis() -> str:
-    """Return what trellis codes win over nearest levels of the same bits."""
     files = existing("trellis_divergence_{}.json")
     rows = []
     for name, label in files.items():
@@ -250,7 +236,6 @@ def trellis() -> str:
 
 
 def by_layer() -> str:
-    """Return formats chosen layer by layer beside one pair for all layers."""
     files = existing("by_layer_{}.json")
     rows = [
         [label, arm, with_error(found["kld"], found["kld_error"], 6), f"{found['top1']:.1f}"]
@@ -272,7 +257,6 @@ ANSWERS = {
 
 
 def answers() -> str:
-    """Return right answers of the fp16 cache and of compressed ones, with a paired test."""
     files = [f"answers_{name}.json" for name in ANSWERS]
     rows = [
         [
@@ -296,7 +280,6 @@ def answers() -> str:
 
 
 def whole_models() -> str:
-    """Return size and speed of each cache on two real models."""
     files = existing("bench_report_{}.json", REAL_MODELS)
     rows = []
     for name, label in files.items():
@@ -317,7 +300,6 @@ def whole_models() -> str:
 
 
 def one_layer() -> str:
-    """Return decode attention of one layer against mlx-lm's quantized cache and mlx's own attention."""
     name, arms = "decode_attention.json", ("safe", "balanced", "small")
     timings = report(name)["timings"]
     median = {(t["dtype"], t["tokens"], t["arm"]): t["median"] for t in timings}
@@ -337,7 +319,6 @@ def one_layer() -> str:
 
 
 def kernels() -> str:
-    """Return bytes and lane operations of each kernel for one packed token and KV head."""
     name = "kernels_counted.json"
     rows = [
         [f"`{k['kernel']}`", f"{k['loaded']:,.0f}", f"{k['stored']:,.0f}", f"{k['lane_operations']:,.0f}"]
@@ -347,7 +328,6 @@ def kernels() -> str:
 
 
 def gpu_attention() -> str:
-    """Return decode attention on an NVIDIA GPU, in microseconds per dependent call."""
     name = "attention_cuda.json"
     about = report(name)
     arms = ("fp16", "q8/tq4", "tq4/tq4", "tq2/tq2")
@@ -368,7 +348,6 @@ def gpu_attention() -> str:
 
 
 def streams() -> str:
-    """Return the server's throughput with several requests at once."""
     name = "server_streams.json"
     order = {word: place for place, word in enumerate(("cold", "hot", "off", "balanced", "small"))}
     figures = sorted(report(name)["figures"], key=lambda f: (order[f["prefix"]], order[f["profile"]], f["streams"]))
@@ -384,7 +363,7 @@ def streams() -> str:
         "KV, MB": lambda f: f"{f['kv_bytes'] / 1e6:.1f}",
         "fp16, MB": lambda f: f"{f['fp16_bytes'] / 1e6:.1f}",
     }
-    return table([name], list(columns), by_columns(figures, columns), on=EMBEDDED)
+    return record_table(name, figures, columns, on=EMBEDDED)
 
 
 PREFIX_CACHE = {
@@ -396,7 +375,6 @@ PREFIX_CACHE = {
 
 
 def prefix_cache() -> str:
-    """Return the time to the first token with and without a prefix cache hit."""
     name = "server_store.json"
     about = report(name)
     without = next(f["median"] for f in about["figures"] if f["arm"] == "read")
@@ -406,11 +384,10 @@ def prefix_cache() -> str:
         "time to first token, s": lambda f: f"{f['median']:.2f}",
         "of no prefix cache": lambda f: f"{100 * f['median'] / without:.1f} %",
     }
-    return table([name], list(columns), by_columns(about["figures"], columns), on=f"{about['model']} in float32")
+    return record_table(name, about["figures"], columns, on=f"{about['model']} in float32")
 
 
 def hostile() -> str:
-    """Return a plain request and health beside hostile requests."""
     columns: dict[str, Callable[[Record], str]] = {
         "server": lambda f: f["server"],
         "attack": lambda f: f["attack"],
@@ -419,11 +396,10 @@ def hostile() -> str:
         "memory growth, MB": lambda f: f"{f['grown_mb']:,}",
     }
     name = "server_hostile.json"
-    return table([name], list(columns), by_columns(report(name)["figures"], columns), on=EMBEDDED)
+    return record_table(name, report(name)["figures"], columns, on=EMBEDDED)
 
 
 def soak() -> str:
-    """Return what both servers answer to 64 clients, and how their memory grows."""
     columns: dict[str, Callable[[Record], str]] = {
         "server": lambda f: f["service"],
         "seconds": lambda f: f"{f['seconds']:.0f}",
@@ -432,7 +408,7 @@ def soak() -> str:
         "growth": lambda f: f"{f['growth_percent']:.1f} %",
     }
     name = "server_soak.json"
-    return table([name], list(columns), by_columns(report(name)["figures"], columns), on=EMBEDDED)
+    return record_table(name, report(name)["figures"], columns, on=EMBEDDED)
 
 
 # Eviction and recall
@@ -445,7 +421,6 @@ FOUR_ARMS = (
 
 
 def four_arms() -> str:
-    """Return perplexity of whole and evicted caches, uncompressed and compressed."""
     files = {f"four_arms_{model}_{n}.json": (MODELS[model], n) for model, sizes in ARM_FILES.items() for n in sizes}
     rows = []
     for name, (label, tokens) in files.items():
@@ -470,13 +445,12 @@ POLICIES = {
 }
 SHARES = (90, 75, 50, 25)
 SWEEP = (
-    f"python -m mlx_tq evaluate sweep {ON_MODEL} --kv-window 64 --sinks 32 --triggers 32 --warmup 256 \\\n"
+    f"python -m benchmarks.studies.sweep {ON_MODEL} --kv-window 64 --sinks 32 --triggers 32 --warmup 256 \\\n"
     "    --policies triattention:granularity=32,...,knorm:granularity=32 \\\n    "
 )
 
 
 def policies() -> str:
-    """Return how much of four facts survives one eviction round, and how many are answered."""
     files = existing("evict_sweep_{}.json")
 
     def show(record: Record) -> str:
@@ -490,7 +464,6 @@ def policies() -> str:
 
 
 def policies_text() -> str:
-    """Return the change of perplexity when tokens are evicted during prefill."""
     files = existing("evict_sweep_text_{}.json")
 
     def show(record: Record) -> str:
@@ -516,7 +489,6 @@ def _by_policy(
 
 
 def evict_cost() -> str:
-    """Return what an eviction round takes beside the prefill of 256 tokens."""
     columns: dict[str, Callable[[Record], str]] = {
         "model": lambda r: r["model"],
         "context": lambda r: f"{r['context']:,}",
@@ -526,11 +498,10 @@ def evict_cost() -> str:
         "share of prefill": lambda r: f"{r['percent']:.2f} %",
     }
     name = "evict_cost.json"
-    return table([name], list(columns), by_columns(report(name)["rows"], columns), on="three models in float32")
+    return record_table(name, report(name)["rows"], columns, on="three models in float32")
 
 
 def recall() -> str:
-    """Return how often recall finds the evidence, and what is answered."""
     name = "recall_grid.json"
     about = report(name)
     models = list(dict.fromkeys(row["model"] for row in about["rows"]))
@@ -556,7 +527,6 @@ def _answers(answered: Record, arm: str) -> str:
 
 
 def recall_cost() -> str:
-    """Return what one search of the archive takes beside 64 decode steps."""
     columns: dict[str, Callable[[Record], str]] = {
         "model": lambda r: r["model"],
         "search": lambda r: (
@@ -569,7 +539,7 @@ def recall_cost() -> str:
         "64 decode steps, ms": lambda r: f"{r['steps_ms']:,.0f}",
     }
     name = "recall_look.json"
-    return table([name], list(columns), by_columns(report(name)["rows"], columns), on="three models in float32")
+    return record_table(name, report(name)["rows"], columns, on="three models in float32")
 
 
 # The rescue service
@@ -585,7 +555,6 @@ SEARCHES = {
 
 
 def retrieval() -> str:
-    """Return how well spans are found on two public collections."""
     name = "rescue_retrieval.json"
     found = report(name)["results"]
     measures = ("R@5", "R@10", "MRR", "nDCG@10")
@@ -599,7 +568,6 @@ def retrieval() -> str:
 
 
 def rescue_latency() -> str:
-    """Return how fast the service answers, on SQLite and PostgreSQL."""
     names = ["rescue_latency.json", "rescue_postgres.json"]
     sqlite, postgres = (report(name)["results"] for name in names)
 
@@ -621,7 +589,6 @@ def rescue_latency() -> str:
 
 
 def ramp() -> str:
-    """Return facts answered after eviction, with and without rescue."""
     files = {"rescue_ramp.json": "embedded", "rescue_ramp_smollm2.json": "SmolLM2-135M"}
     rows = []
     for name, label in files.items():
@@ -636,45 +603,20 @@ def ramp() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "profiles": profiles,
-    "formats": formats,
-    "divergence": divergence,
-    "frontier": frontier,
-    "normalization": normalization,
-    "trellis": trellis,
-    "by_layer": by_layer,
-    "answers": answers,
-    "whole_models": whole_models,
-    "one_layer": one_layer,
-    "kernels": kernels,
-    "gpu_attention": gpu_attention,
-    "streams": streams,
-    "prefix_cache": prefix_cache,
-    "hostile": hostile,
-    "soak": soak,
-    "four_arms": four_arms,
-    "policies": policies,
-    "policies_text": policies_text,
-    "evict_cost": evict_cost,
-    "recall": recall,
-    "recall_cost": recall_cost,
-    "retrieval": retrieval,
-    "rescue_latency": rescue_latency,
-    "ramp": ramp,
+    function.__name__: function
+    for function in (
+        *(profiles, formats, divergence, frontier, normalization, trellis, by_layer, answers),
+        *(whole_models, one_layer, kernels, gpu_attention, streams, prefix_cache, hostile, soak),
+        *(four_arms, policies, policies_text, evict_cost, recall, recall_cost, retrieval, rescue_latency, ramp),
+    )
 }
 
 
 def render(text: str) -> str:
-    """Return a page with its tables as they are now.
-
-    Raises:
-        KeyError: the page names a table that does not exist.
-    """
     return PLACE.sub(lambda place: f"<!-- table: {place[1]} -->\n{TABLES[place[1]]()}\n<!-- end -->", text)
 
 
 def main() -> None:
-    """Write the tables into the pages."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         if (current := render(text)) != text:

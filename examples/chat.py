@@ -1,4 +1,4 @@
-"""A conversation from Python: what leaves the cache comes back when a turn needs it.
+"""Chat from Python with eviction: evicted tokens are recalled when a turn needs them.
 
 pip install -e '.[rescue]'
 python examples/chat.py [MODEL]
@@ -14,7 +14,7 @@ try:
 except mlx_tq.MlxTqError as error:
     sys.stderr.write(f"{error}\n")
     sys.exit(2)
-# Half of the tokens stay; the rest leave in blocks that can be read again.
+# Half of the tokens stay; the others are evicted in blocks of 64, which can be recalled.
 config = mlx_tq.KVConfig(evict=mlx_tq.EvictConfig(TriAttention(granularity=64), "50%"))
 
 with mlx_tq.Session(model, tokenizer, config, rescue="auto") as session:

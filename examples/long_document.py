@@ -1,4 +1,4 @@
-"""A question about a document that is longer than the cache may be.
+"""Ask a question about a document that is longer than the cache.
 
 pip install -e '.[rescue]'
 python examples/long_document.py FILE "QUESTION" [MODEL]
@@ -18,15 +18,15 @@ document, question, *rest = sys.argv[1:]
 try:
     text = Path(document).read_text(encoding="utf-8")
     model, tokenizer = mlx_tq.load(rest[0] if rest else None)
-    # Half of the tokens stay; the rest leave in blocks that can be read again. 256 tokens calibrate what is kept.
+    # Half of the tokens stay; the others are evicted in blocks of 64, which can be recalled. 256 tokens calibrate.
     config = mlx_tq.KVConfig(sinks=32, evict=mlx_tq.EvictConfig(TriAttention(granularity=64, warmup=256), "50%"))
 
     with mlx_tq.Session(model, tokenizer, config, rescue="auto") as session:
-        # The document is a turn of its own: what is evicted while it is read can be found when the question comes.
+        # The document is a turn of its own, so that evicted tokens can be recalled for the question.
         "".join(session.respond(text, max_tokens=8))
         print("".join(session.respond(question)))
         turn = session.turns[-1]
-        print(f"{len(turn.recalled)} tokens came back as rows, {len(turn.quotation.ids)} in a quotation")
+        print(f"{len(turn.recalled)} tokens recalled, {len(turn.quotation.ids)} quoted")
 except (OSError, UnicodeDecodeError, mlx_tq.MlxTqError) as error:
     sys.stderr.write(f"{document}: {error}\n")
     sys.exit(2)

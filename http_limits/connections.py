@@ -12,9 +12,7 @@ from httptools import HttpParserError
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 BACKLOG = 128  # connections accepted in one iteration of the event loop
-HEAD_S = 10.0
-WRITE_S = 30.0
-MIN_WRITE_BYTES = 2**14  # a client has to accept this many within WRITE_S
+MIN_WRITE_BYTES = 2**14
 MAX_HEAD = 2**16  # bytes
 MAX_HEADERS = 100
 MAX_PIPELINED = 8
@@ -26,28 +24,15 @@ _RESERVED = 5 * BACKLOG  # file descriptors for files, and for connections that 
 
 
 class Connection(HttpToolsProtocol):
-    """An HTTP connection with deadlines for reading and writing and a bound on what is buffered.
+    """An HTTP connection with deadlines for reading and writing and a bound on what is buffered."""
 
-    When a new connection exceeds the limit, this class closes one, chosen in this order:
-
-    1. the connection that has been blocked on writing the longest;
-    2. the one waiting for a request whose deadline is nearest;
-    3. the one with the most pipelined requests;
-    4. the new connection.
-
-    Attributes:
-        max_connections: in all; one address may have half as many.
-        head_s: seconds from the connection, or from the previous response, to the end of the request head.
-        write_s: seconds in which a client has to accept `MIN_WRITE_BYTES` bytes, or the rest.
-    """
-
-    max_connections = 512
-    head_s = HEAD_S
-    write_s = WRITE_S
+    max_connections = 512  # in all; one address may have half as many
+    head_s = 10.0  # from the connection, or from the previous response, to the end of the request head
+    write_s = 30.0  # in which a client has to accept `MIN_WRITE_BYTES` bytes, or the rest
     _in_head = False
     _pending_bytes = 0  # received since the parser last completed a part of a request
-    _head_timer: asyncio.TimerHandle | None = None
-    _write_timer: asyncio.TimerHandle | None = None
+    _head_timer: asyncio.TimerHandle  # cancelled while no request is awaited
+    _write_timer: asyncio.TimerHandle
     _unsent_bytes: float = math.inf  # at the last write check, if the connection was blocked
     _blocked_since = 0.0
     _running_cycle: RequestResponseCycle | None = None
@@ -56,30 +41,32 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._set_option(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT_IN_KERNEL)
-        self._start_head_timer()
+        self._head_timer = self.loop.call_later(self.head_s, self._close)
         self._write_timer = self.loop.call_later(self.write_s, self._check_write_progress)
         all_connections = [other for other in self.connections if isinstance(other, Connection)]
         same_address = [other for other in all_connections if (other.client or "?")[0] == (self.client or "?")[0]]
         if len(same_address) > self.max_connections // 2:
-            self._make_room(same_address)
+            self._choose_victim(same_address)._abort()
         elif len(all_connections) > self.max_connections:
-            self._make_room(all_connections)
+            self._choose_victim(all_connections)._abort()
 
     def _set_option(self, level: int, name: int, value: int | bytes) -> None:
         with suppress(OSError):  # on macOS, if the client has closed the connection
             self.transport.get_extra_info("socket").setsockopt(level, name, value)
 
-    def _make_room(self, connections: list["Connection"]) -> None:
-        victim = self._choose_victim([other for other in connections if other is not self])
-        victim._abort()
+    def _choose_victim(self, connections: list["Connection"]) -> "Connection":
+        """Return the connection to close for this one.
 
-    def _choose_victim(self, others: list["Connection"]) -> "Connection":
+        It is the one that is blocked on writing the longest, else the one whose request has the nearest deadline, else
+        the one with the most pipelined requests, else this one.
+        """
+        others = [other for other in connections if other is not self]
         blocked = [other for other in others if other._is_blocked_or_closing]
         if blocked:
             return min(blocked, key=lambda other: other._blocked_since)
-        deadlines = {other: other._head_timer.when() for other in others if other._head_timer}
-        if deadlines:
-            return min(deadlines, key=lambda other: deadlines[other])
+        waiting = [other for other in others if not other._head_timer.cancelled()]
+        if waiting:
+            return min(waiting, key=lambda other: other._head_timer.when())
         pipelining = [other for other in others if other.pipeline]
         return max(pipelining, key=lambda other: len(other.pipeline), default=self)
 
@@ -96,19 +83,9 @@ class Connection(HttpToolsProtocol):
             self._unsent_bytes = unsent or math.inf
             self._write_timer = self.loop.call_later(self.write_s, self._check_write_progress)
 
-    def _start_head_timer(self) -> None:
-        self._stop_head_timer()
-        self._head_timer = self.loop.call_later(self.head_s, self._close)
-
-    def _stop_head_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
     def _close(self) -> None:
         if self.transport.get_write_buffer_size():
-            # After the client has read the rest, for which `_check_write_progress` sets a deadline.
-            self.transport.close()
+            self.transport.close()  # after the client has read the rest, which has a deadline, too
         else:
             self._abort()
 
@@ -137,10 +114,7 @@ class Connection(HttpToolsProtocol):
         raise HttpParserError(reason)
 
     def send_400_response(self, msg: str) -> None:
-        """Send a 400 and close.
-
-        If another response is in progress, only abort: the client would read the 400 as part of it.
-        """
+        """Send a 400 and close. During another response, only abort: the client would read the 400 as part of it."""
         running = self._running_cycle
         if running is None or running.response_complete or (running.more_body and not running.response_started):
             super().send_400_response(self._error_message or msg)
@@ -163,7 +137,7 @@ class Connection(HttpToolsProtocol):
             self._refuse(f"More than {MAX_PIPELINED} requests are pipelined.")
         self._in_head = False
         self._pending_bytes = 0
-        self._stop_head_timer()
+        self._head_timer.cancel()
         super().on_headers_complete()
         if not self.pipeline:
             self._running_cycle = self.cycle
@@ -182,7 +156,9 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         self._blocked_since = self.loop.time()
         if self.cycle.response_complete:
-            self._start_head_timer()  # the rest of a refused body has to arrive in the same time
+            # The rest of a refused body has to arrive in the same time as the next head.
+            self._head_timer.cancel()
+            self._head_timer = self.loop.call_later(self.head_s, self._close)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -193,9 +169,8 @@ class Connection(HttpToolsProtocol):
         self._unsent_bytes = math.inf
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_head_timer()
-        if self._write_timer is not None:
-            self._write_timer.cancel()
+        self._head_timer.cancel()
+        self._write_timer.cancel()
         # uvicorn marks only the last pipelined request as disconnected.
         if self._running_cycle is not None and not self._running_cycle.response_complete:
             self._running_cycle.disconnected = True

@@ -18,7 +18,7 @@
 //   key_centers [B, H, n, KEY_DIM]: float, subtracted from keys
 //   mean_index [at least S]: int, which center a row has
 //
-// Grid (32 SIMDGROUPS, ceil(B H S / SIMDGROUPS), 2), threadgroup (32 SIMDGROUPS, 1, 1).
+// Grid (32 SIMDGROUPS ceil(B H S / SIMDGROUPS), 2, 1), threadgroup (32 SIMDGROUPS, 1, 1).
 #include "encoding.h"
 #include "vectors.h"
 #if TQ_TRELLIS
@@ -131,7 +131,7 @@ tq_nearest_levels key_search, value_search;
 
 uint lane = thread_index_in_simdgroup;
 uint simdgroup = simdgroup_index_in_threadgroup;
-uint row = threadgroup_position_in_grid.y * SIMDGROUPS + simdgroup;
+uint row = threadgroup_position_in_grid.x * SIMDGROUPS + simdgroup;
 uint heads = keys_shape[1], tokens = keys_shape[2];
 uint rows = keys_shape[0] * heads * tokens;
 if (row < rows) {
@@ -139,7 +139,7 @@ if (row < rows) {
   auto scratch = codes + simdgroup * WIDEST;
   auto out = packed_rows + row * uint(ROW::WORDS);
   float x[(WIDEST + 31) / 32];
-  if (threadgroup_position_in_grid.z == 0) {
+  if (threadgroup_position_in_grid.y == 0) {
     auto vector = keys + (batch * keys_strides[0] + head * keys_strides[1] + token * keys_strides[2]);
     tq_load_vector<KEY_DIM>(vector, keys_strides[3], x, lane);
 #if TQ_NORMALIZED

@@ -9,7 +9,7 @@
 //   attend_sizes: as in attend.metal
 //   attended [B, Hq, L, VALUE_DIM]: T
 //
-// Grid (32 SIMDGROUPS, B Hq L, 1), threadgroup (32 SIMDGROUPS, 1, 1).
+// Grid (32 SIMDGROUPS B Hq L, 1, 1), threadgroup (32 SIMDGROUPS, 1, 1).
 #include "merge.h"
 
 //// body
@@ -18,7 +18,7 @@ constexpr int N = (VALUE_DIM + 31) / 32;
 threadgroup float parts[SIMDGROUPS * 64 * N];
 
 int lane = int(thread_index_in_simdgroup), simdgroup = int(simdgroup_index_in_threadgroup);
-uint row = threadgroup_position_in_grid.y;
+uint row = threadgroup_position_in_grid.x;
 int heads = attend_sizes[0], length = attend_sizes[2], entry = 8 + 8 * (int(row) / (heads * length));
 int packed_blocks = attend_sizes[entry + 5], blocks = attend_sizes[entry + 6];
 uint place = row * uint(attend_sizes[entry + 7]);

@@ -22,7 +22,7 @@
 //
 //   trellis_levels [3, 256]: half, levels of the states of 2, 3 and 4 bits
 //
-// Grid (32 SIMDGROUPS, n, H), threadgroup (32 SIMDGROUPS, 1, 1).
+// Grid (32 SIMDGROUPS n, H, 1), threadgroup (32 SIMDGROUPS, 1, 1).
 #include "query_pack.h"
 #include "softmax.h"
 #include "units.h"
@@ -43,7 +43,7 @@ constexpr int key_levels = 0;
 #endif
 
 int lane = int(thread_index_in_simdgroup), simdgroup = int(simdgroup_index_in_threadgroup);
-uint block = threadgroup_position_in_grid.y, head = threadgroup_position_in_grid.z;
+uint block = threadgroup_position_in_grid.x, head = threadgroup_position_in_grid.y;
 uint rows = uint(recall_sizes[0]), blocks = uint(recall_sizes[1]);
 int tiles = int(rows + QUERIES - 1) / QUERIES;
 int token = lane % SPAN, part = lane / SPAN;

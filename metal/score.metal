@@ -21,7 +21,7 @@
 //
 //   trellis_levels [3, 256]: half, levels of the states of 2, 3 and 4 bits
 //
-// Grid (32 SIMDGROUPS, ceil(S / SIMDGROUPS), B H), threadgroup (32 SIMDGROUPS, 1, 1).
+// Grid (32 SIMDGROUPS ceil(S / SIMDGROUPS), B H, 1), threadgroup (32 SIMDGROUPS, 1, 1).
 #include "rotation.h"
 #include "softmax.h"
 #include "units.h"
@@ -45,10 +45,10 @@ constexpr int key_levels = 0;
 #endif
 
 uint lane = thread_index_in_simdgroup, simdgroup = simdgroup_index_in_threadgroup;
-int token = int(threadgroup_position_in_grid.y * SIMDGROUPS + simdgroup);
+int token = int(threadgroup_position_in_grid.x * SIMDGROUPS + simdgroup);
 int tokens = score_sizes[0], pairs = score_sizes[1];
 uint heads = packed_rows_shape[1], group = virtual_queries_shape[1];
-uint batch = threadgroup_position_in_grid.z / heads, head = threadgroup_position_in_grid.z % heads;
+uint batch = threadgroup_position_in_grid.y / heads, head = threadgroup_position_in_grid.y % heads;
 if (token < tokens) {
   auto key = key_values + simdgroup * KEY_DIM;
   auto words = tq_words<KEY_TRELLIS>::make(

@@ -7,7 +7,7 @@
 // Only if NORMALIZED: key_scale [A, H, DIM]: float, divides vectors before the rotation, one for B / H heads. Results
 // are clamped to the range of fp16 if CLAMPED.
 //
-// Grid (32 SIMDGROUPS, ceil(A B C / SIMDGROUPS), 1), threadgroup (32 SIMDGROUPS, 1, 1).
+// Grid (32 SIMDGROUPS ceil(A B C / SIMDGROUPS), 1, 1), threadgroup (32 SIMDGROUPS, 1, 1).
 #include "vectors.h"
 #if TQ_NORMALIZED
 #include "key_scale.h"
@@ -16,7 +16,7 @@
 //// body
 
 uint lane = thread_index_in_simdgroup;
-uint row = threadgroup_position_in_grid.y * SIMDGROUPS + simdgroup_index_in_threadgroup;
+uint row = threadgroup_position_in_grid.x * SIMDGROUPS + simdgroup_index_in_threadgroup;
 uint middle = vectors_shape[1], inner = vectors_shape[2];
 if (row < vectors_shape[0] * middle * inner) {
   auto vector = vectors + (row / (middle * inner) * vectors_strides[0] + row / inner % middle * vectors_strides[1] +

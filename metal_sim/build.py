@@ -17,12 +17,11 @@ _SANITIZED = ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=unde
 
 
 class CompileError(Exception):
-    """The kernel's text is not valid C++ with the simulator's headers; has the compiler's message."""
+    """The compiler rejected the kernel's text; has its message."""
 
 
 @cache
 def _folder() -> Path:
-    """Return the folder that keeps builds from one run of the tests to the next."""
     folder = Path(os.environ.get("XDG_CACHE_HOME", tempfile.gettempdir())) / f"mlx_tq-metal-sim-{os.getuid()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
@@ -30,21 +29,19 @@ def _folder() -> Path:
 
 @cache
 def _version() -> str:
-    """Return what a build depends on in addition to its text."""
     compiler = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
     sources = "".join(file.read_text() for file in sorted(SOURCES.iterdir()))
     return compiler + sources + platform.machine() + str(_FLAGS)
 
 
 def _compile(output: Path, *arguments: str | Path) -> None:
-    """Write `output` atomically, because two runs may build it at the same time."""
     with tempfile.TemporaryDirectory(dir=_folder()) as scratch:
         built = Path(scratch, "output")
         done = subprocess.run(["g++", *_FLAGS, *arguments, "-o", built], capture_output=True, text=True, check=False)
         if done.returncode:
             raise CompileError(done.stderr)
         output.parent.mkdir(exist_ok=True)
-        built.replace(output)
+        built.replace(output)  # atomically, because two runs may build it at the same time
 
 
 @cache
@@ -63,11 +60,7 @@ def _shared(*flags: str) -> tuple[Path, list[Path]]:
 
 
 def build(source: str, *, sanitize: bool = False) -> Path:
-    """Build a shared library with `tqsim_dispatch`, or a sanitized program that runs it on a file.
-
-    Raises:
-        CompileError: g++ rejected the text.
-    """
+    """Build a shared library with `tqsim_dispatch`, or a sanitized program that runs it on a file."""
     flags = _SANITIZED if sanitize else []
     shared, objects = _shared(*flags)
     result = shared / hashlib.sha256(source.encode()).hexdigest()[:24]

@@ -6,7 +6,6 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,10 +85,6 @@ def _as_mlx(array: np.ndarray, dtype: mx.Dtype) -> mx.array:
     return mx.array(array).view(mx.bfloat16) if dtype == mx.bfloat16 else mx.array(array)
 
 
-def _numpy_dtype(dtype: mx.Dtype) -> np.dtype:
-    return _as_numpy(mx.zeros(1, dtype)).dtype
-
-
 def _named_arrays(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Add what mlx may pass by name: the shape of each array, its strides in elements, and its rank."""
     named = dict(arrays)
@@ -98,16 +93,6 @@ def _named_arrays(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         named[f"{name}_strides"] = np.array(array.strides, np.int64) // array.itemsize
         named[f"{name}_ndim"] = np.array(array.ndim, np.int32)
     return named
-
-
-def _fill(buffer: _Buffer, array: np.ndarray) -> None:
-    low, high = np.lib.array_utils.byte_bounds(array)
-    buffer.data, buffer.bytes, buffer.origin = low, high - low, array.ctypes.data - low
-
-
-@lru_cache(maxsize=256)
-def _library(path: Path) -> Any:
-    return ctypes.CDLL(str(path)).tqsim_dispatch
 
 
 def _run_sanitized(program: Path, dispatch: _Dispatch) -> None:
@@ -153,22 +138,10 @@ def simulate(
     sanitize: bool = False,
     edit: Callable[[str], str] = lambda text: text,
 ) -> Result:
-    """Call an `mx.fast.metal_kernel` as on a Mac.
+    """Call an `mx.fast.metal_kernel` as on a Mac; the kernel sees the strides of the inputs.
 
-    Args:
-        kernel: object returned by `mx.fast.metal_kernel`.
-        inputs: arrays; the kernel sees their strides.
-        output_shapes: shapes of the outputs.
-        output_dtypes: dtypes of the outputs.
-        grid: number of threads.
-        threadgroup: threads of a threadgroup.
-        template: values that mlx writes into the text.
-        order: order of the threads: 0 by index, 1 the reverse, others shuffled.
-        sanitize: run under the address and undefined-behavior sanitizers.
-        edit: changes the generated text, to test that a mistake in it is found.
-
-    Raises:
-        SimulationError: divergent collectives, a deadlock, a race, an access out of bounds, and the like.
+    Threads run in `order`: 0 by index, 1 the reverse, others shuffled. `sanitize` runs under the address and
+    undefined-behavior sanitizers. `edit` changes the generated text, to test that a mistake in it is found.
     """
     call = {"output_shapes": list(output_shapes), "output_dtypes": list(output_dtypes), "template": list(template)}
     text = edit(capture(kernel, list(inputs), grid=grid, threadgroup=threadgroup, **call))
@@ -193,15 +166,22 @@ def run_text(
     declared = _buffers(text)
     dispatch = _Dispatch(order=order, count=len(declared), grid=grid, threadgroup=threadgroup)
     for parameter in declared:
-        _fill(dispatch.buffers[parameter.number], arrays[parameter.name])
+        array, buffer = arrays[parameter.name], dispatch.buffers[parameter.number]
+        low, high = np.lib.array_utils.byte_bounds(array)
+        buffer.data, buffer.bytes, buffer.origin = low, high - low, array.ctypes.data - low
     built = build(translate(text), sanitize=sanitize)
     if sanitize:
         _run_sanitized(built, dispatch)
     else:
-        _library(built)(ctypes.byref(dispatch))
+        ctypes.CDLL(str(built)).tqsim_dispatch(ctypes.byref(dispatch))
     if dispatch.error:
         raise SimulationError(_quote(dispatch.error.decode(), text))
-    return _counters(dispatch, [p.name for p in declared])
+    used = dict(zip([p.name for p in declared], dispatch.buffers[: dispatch.count], strict=True))
+    return Counters(
+        loaded={name: buffer.loaded for name, buffer in used.items()},
+        stored={name: buffer.stored for name, buffer in used.items()},
+        operations=dict(zip(OPERATIONS, dispatch.operations, strict=True)),
+    )
 
 
 def _buffers(text: str) -> list[Parameter]:
@@ -217,15 +197,6 @@ def _split(
     names = [p.name for p in declared if p.name not in outputs and not extras.search(p.name)]
     arrays = _named_arrays(dict(zip(names, map(_as_numpy, inputs), strict=True)))
     for name, shape, dtype in zip(outputs, shapes, dtypes, strict=True):
-        arrays[name] = np.empty(shape, _numpy_dtype(dtype))
+        arrays[name] = np.empty(shape, _as_numpy(mx.zeros(1, dtype)).dtype)
         arrays[name].view(np.uint8)[...] = 0xFF
     return arrays
-
-
-def _counters(dispatch: _Dispatch, names: list[str]) -> Counters:
-    used = dict(zip(names, dispatch.buffers[: dispatch.count], strict=True))
-    return Counters(
-        loaded={name: buffer.loaded for name, buffer in used.items()},
-        stored={name: buffer.stored for name, buffer in used.items()},
-        operations=dict(zip(OPERATIONS, dispatch.operations, strict=True)),
-    )

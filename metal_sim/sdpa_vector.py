@@ -27,7 +27,6 @@ CONTRACTED = {
 
 
 def kernel_text(dim: int) -> str:
-    """Return the text of `sdpa_vector` for fp16 vectors."""
     match = re.search(r"\[\[kernel\]\] void sdpa_vector\(.*?\n}\n", FILE.read_text(), re.S)
     assert match
     text = re.sub(r", function_constant\(\w+\)", "", match.group(0))

@@ -47,25 +47,17 @@ class Parameter(NamedTuple):
     attribute: str
     number: int | None  # of a buffer
 
-    def declaration(self) -> str:
-        return f"{self._pointer() if self._is_pointer() else self._plain()} {self.name}"
+    def cpp_type(self) -> str:
+        plain = _SPACES.sub("", self.type)
+        return f"tqsim::Pointer<{plain.removesuffix('*')}>" if plain.endswith("*") else plain
 
     def argument(self) -> str:
         """Return what the C++ entry passes for it."""
         if self.number is None:
             return ATTRIBUTES[self.attribute]
-        if self._is_pointer():
-            return f"{self._pointer()}(d.buffers[{self.number}], {self.number})"
-        return f"*reinterpret_cast<{self._plain().removesuffix('&')}*>(d.buffers[{self.number}].data)"
-
-    def _is_pointer(self) -> bool:
-        return self.type.endswith("*")
-
-    def _plain(self) -> str:
-        return _SPACES.sub("", self.type)
-
-    def _pointer(self) -> str:
-        return f"tqsim::Pointer<{self._plain().removesuffix('*')}>"
+        if self.type.endswith("*"):
+            return f"{self.cpp_type()}(d.buffers[{self.number}], {self.number})"
+        return f"*reinterpret_cast<{self.cpp_type().removesuffix('&')}*>(d.buffers[{self.number}].data)"
 
 
 def parameters(text: str) -> list[Parameter]:
@@ -86,7 +78,7 @@ def translate(text: str) -> str:
     assert signature, f"no kernel in:\n{text}"
     declared = parameters(text)
     instance = _INSTANCE.search(text)
-    head = f"void {signature.group(1)}({', '.join(p.declaration() for p in declared)}) {{"
+    head = f"void {signature.group(1)}({', '.join(f'{p.cpp_type()} {p.name}' for p in declared)}) {{"
     lines = "\n" * signature.group(0).count("\n")  # keeps the line numbers
     body = text[: signature.start()] + head + lines + text[signature.end() : instance.start() if instance else None]
     body = _SHARED.sub(r"TQSIM_SHARED(\1, \2, \3);", body)

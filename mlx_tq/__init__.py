@@ -1,10 +1,12 @@
-"""mlx_tq: long chats with mlx-lm models in the memory you have.
+"""A 2- to 8-bit KV cache for mlx-lm models, with eviction and recall.
 
-import mlx_tq
+import mlx_lm, mlx_tq
+
 model, tokenizer = mlx_tq.load("mlx-community/Qwen3-4B-4bit")
 cache = mlx_tq.make_prompt_cache(model, mlx_tq.KVConfig(key="q8", value="tq4"))
 with mlx_tq.compressed(model):
-for part in mlx_lm.stream_generate(model, tokenizer, prompt, prompt_cache=cache): ...
+    for part in mlx_lm.stream_generate(model, tokenizer, prompt, prompt_cache=cache):
+        print(part.text, end="", flush=True)
 """
 
 from importlib import import_module

@@ -30,20 +30,13 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _answer_without_command(word: str) -> int:
-    if word in ("--version", "-V"):
-        sys.stdout.write(f"{__version__}\n")
+    commands = "".join(f"  {name:14}{text}\n" for name, text in COMMANDS.items())
+    usage = f"usage: mlx_tq COMMAND [options]\n\n{commands}\nmlx_tq COMMAND --help shows its options.\n"
+    if word in ("--version", "-V", "--help", "-h"):
+        sys.stdout.write(f"{__version__}\n" if word in ("--version", "-V") else usage)
         return DONE
-    if word in ("--help", "-h"):
-        sys.stdout.write(f"{_usage()}\n")
-        return DONE
-    sys.stderr.write(f"mlx_tq: command {word!r} is unknown\n" if word else "")
-    sys.stderr.write(f"{_usage()}\n")
+    sys.stderr.write(f"mlx_tq: command {word!r} is unknown\n{usage}" if word else usage)
     return USAGE_ERROR
-
-
-def _usage() -> str:
-    lines = [f"  {name:14}{text}" for name, text in COMMANDS.items()]
-    return "\n".join(["usage: mlx_tq COMMAND [options]", "", *lines, "", "mlx_tq COMMAND --help shows its options."])
 
 
 if __name__ == "__main__":

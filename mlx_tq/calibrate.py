@@ -2,11 +2,10 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
 
 from mlx_tq.cli.options import check_flags, check_writable
 from mlx_tq.cli.parser import CommandParser, add_model_arguments, command_parser
-from mlx_tq.cli.runner import DONE, run_command
+from mlx_tq.cli.runner import DONE, command_main
 from mlx_tq.errors import ConfigError
 
 
@@ -26,34 +25,23 @@ def build_parser() -> CommandParser:
     return parser
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    return run_command(build_parser(), run, words)
-
-
 def run(args: argparse.Namespace) -> int:
     """Calibrate and write the file; return the exit code."""
     check_flags(args)
 
+    from mlx_tq.cli import model_calibration
     from mlx_tq.cli.haystack import load_text
-    from mlx_tq.cli.layer_losses import save_measured_losses
     from mlx_tq.cli.loading import load_model
     from mlx_tq.cli.prompts import read_file
-    from mlx_tq.cli.query_calibration import (
-        TEXT_SHARE,
-        TOKENS,
-        calibrate_on_questions,
-        calibrate_on_text,
-        save_queries,
-    )
     from mlx_tq.cli.screen import prefill_progress
     from mlx_tq.models import fingerprint
     from mlx_tq.policies.calibration import SKIP, check_replaceable
     from mlx_tq.prompt_cache.measurements import calibration_path, make_folder
 
-    tokens = TOKENS if args.tokens is None else args.tokens
-    share = TEXT_SHARE if args.text_share is None else args.text_share
+    tokens = model_calibration.TOKENS if args.tokens is None else args.tokens
+    share = model_calibration.TEXT_SHARE if args.text_share is None else args.text_share
     if tokens < 1:
-        raise ConfigError(f"--tokens is {tokens}; it must be 1 or more, such as {TOKENS}.")
+        raise ConfigError(f"--tokens is {tokens}; it must be 1 or more, such as {model_calibration.TOKENS}.")
     if not 0 <= share <= 1:
         raise ConfigError(f"--text-share is {share:g}; it must be from 0 (questions only) to 1 (text only).")
     if args.output is not None:
@@ -62,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     text = load_text() if args.text is None else read_file("text", args.text)
     model, tokenizer = load_model(args)
     if args.losses:
-        save_measured_losses(model, tokenizer, text, args.model or "the embedded model")
+        model_calibration.save_measured_losses(model, tokenizer, text, args.model or "the embedded model")
         return DONE
     path = args.output
     if path is None:
@@ -71,18 +59,20 @@ def run(args: argparse.Namespace) -> int:
         check_replaceable(path)
     if share == 1:
         ids = list(tokenizer.encode(text, add_special_tokens=False, verbose=False))[: tokens + SKIP]
-        queries = calibrate_on_text(model, ids, covariance=args.covariance)
+        queries = model_calibration.calibrate_on_text(model, ids, covariance=args.covariance)
         source = f"{queries.tokens:,} tokens of text"
     else:
         with prefill_progress(title="Calibrating") as progress:
             options = {"text_share": share, "covariance": args.covariance, "progress": progress}
-            queries = calibrate_on_questions(model, tokenizer, text, tokens, **options)
+            queries = model_calibration.calibrate_on_questions(model, tokenizer, text, tokens, **options)
         source = f"{queries.tokens:,} tokens of questions and answers"
         source += f" and {share:.0%} text" if share else ""
-    save_queries(model, path, queries)
+    model_calibration.save_queries(model, path, queries)
     sys.stderr.write(f"Saved the calibration ({source}) to {path}\n")
     return DONE
 
+
+main = command_main(build_parser, run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -21,7 +21,7 @@ _BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 class Budget(NamedTuple):
-    """The tokens that may stay in the cache: exactly one of the three is set."""
+    """Limits the tokens that may stay in the cache: exactly one of the three is set."""
 
     tokens: int | None = None  # of each layer
     share: float | None = None  # of the tokens seen, at most 1
@@ -190,12 +190,11 @@ class KVConfig:
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "KVConfig":
         """Return the configuration that `to_dict` wrote."""
-        evict = fields.get("evict")
-        return cls(**{**fields, "evict": None if evict is None else EvictConfig.from_dict(evict)})
+        return cls(**{**fields, "evict": fields.get("evict") and EvictConfig.from_dict(fields["evict"])})
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON, without a `mean_bits` of None."""
-        fields = vars(self) | {"evict": None if self.evict is None else self.evict.to_dict()}
+        fields = vars(self) | {"evict": self.evict and self.evict.to_dict()}
         return {name: value for name, value in fields.items() if name != "mean_bits" or value is not None}
 
     def fingerprint(self) -> str:

@@ -3,14 +3,13 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from mlx_tq.cli.options import AUTO, DEFAULT_PROFILE, OFF
 from mlx_tq.cli.parser import CommandParser, add_backend_argument, add_model_arguments, command_parser
-from mlx_tq.cli.runner import DONE, FAILED, run_command
+from mlx_tq.cli.runner import DONE, FAILED, command_main
 from mlx_tq.cli.terminal_text import readable
 
 if TYPE_CHECKING:
@@ -33,10 +32,6 @@ def build_parser() -> CommandParser:
     add_backend_argument(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    return run_command(build_parser(), run, words)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -96,12 +91,14 @@ def _ask(model: Any, tokenizer: Any, case: "Case", name: str, config: "KVConfig"
         "".join(session.respond(tokenizer.decode(case.ids[: case.question]), max_tokens=8))
         stats = session.stats
         answer = "".join(session.respond(QUESTION, max_tokens=_ANSWER_TOKENS)).strip()
-        console.print(f"{name:12} {answer!r}", markup=False)
-        console.print(memory_bar(session), soft_wrap=True)
+        console.print(f"{name:12} {answer!r}")
+        console.print(memory_bar(session))
         quoted_tokens = len(session.turns[-1].quotation.ids)
     is_right = judge_answer(answer, case.answer) is Verdict.PASS
     return {"name": name, "answer": answer, "found": is_right, "quoted_tokens": quoted_tokens, **stats.to_dict()}
 
+
+main = command_main(build_parser, run)
 
 if __name__ == "__main__":
     sys.exit(main())

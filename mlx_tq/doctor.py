@@ -4,12 +4,11 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 
 from mlx_tq.cli.options import check_flags, parse_size
 from mlx_tq.cli.parser import CommandParser, add_backend_argument, add_model_arguments, command_parser
-from mlx_tq.cli.runner import DONE, FAILED, run_command
+from mlx_tq.cli.runner import DONE, FAILED, command_main
 from mlx_tq.errors import ConfigError
 
 _BATCHES = [1, 2, 4, 8]
@@ -19,9 +18,8 @@ _CONTEXTS = [4096, 16384, 65536]
 def build_parser() -> CommandParser:
     parser = command_parser("doctor", "Show versions and backend, and test every codec.")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.add_argument(
-        "--kernels", action="store_true", help="check each GPU kernel against a reference implementation"
-    )
+    kernels = "check each GPU kernel against a reference implementation"
+    parser.add_argument("--kernels", action="store_true", help=kernels)
     add_backend_argument(parser)
     group = parser.add_argument_group("capacity")
     capacity = "show the longest context and the largest batch that fit, for each profile, instead"
@@ -30,12 +28,6 @@ def build_parser() -> CommandParser:
     group.add_argument("--memory", type=parse_size, metavar="SIZE", help=memory)
     add_model_arguments(group, adapter=False)
     return parser
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    # On CUDA, mlx multiplies float32 in TF32 by default; the reference implementation must not. mlx reads this once.
-    os.environ.setdefault("MLX_ENABLE_TF32", "0")
-    return run_command(build_parser(), run, words)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -94,12 +86,13 @@ def _show_capacity(args: argparse.Namespace) -> int:
         batches.add_row(profile.profile, *sizes)
     results.print(
         f"{human_bytes(memory)} of memory, {human_bytes(weights)} of it weights; {dtype}, at most {limit:,} tokens.\n"
-        "Prefill needs more than these bytes: leave a tenth free.",
-        soft_wrap=True,
+        "Prefill needs more than these bytes: leave a tenth free."
     )
     results.print("", lengths, "", batches, sep="\n")
     return DONE
 
+
+main = command_main(build_parser, run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,13 +1,4 @@
-"""Every error that mlx_tq raises on purpose, in one tree.
-
-MlxTqError
-├── ConfigError             a setting, flag or argument that cannot be met (exit code 2)
-├── UnsupportedModelError   a model whose attention cannot run on a compressed cache
-├── KernelUnavailableError  a GPU kernel that could not be built or run
-├── NonFiniteError          a model that produced NaN or infinite keys, values or logits
-├── CacheFormatError        a cache or file that is damaged, foreign or of another configuration
-├── RankError               processes that run one model together disagree, or one is gone
-└── RescueError             the rescue service was asked for and did not answer
+"""Every error that mlx_tq raises on purpose.
 
 A message states what went wrong, the offending value, what would be valid, and what to do.
 """
@@ -22,7 +13,7 @@ class MlxTqError(Exception):
 
 
 class ConfigError(MlxTqError, ValueError):
-    """Reports a setting, flag or argument that cannot be met."""
+    """Reports a setting, flag or argument that cannot be met (exit code 2 of commands)."""
 
 
 class UnsupportedModelError(MlxTqError):

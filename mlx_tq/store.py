@@ -4,14 +4,13 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_tq.cli.options import AUTO, OFF, read_options
 from mlx_tq.cli.parser import CommandParser, command_parser
-from mlx_tq.cli.runner import DONE, run_command
+from mlx_tq.cli.runner import DONE, command_main
 from mlx_tq.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,10 +32,6 @@ def build_parser() -> CommandParser:
         add("--prefix-cache", metavar="DIR|auto", help=folder)
         add("--json", action="store_true", help="print one JSON object instead of text")
     return parser
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    return run_command(build_parser(), run, words)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,12 +67,11 @@ def _list(folder: "Folder") -> dict[str, Any]:
     records = folder.records()
     checkpoints = []
     for record in reversed(records):
-        if record.path.parent.name == CHECKPOINTS:
-            data = folder.read(CHECKPOINTS, record.path.name, touch=False)
-            if data is not None:
-                used = datetime.fromtimestamp(record.last_used / 1e9, UTC).isoformat(timespec="seconds")
-                entry = {"key": record.path.name, "used": used, "nbytes": record.size, "protected": record.is_protected}
-                checkpoints.append({**entry, **describe_checkpoint(data)})
+        is_checkpoint = record.path.parent.name == CHECKPOINTS
+        if is_checkpoint and (data := folder.read(CHECKPOINTS, record.path.name, touch=False)) is not None:
+            used = datetime.fromtimestamp(record.last_used / 1e9, UTC).isoformat(timespec="seconds")
+            entry = {"key": record.path.name, "used": used, "nbytes": record.size, "protected": record.is_protected}
+            checkpoints.append({**entry, **describe_checkpoint(data)})
     blocks = sum(record.path.parent.name == BLOCKS for record in records)
     nbytes = sum(record.size for record in records)
     return {"folder": str(folder.path), "nbytes": nbytes, "blocks": blocks, "checkpoints": checkpoints}
@@ -87,9 +81,8 @@ def _show(report: dict[str, Any]) -> None:
     from mlx_tq.cli.screen import human_bytes, results, table  # loads mlx, which --help does without
 
     blocks, checkpoints = report["blocks"], report["checkpoints"]
-    sys.stdout.write(
-        f"{report['folder']}: {human_bytes(report['nbytes'])}, {blocks:,} blocks, {len(checkpoints):,} checkpoints\n"
-    )
+    counts = f"{human_bytes(report['nbytes'])}, {blocks:,} blocks, {len(checkpoints):,} checkpoints"
+    sys.stdout.write(f"{report['folder']}: {counts}\n")
     rows = table("", "tokens", "blocks", "own bytes", "last used", "key", "")
     for entry in checkpoints:
         size = human_bytes(entry["nbytes"])
@@ -98,6 +91,8 @@ def _show(report: dict[str, Any]) -> None:
     if checkpoints:
         results.print(rows)
 
+
+main = command_main(build_parser, run)
 
 if __name__ == "__main__":
     sys.exit(main())

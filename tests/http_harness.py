@@ -1,5 +1,6 @@
 """Run a server in its own process on a free port, and load it from several connections."""
 
+import json
 import re
 import resource
 import selectors
@@ -59,14 +60,10 @@ class ServerProcess:
         return self._local.client
 
     def _wait_for_url(self) -> str:
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
-            if match := self.listening.search(self.log()):
-                return match[1]
-            if self.process.poll() is not None:
-                raise ServerExitedError(self.process.returncode, self.log())
-            time.sleep(0.01)
-        raise TimeoutError(self.log())
+        wait_for(lambda: self.listening.search(self.log()) or self.process.poll() is not None, START_S)
+        if match := self.listening.search(self.log()):
+            return match[1]
+        raise ServerExitedError(self.process.returncode, self.log())
 
     def log(self) -> str:
         return self.log_path.read_text()
@@ -146,6 +143,13 @@ def connections(url: str, count: int, sent: bytes, receive_buffer: int | None = 
             connection.sendall(sent)
             opened.append(connection)
         yield opened
+
+
+def post_bytes(path: str, body: Any) -> bytes:
+    """Return a request as it is sent."""
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
+    return head.encode() + content
 
 
 def slowest_answer(url: str, count: int = 20) -> float:

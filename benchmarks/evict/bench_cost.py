@@ -1,11 +1,10 @@
-"""What a round of eviction costs beside the prefill between two rounds, in CPU seconds, by context.
+"""Measure what an eviction round costs compared with the prefill between two rounds, in CPU seconds, by context.
 
-OMP_NUM_THREADS=1 python -m benchmarks.evict.bench_cost --models embedded,smollm2,gemma-3-270m.gguf
+    OMP_NUM_THREADS=1 python -m benchmarks.evict.bench_cost --models embedded,smollm2,gemma-3-270m.gguf
 
-At a budget of 90 % and a trigger of 128 tokens a round comes every 1,280 tokens. Caches are filled with random keys and
-values, under random query statistics; then one step of the prefill runs at that context, and rounds on copies. CPU
-time, of all threads, does not depend on what else the machine does; threads of a BLAS that wait for each other would
-count too, so it has one.
+At a budget of 90 % and a trigger of 128 tokens a round comes every 1,280 tokens. Caches hold random keys and values;
+rounds and one prefill step run on copies. CPU time does not depend on other load, but counts threads of a BLAS that
+wait for each other, so it gets one thread.
 """
 
 import copy
@@ -18,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.named_models import ALL_NAMES, named_model, survey_models
+from benchmarks.reports import ALL_NAMES, named_model, survey_models
 from mlx_tq.codec.formats.base import dtype_of
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.policies.calibration import QueryStats
@@ -34,19 +33,17 @@ CONTEXTS = (4096, 8192, 16384, 32768)
 
 
 def seconds(work: Callable[[], Any]) -> float:
-    """CPU seconds of a call."""
     started = time.process_time()
     work()
     return time.process_time() - started
 
 
 def evicting(policy: str) -> EvictConfig:
-    """What a round does: any statistics will do."""
     return EvictConfig(f"{policy}:calibration=text", "90%", "off")
 
 
 def filled(model: Any, length: int, policy: str) -> list[Any]:
-    """Caches that hold `length` random tokens, ready to evict; those of sliding layers hold their window."""
+    """Return caches of `length` random tokens, ready to evict; those of sliding layers hold their window."""
     plan = plan_caches(model, KVConfig(evict=evicting(policy)))
     rng = np.random.default_rng(0)
 
@@ -75,7 +72,6 @@ def filled(model: Any, length: int, policy: str) -> list[Any]:
 def fill(
     append: Callable[[mx.array, mx.array], Any], cache: Any, slot: Any, length: int, most: int, rng: np.random.Generator
 ) -> None:
-    """Append random keys and values of a layer's shape, up to `most` tokens at a time."""
     while cache.offset < length:
         shape = (1, slot.heads, min(most, length - cache.offset), slot.key_dim)
         pair = [mx.array(rng.standard_normal(shape, np.float32)).astype(dtype_of(slot.dtype)) for _ in range(2)]
@@ -84,7 +80,6 @@ def fill(
 
 
 def measure(model: Any, length: int, policy: str = POLICY) -> dict[str, Any]:
-    """One context."""
     caches = filled(model, length, policy)
     rounds = []
     for _ in range(ROUNDS):
@@ -114,12 +109,10 @@ def measure(model: Any, length: int, policy: str = POLICY) -> dict[str, Any]:
 
 
 def costs(name: str) -> Iterator[dict[str, Any]]:
-    """Of a model by context."""
     model, _ = named_model(name)
     for length in CONTEXTS:
         yield {"model": ALL_NAMES[name], **measure(model, length)}
 
 
 if __name__ == "__main__":
-    about = __doc__.partition("\n")[0]
-    survey_models(about, "benchmarks.evict.bench_cost", "evict_cost.json", costs, ALL_NAMES)
+    survey_models(__doc__, "benchmarks.evict.bench_cost", "evict_cost.json", costs)

@@ -1,4 +1,4 @@
-"""Measures the kernels: GB/s against a plain copy and attention against mlx's on a GPU, or their cost on the simulator.
+"""Measure the kernels: on a GPU in GB/s against a plain copy and mlx's attention, else their cost on the simulator.
 
     python -m benchmarks.kernels.bench_kernels
 
@@ -7,7 +7,6 @@ which counts bytes and lane operations per token and KV head: the difference bet
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -21,8 +20,8 @@ import numpy as np
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
 from benchmarks.kernels.cases import DIM, GROUP, make_cases
+from benchmarks.reports import save
 from metal_sim.sdpa_vector import sdpa_vector
-from mlx_tq.cli.environment import environment
 from mlx_tq.kernels import backend, thresholds
 from mlx_tq.kernels.gpu import gpu_backend
 from mlx_tq.kernels.thresholds import KernelThresholds
@@ -146,9 +145,8 @@ def main() -> None:
     args = parser.parse_args()
     where = gpu_backend() or "counted"
     measured = time_kernels(args.tokens, args.heads) if gpu_backend() else count_kernels()
-    path = Path(args.json or ROOT / f"benchmarks/results/kernels_{where}.json")
-    command = "python -m benchmarks.kernels.bench_kernels"
-    path.write_text(json.dumps({"command": command, "environment": environment(), **measured}, indent=1) + "\n")
+    path = Path(args.json).resolve() if args.json else f"kernels_{where}.json"
+    save(path, "python -m benchmarks.kernels.bench_kernels", **measured)
     for row in measured["kernels"]:
         print(", ".join(f"{name} {value:.4g}" if name != "kernel" else value for name, value in row.items()))
 

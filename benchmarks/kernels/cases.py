@@ -1,4 +1,4 @@
-"""The cases that each kernel is measured on: a call, and the smallest number of bytes that it moves."""
+"""The calls that each kernel is measured with, and the smallest number of bytes that each moves."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,9 +12,8 @@ from mlx_tq.codec.rotation import get_rotation
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.config import BLOCK
 from mlx_tq.kernels.attend import attend
-from mlx_tq.kernels.compact import compact
-from mlx_tq.kernels.dequantize import dequantize
-from mlx_tq.kernels.encode import encode
+from mlx_tq.kernels.encode import compact, encode
+from mlx_tq.kernels.prefill import dequantize
 from mlx_tq.kernels.recall_score import group_queries, recall_score
 from mlx_tq.kernels.regions import Regions
 from mlx_tq.kernels.score import score
@@ -48,7 +47,6 @@ def make_cases(tokens: int, heads: int, question_tokens: int = QUESTION) -> list
     rotation = get_rotation("wht", DIM, 0)
 
     def key_cases(name: str, means: KeyNormalization | None) -> list[Case]:
-        """Make cases of the kernels that read or write packed keys."""
         rows = encode(keys, values, layout, means).rows
         regions = Regions(rows, tokens, layout, keys[:, :, :64], values[:, :, :64], 32, 64, means)
         mx.eval(rows)

@@ -1,4 +1,4 @@
-"""Training contexts: conversations about planted facts, copied spans, plain text. Each token comes with its weight."""
+"""Draw training contexts with a weight for each token: conversations about planted facts, copied spans, plain text."""
 
 import gzip
 import json
@@ -6,8 +6,9 @@ import random
 from itertools import chain
 from pathlib import Path
 
-from facts import Fact, draw
 from tokenizers import Tokenizer
+
+from benchmarks.models.facts import Fact, draw
 
 ANSWER, COPY, TEXT, FRAME, HAY, QUESTION = 4.0, 2.0, 1.0, 0.5, 0.3, 0.1
 # Style of a conversation, out of ten: a plain prompt, context recovered into a system message, or a chat.
@@ -17,12 +18,7 @@ Weighted = tuple[list[int], list[float]]
 
 
 class Contexts:
-    """Draws contexts of T + 1 tokens.
-
-    Args:
-        documents: a gzipped file of JSON lines with a field `text`.
-        tokenizer: a tokenizer.json with the ChatML tokens.
-    """
+    """Draws contexts of T + 1 tokens from a gzipped file of JSON lines with a field `text`."""
 
     def __init__(self, documents: Path, tokenizer: Path) -> None:
         self.tokenizer = Tokenizer.from_file(str(tokenizer))
@@ -38,7 +34,7 @@ class Contexts:
         self.flat = list(chain.from_iterable([*ids, self.end] for ids in encoded))
 
     def draw(self, rng: random.Random, tokens: int, text: float, copies: float) -> Weighted:
-        """One context: plain text with probability `text`, copied spans with probability `copies`."""
+        """Draw plain text with probability `text`, copied spans with probability `copies`, else a conversation."""
         if rng.random() < copies:
             return self._copies(rng, tokens)
         if rng.random() < text:
@@ -51,7 +47,7 @@ class Contexts:
         return ids[: tokens + 1], weights[: tokens + 1]
 
     def chat(self, rng: random.Random, tokens: int) -> Weighted:
-        """A conversation of about `tokens` tokens: facts planted in text, then questions."""
+        """Return a conversation of about `tokens` tokens: facts planted in text, then questions."""
         count = rng.choice([1, 2, 3, 4]) if tokens <= 128 else rng.choice([1, 1, 2, 3, 4, 6, 8, 12, 16])
         used: set[tuple[str, ...]] = set()
         facts = [fact for _ in range(count) if (fact := draw(rng, used)) is not None]
@@ -82,7 +78,7 @@ class Contexts:
         )
 
     def _recovered(self, rng: random.Random, text: list[int], fact: Fact) -> Weighted:
-        """A system message with spans of earlier text, one of which holds the fact."""
+        """Return a conversation with a system message of earlier spans, one of which holds the fact."""
         count = rng.choice([1, 2, 4])
         spans = []
         for number in range(count):
@@ -103,7 +99,6 @@ class Contexts:
         )
 
     def _conversation(self, rng: random.Random, body: list[int], turns: list[Fact]) -> Weighted:
-        """The first question follows the text in its turn, or a turn of its own after an OK."""
         if rng.random() < 0.5:
             head = [(self._turn("user", body), HAY), (self._turn("assistant", self._ids("OK")), FRAME)]
             return _join(*head, *self._questions(turns))
@@ -123,7 +118,7 @@ class Contexts:
         return [(opening, HAY), ([*self._ids(fact.answer), self.end_turn, *self._ids("\n")], ANSWER)]
 
     def _copies(self, rng: random.Random, tokens: int) -> Weighted:
-        """Spans of random tokens or of text, each said twice: what teaches a model to look back."""
+        """Repeat spans of random tokens or of text, which teaches a model to look back."""
         ids: list[int] = []
         weights: list[float] = []
         while len(ids) < tokens + 1:

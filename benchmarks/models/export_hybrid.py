@@ -1,4 +1,6 @@
-"""Make a folder that mlx-lm loads from a trained state: python export_hybrid.py STATE TOKENIZER_FOLDER FOLDER.
+"""Make a folder that mlx-lm loads from a trained state.
+
+python -m benchmarks.models.export_hybrid STATE TOKENIZER_FOLDER FOLDER
 
 TOKENIZER_FOLDER holds tokenizer.json and tokenizer_config.json.
 """
@@ -10,14 +12,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from hybrid import Shape
 from safetensors.torch import save_file
+
+from benchmarks.models.hybrid import Shape
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
 def export(state: Path, tokenizer: Path, folder: Path, positions: int) -> None:
-    """Write weights, configuration and tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = torch.load(state)["model"]
     layers = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("layers."))

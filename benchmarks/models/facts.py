@@ -1,4 +1,4 @@
-"""Facts of nine kinds, each with a question: what the needle models learn to find in long text."""
+"""Facts of nine kinds, each with a question, which the needle models learn to find in long text."""
 
 import random
 from collections.abc import Callable
@@ -33,7 +33,7 @@ THINGS = str.split("color food song city animal book game flower sport drink")
 
 
 class Fact(NamedTuple):
-    """A sentence, a question and its answer; `key` is what no two facts of a context may share."""
+    """A sentence, a question and its answer; no two facts of a context share `key`."""
 
     key: tuple[str, ...]
     sentence: str
@@ -120,7 +120,7 @@ KINDS: tuple[Callable[[random.Random], Fact], ...] = (
 
 
 def draw(rng: random.Random, used: set[tuple[str, ...]]) -> Fact | None:
-    """A fact about nothing in `used`, which it joins; None where fifty tries found no such fact."""
+    """Draw a fact about nothing in `used` and add it there; None if fifty tries find none."""
     for _ in range(50):
         fact = KINDS[rng.randrange(len(KINDS))](rng)
         if fact.key not in used:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the model; the names of the fields are those of Qwen3-Next's config.json."""
+    """Sizes of the model, under the names of Qwen3-Next's config.json."""
 
     vocab_size: int = 4096
     hidden_size: int = 256
@@ -35,20 +35,17 @@ class Shape:
 
 
 class RMSNorm(nn.Module):
-    """Divides by the root mean square, times a learned weight."""
-
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize the last dimension of `x`."""
         return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE over the first dims of `x`, as many as the angles have; the others pass."""
+    """Apply RoPE to the first dims of `x`, as many as the angles have."""
     half = cos.shape[-1]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
@@ -69,7 +66,6 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Attend over `x`, [B, T, hidden]; the angles are [T, rotated dims / 2]."""
         B, T, _ = x.shape
         H, K, D = self.shape.num_attention_heads, self.shape.num_key_value_heads, self.shape.head_dim
         q, gate = self.q_proj(x).view(B, T, H, 2 * D).chunk(2, -1)
@@ -132,7 +128,6 @@ class GatedNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Normalize the last dimension of `x` and gate it."""
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps) * F.silu(gate.float())
 
 
@@ -161,7 +156,6 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = nn.Linear(values, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mix `x`, [B, T, hidden], over its tokens."""
         B, T, _ = x.shape
         H, D, Dv = self.heads, self.key_dim, self.value_dim
         q, k, v, z = self.in_proj_qkvz(x).view(B, T, H, -1).split([D, D, Dv, Dv], -1)
@@ -181,8 +175,6 @@ class GatedDeltaNet(nn.Module):
 
 
 class MLP(nn.Module):
-    """The gated feed-forward layer."""
-
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
@@ -190,13 +182,10 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` of [..., hidden]."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nn.Module):
-    """One mixer, linear or full attention, and one feed-forward layer."""
-
     def __init__(self, shape: Shape, index: int) -> None:
         super().__init__()
         self.is_linear = (index + 1) % shape.full_attention_interval != 0
@@ -209,15 +198,12 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`x` of [B, T, hidden]."""
         h = self.input_layernorm(x)
         x = x + (self.linear_attn(h) if self.is_linear else self.self_attn(h, cos, sin))
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Hybrid(nn.Module):
-    """The language model; its embeddings are tied."""
-
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
@@ -230,7 +216,7 @@ class Hybrid(nn.Module):
                 nn.init.normal_(weight, std=0.02 / (math.sqrt(2 * shape.num_hidden_layers) if last else 1))
 
     def forward(self, ids: Tensor, wanted: Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Logits of `ids`, [B, T] with T a multiple of 32; with `wanted`, only of these flat positions."""
+        """Return logits of `ids`, [B, T] with T a multiple of 32; with `wanted`, only of these flat positions."""
         rotated = int(self.shape.head_dim * self.shape.partial_rotary_factor)
         frequencies = self.shape.rope_theta ** (-torch.arange(0, rotated, 2).float() / rotated)
         angles = torch.outer(torch.arange(ids.shape[1]).float(), frequencies)

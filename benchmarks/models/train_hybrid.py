@@ -1,6 +1,6 @@
-"""Train the hybrid needle model on a CPU; stops after MINUTES and resumes from OUT/state.pt where that exists.
+"""Train the hybrid needle model on a CPU; stops after MINUTES and resumes from OUT/state.pt.
 
-python train_hybrid.py DOCUMENTS TOKENIZER OUT [--minutes 70] [--threads 2]
+python -m benchmarks.models.train_hybrid DOCUMENTS TOKENIZER OUT [--minutes 70] [--threads 2]
 """
 
 import argparse
@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  its usual name
-from contexts import ANSWER, COPY, TEXT, Contexts
-from hybrid import Hybrid, Shape
 from torch import Tensor, nn
+
+from benchmarks.models.contexts import ANSWER, COPY, TEXT, Contexts
+from benchmarks.models.hybrid import Hybrid, Shape
 
 RATE = 2e-3
 SCORED = 1280  # tokens of a step whose logits are computed: those that weigh most, and a sample of the others
@@ -24,7 +25,7 @@ SEED = 1234
 
 @dataclass(frozen=True)
 class Stage:
-    """Contexts of one length; over when answers cost less than `enough` nats, or at `until` of the whole time."""
+    """Contexts of one length; ends when answers cost less than `enough` nats, or at `until` of the whole time."""
 
     tokens: int
     batch: int
@@ -49,7 +50,6 @@ class Progress:
     text: float = math.nan
 
     def mean(self, name: str, losses: Tensor, weights: Tensor, weight: float) -> None:
-        """Take the losses of tokens of this weight into the running mean `name`."""
         chosen = losses[weights == weight]
         if len(chosen):
             before, now = getattr(self, name), float(chosen.mean())
@@ -57,7 +57,7 @@ class Progress:
 
 
 def losses(model: nn.Module, contexts: list[tuple[list[int], list[float]]]) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of the scored tokens of a batch and their weights."""
+    """Return the cross-entropy of the scored tokens of a batch, and their weights."""
     ids = torch.tensor([ids for ids, _ in contexts])
     weights = torch.tensor([weights for _, weights in contexts])[:, 1:].flatten()
     wanted = (torch.rand(len(weights)) + 2 * (weights >= COPY)).topk(min(SCORED, len(weights))).indices
@@ -67,7 +67,6 @@ def losses(model: nn.Module, contexts: list[tuple[list[int], list[float]]]) -> t
 
 
 def train(contexts: Contexts, out: Path, minutes: float) -> None:
-    """Train, saving the state about once a minute."""
     torch.manual_seed(0)
     model = Hybrid(Shape(vocab_size=contexts.vocabulary))
     decayed = [weight for weight in model.parameters() if weight.ndim > 1]
@@ -113,7 +112,6 @@ def train(contexts: Contexts, out: Path, minutes: float) -> None:
 
 
 def main() -> None:
-    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("documents", type=Path, help="gzipped JSON lines with a field text")
     parser.add_argument("tokenizer", type=Path, help="tokenizer.json")

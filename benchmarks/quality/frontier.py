@@ -1,9 +1,9 @@
-"""All pairs of formats at their stored bits: this package's, those of mlx-lm's quantised cache, and llama.cpp's q4_0.
+"""Measure pairs of formats at their stored bits: ours, those of mlx-lm's quantized cache, and llama.cpp's q4_0.
 
-python benchmarks/quality/frontier.py {ours,trellis,layers,plain,field}+... [flags of `mlx_tq.evaluate formats`]
+    python -m benchmarks.quality.frontier {ours,trellis,layers,plain,field}+... [flags of `mlx_tq.evaluate formats`]
 
-mlx-lm's codes are asymmetric integers with an fp16 scale and bias for each group of 32 or 64 values; here they take the
-place of a format of the package, behind the same sinks and window, so that codes are compared and nothing else.
+mlx-lm's codes are integers with an fp16 scale and bias for each group of 32 or 64 values. Here they replace a format of
+the package, behind the same sinks and window, so that only codes are compared.
 """
 
 import sys
@@ -29,7 +29,7 @@ PAIRS = {
 
 
 class AffineCodec(Codec):
-    """mlx's own `quantize`: whole numbers, and a scale and a bias for each group. The format of mlx-lm's --kv-bits."""
+    """mlx's own `quantize`, the format of mlx-lm's --kv-bits: integers, with a scale and a bias for each group."""
 
     def __init__(self, head_dim: int, bits: int, group: int) -> None:
         self._how = {"bits": bits, "group_size": group}
@@ -72,7 +72,6 @@ class Q4ZeroCodec(Codec):
 
 
 def affine(bits: int, group: int) -> Format:
-    """Return the format of mlx-lm's `--kv-bits`."""
     return Format(
         f"affine{bits}_{group}", bits, 0.0, lambda head_dim, options, dtype: AffineCodec(head_dim, bits, group)
     )
@@ -85,7 +84,6 @@ FORMATS = [
 
 
 def main() -> int:
-    """`mlx_tq.evaluate formats` with the pairs of a group."""
     groups, *words = sys.argv[1:]
     pairs = [pair for group in groups.split("+") for pair in PAIRS[group]]
     for each in FORMATS:

@@ -1,6 +1,6 @@
-"""Word problems of one and two steps, in GSM8K's format, for models that GSM8K is too hard for.
+"""Print word problems of one and two steps in GSM8K's format, for models that cannot solve GSM8K.
 
-python benchmarks/quality/problems.py > problems.jsonl
+python -m benchmarks.quality.problems > problems.jsonl
 """
 
 import json
@@ -13,7 +13,6 @@ _THINGS = ("apples", "books", "coins", "stamps", "shells", "marbles", "cards", "
 
 
 def problems(count: int = COUNT) -> Iterator[dict[str, str]]:
-    """The first so many, always the same."""
     rng = random.Random(20)
     for number in range(count):
         name, other = rng.sample(_NAMES, 2)

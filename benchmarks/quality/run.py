@@ -1,7 +1,8 @@
-"""Run the measurements of quality in docs/measurements: `mlx_tq.evaluate` and studies, each with its JSON.
+"""Run measurements of `mlx_tq.evaluate` and of studies, each into its own JSON file.
 
-python benchmarks/quality/run.py [NAME ...] runs those without results; remove a file of ../results to repeat
-them. Needle and format runs resume where they stopped.
+    python -m benchmarks.quality.run [NAME ...]
+
+It skips those with results; remove a file of benchmarks/results to repeat it. Needle and format runs resume.
 """
 
 import subprocess
@@ -16,7 +17,6 @@ SMALL = "--kv-sinks 32 --kv-window 64"
 
 
 def _scales(pair: str) -> str:
-    """Every scale rule of tq4 and tq3, put into a pair such as {}/fp16."""
     return ",".join(pair.format(f"{name}:{rule}") for name in ("tq4", "tq3") for rule in SCALE_RULES)
 
 
@@ -64,13 +64,11 @@ STUDIES = ("layers", "drift")  # programs of benchmarks/studies
 
 
 def command_of(name: str) -> str:
-    """Return the command of a run, without the interpreter."""
     module = "benchmarks.studies." if RUNS[name].split()[0] in STUDIES else "mlx_tq evaluate "
     return f"{module}{RUNS[name]}"
 
 
 def main(names: list[str]) -> int:
-    """Run the named measurements, or all; returns the first exit code that is not 0."""
     for name in names or RUNS:
         target = RESULTS / f"quality_{name}.json"
         if target.exists() and RUNS[name].split()[0] not in ("needle", "formats"):

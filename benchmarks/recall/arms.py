@@ -1,9 +1,9 @@
-"""The ways in which a question may get what it needs from an archive, and what each is worth.
+"""The arms of the recall grid: how a question gets evidence from the archive.
 
-full: a cache that lost nothing. evicted: nothing comes back. quoted: the text of the blocks that a search of words
-finds stands before the question. words: those blocks return as rows. queries: what the model's own queries find does.
-meaning: blocks whose text MiniLM finds like the question. both: what the queries find, and the spans that MiniLM names
-of text that left, as a session with rescue has it. random: other blocks. oracle: those of the evidence, and no others.
+full: nothing was evicted. evicted: nothing is recalled. quoted: the text of blocks found by keywords, in the prompt.
+words: these blocks as rows. queries: blocks found by the model's queries. meaning: blocks whose text MiniLM finds
+similar. both: `queries` and the spans that a rescue service with MiniLM names. random: other blocks. oracle: exactly
+the blocks of the evidence.
 """
 
 import copy
@@ -16,8 +16,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.recall.bench_recall import BLOCK, STEP, read
-from mlx_tq.config import LEAST_QUOTATION, RescueConfig
+from benchmarks.recall.scenes import STEP, read
+from mlx_tq.config import BLOCK, LEAST_QUOTATION, RescueConfig
 from mlx_tq.prompt_cache.archive import ArchivedBlock
 from mlx_tq.prompt_cache.layer_group import evicting_layers, layer_group_of
 from mlx_tq.prompt_cache.recall import BlockScore, blocks_of_ranges, deciding_layers, positions_of, select_blocks
@@ -30,7 +30,7 @@ TOP_K, MARGIN = RescueConfig().top_k, 32
 
 
 def words_order(texts: Sequence[str], question: str, rng: random.Random) -> list[int]:
-    """Numbers of texts by BM25, as the rescue service searches words; those without any come last, by chance."""
+    """Return the order of texts by BM25, as the rescue service searches; those without a hit come last, by chance."""
     base = sqlite3.connect(":memory:")
     base.execute("CREATE VIRTUAL TABLE t USING fts5(text, tokenize='porter unicode61 remove_diacritics 2')")
     base.executemany("INSERT INTO t(rowid, text) VALUES (?, ?)", enumerate(texts))
@@ -43,7 +43,6 @@ def words_order(texts: Sequence[str], question: str, rng: random.Random) -> list
 
 
 def likeness(embedder: Any, question: str, texts: Sequence[str]) -> np.ndarray:
-    """The cosine of each text's vector and the question's [n]."""
     vectors = embedder.embed([question, *texts])
     return np.array(vectors[1:] @ vectors[0])
 
@@ -55,7 +54,7 @@ def named(
     blocks: Sequence[ArchivedBlock],
     decode: Callable[[Sequence[int]], str],
 ) -> list[ArchivedBlock]:
-    """The blocks of the spans that a rescue service with this embedder would name, as a session would take them."""
+    """Return the blocks of the spans that a rescue service with this embedder would name, as a session takes them."""
     gone = positions_of(blocks)
     spans = make_spans(gone, ids, decode)
     if not spans:
@@ -68,8 +67,8 @@ def named(
 
 
 def by_rank(order: Sequence[ArchivedBlock], sinks: int, most: int) -> list[ArchivedBlock]:
-    """The first blocks with the neighbors on both sides: their text does not say where what it tells goes on."""
-    return select_blocks([BlockScore(block, 0.0, 0, False) for block in order], [(-1, 1)] * len(order), sinks, most)
+    """Return the first blocks with the neighbors on both sides: their text does not say where a fact continues."""
+    return select_blocks([BlockScore(extent, 0.0, 0, False) for extent in order], [(-1, 1)] * len(order), sinks, most)
 
 
 def _words(text: str) -> list[str]:
@@ -77,44 +76,35 @@ def _words(text: str) -> list[str]:
 
 
 def places(order: Sequence[ArchivedBlock], spans: Sequence[Span]) -> list[int | None]:
-    """Of each span how many blocks without any evidence rank before its best block; None where none is archived."""
-    holds = [[inside(block.positions, span) > 0 for span in spans] for block in order]
+    """Return for each span how many blocks without evidence rank before its best block; None if none is archived."""
+    holds = [[inside(extent.positions, span) > 0 for span in spans] for extent in order]
     strange = np.cumsum([0, *(not any(each) for each in holds)])
     best = [next((i for i, each in enumerate(holds) if each[part]), None) for part in range(len(spans))]
     return [None if i is None else int(strange[i]) for i in best]
 
 
 def inside(positions: np.ndarray, span: Span) -> int:
-    """How many of these positions lie in a span."""
     return int(((positions >= span[0]) & (positions < span[1])).sum())
 
 
 def is_cut(span: Span) -> bool:
-    """Whether a block's edge goes through a span; the sinks is a whole block."""
+    """Return True if a block's edge goes through a span; the sinks are a whole block."""
     return span[0] // BLOCK != (span[1] - 1) // BLOCK
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A question in tokens, and what of an answer is judged.
-
-    Attributes:
-        ids: of the question.
-        opening: tokens that stand before the answer whose log-probability is taken.
-        answer: tokens of that answer.
-        answers: what a free answer has to hold.
-        most: tokens of a free answer; 0 where none is made.
-    """
+    """A question in tokens, and what of an answer is judged."""
 
     ids: list[int]
-    opening: list[int]
-    answer: list[int]
-    answers: tuple[str, ...]
-    most: int
+    opening: list[int]  # before the answer whose log-probability is taken
+    answer: list[int]  # that answer
+    answers: tuple[str, ...]  # what a free answer has to hold
+    most: int  # tokens of a free answer; 0 for none
 
 
 def answer(model: Any, tokenizer: Any, caches: list[Any], asked: Asked) -> tuple[bool | None, float]:
-    """Whether a free answer holds all that is right, None where none is made; the right one's log-probability."""
+    """Return whether a free answer is right (None if none is made), and the log-probability of the right one."""
     first = read(model, caches, asked.ids)
     told = copy.deepcopy(caches)
     right = free_answer(model, tokenizer, caches, asked, first) if asked.most else None
@@ -126,7 +116,6 @@ def answer(model: Any, tokenizer: Any, caches: list[Any], asked: Asked) -> tuple
 
 
 def free_answer(model: Any, tokenizer: Any, caches: list[Any], asked: Asked, logits: mx.array) -> bool:
-    """Whether what the likeliest tokens after the question say holds all that is right."""
     said: list[int] = []
     while (token := int(logits.argmax())) != tokenizer.eos_token_id:
         said.append(token)
@@ -139,35 +128,24 @@ def free_answer(model: Any, tokenizer: Any, caches: list[Any], asked: Asked, log
     return False
 
 
-def quoted(tokenizer: Any, ids: Sequence[int], blocks: Sequence[ArchivedBlock]) -> str:
-    """Text of blocks as text rescue quotes it, neighbors as one."""
-    positions = np.unique(np.concatenate([np.zeros(0, np.int64), *(block.positions for block in blocks)]))
+def quoted(tokenizer: Any, ids: Sequence[int], extents: Sequence[ArchivedBlock]) -> str:
+    positions = np.unique(np.concatenate([np.zeros(0, np.int64), *(extent.positions for extent in extents)]))
     runs = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1) if len(positions) else []
     return format_quotation([tokenizer.decode([ids[p] for p in run]) for run in runs])
 
 
 @dataclass
 class Recalls:
-    """One reading that lost tokens, and a question of it: what each arm brings back.
+    """What each arm recalls for one question, after a prefill that evicted tokens."""
 
-    Attributes:
-        caches: of the reading, with the round held that the question makes due.
-        tokens: that may come back.
-        orders: the archived blocks, best first, by arm.
-        found: those that come back, by arm.
-        seconds: of the queries' look.
-        deciding: layers that decided it.
-    """
-
-    caches: list[Any]
-    tokens: int
-    orders: dict[str, list[ArchivedBlock]]
-    found: dict[str, list[ArchivedBlock]]
-    seconds: float
-    deciding_layers: int
+    caches: list[Any]  # after the eviction round of the question
+    tokens: int  # that may be recalled
+    orders: dict[str, list[ArchivedBlock]]  # the archived blocks, best first, by arm
+    found: dict[str, list[ArchivedBlock]]  # those that are recalled, by arm
+    seconds: float  # of the search by queries
+    deciding_layers: int  # layers that decided it
 
     def with_rows(self, arm: str) -> list[Any]:
-        """A copy of the caches in which an arm's blocks are back."""
         caches = copy.deepcopy(self.caches)
         sequence = layer_group_of(caches)
         if sequence is not None and self.found.get(arm):
@@ -175,8 +153,7 @@ class Recalls:
         return caches
 
     def back(self, arm: str, spans: Sequence[Span]) -> list[float]:
-        """Share of each span that an arm brings back."""
-        positions = np.concatenate([np.zeros(0, np.int64), *(block.positions for block in self.found[arm])])
+        positions = np.concatenate([np.zeros(0, np.int64), *(extent.positions for extent in self.found[arm])])
         return [inside(positions, span) / (span[1] - span[0]) for span in spans]
 
 
@@ -189,17 +166,7 @@ def recalls(
     rng: random.Random,
     name: Callable[[list[ArchivedBlock]], list[ArchivedBlock]] | None = None,
 ) -> Recalls:
-    """Ask an archive in every way.
-
-    Args:
-        model: of the caches.
-        caches: that read the text; they are left as they are.
-        question: in tokens.
-        spans: of the evidence.
-        search: orders blocks by their text, in one way or more.
-        rng: of random blocks.
-        name: blocks that come beside what the queries find.
-    """
+    """Ask an archive in every way: `search` orders blocks by text, `name` adds blocks to what the queries find."""
     caches = copy.deepcopy(caches)
     evict_before_question(caches, len(question))
     layer, sequence = evicting_layers(caches)[0], layer_group_of(caches)

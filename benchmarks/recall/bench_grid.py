@@ -1,9 +1,9 @@
-"""Recall in a grid: kinds of questions, lengths, budgets, and the ways in which what left may come back.
+"""Measure recall in a grid of questions, lengths, budgets and arms.
 
-Each text is read once without eviction and once at each budget, and every question of it is asked of copies, in every
-arm of `arms`. A row is one question at one budget. What is done is written after each text, and not done again.
+    python -m benchmarks.recall.bench_grid --model smollm2 --tokens 1000 --kind plain --texts 0-5 --json cell.json
 
-python -m benchmarks.recall.bench_grid --model smollm2 --tokens 1000 --kind plain --texts 0-5 --json cell.json
+Each text is prefilled once in full and once at each budget; every question is asked of copies, in every arm. A row is
+one question at one budget. Results are written after each text, and an interrupted run resumes.
 """
 
 import argparse
@@ -27,10 +27,9 @@ from benchmarks.recall.arms import (
     recalls,
     words_order,
 )
-from benchmarks.recall.bench_recall import read
 from benchmarks.recall.needles import KINDS, Needle
 from benchmarks.recall.parts import ARMS, Part
-from benchmarks.recall.scenes import Frame, Scene, config, encode, frame, planted
+from benchmarks.recall.scenes import Frame, Scene, config, encode, frame, plant_needles, read
 from mlx_tq import compressed, load, make_prompt_cache
 from mlx_tq.cli.loading import calibrate_model
 from mlx_tq.evaluate.inspection import reseed_random
@@ -42,7 +41,7 @@ LONGEST_TEXTS = 4096  # texts of blocks are kept for other embedders up to so ma
 
 
 def asked_of(tokenizer: Any, around: Frame, needle: Needle, before: str = "", *, free: bool = True) -> Asked:
-    """A needle's question with a quotation before it; with no free answer, only the right one is judged."""
+    """Return a needle's question after a quotation; without `free`, only the log-probability is judged."""
     opening = encode(tokenizer, around.opening) if around.opening else []
     space = " " if opening or not around.after else ""
     answers = encode(tokenizer, space + " and ".join(needle.answers))
@@ -51,15 +50,6 @@ def asked_of(tokenizer: Any, around: Frame, needle: Needle, before: str = "", *,
 
 
 class Cell:
-    """A model, and what it is asked.
-
-    Attributes:
-        args: of the command line.
-        arms: that are measured.
-        free: of them, those that answer freely.
-        policies: of eviction; None for what loses what is asked for.
-    """
-
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.arms = ARMS if args.arms == "all" else tuple(args.arms.split(","))
@@ -72,9 +62,8 @@ class Cell:
         self.embedder = embedder_class("minilm")(None) if {"meaning", "both"} & set(self.arms) else None
 
     def rows(self, seed: int) -> list[dict[str, Any]]:
-        """Of one text: a row for each budget and needle."""
         args, rng = self.args, random.Random(seed)
-        made = planted(self.tokenizer, self.frame.head, args.kind, args.tokens, args.needles, rng)
+        made = plant_needles(self.tokenizer, self.frame.head, args.kind, args.tokens, args.needles, rng)
         spans = [span for each in made.evidence() for span in each]
         losses = [*([(None, None)] if "full" in self.arms else []), *product(self.policies, args.budgets.split(","))]
         caches = {
@@ -102,7 +91,6 @@ class Cell:
         return rows
 
     def row(self, made: Scene, number: int, caches: list[Any], rng: random.Random) -> dict[str, Any]:
-        """Of the question with this number, after one reading."""
         tokenizer, needle, spans = self.tokenizer, made.hidden.needles[number], made.evidence()[number]
         texts: list[str] = []
 
@@ -139,19 +127,16 @@ class Cell:
         return row
 
     def arm(self, arm: str, made: Scene, needle: Needle, found: Recalls) -> dict[str, Any]:
-        """What one arm answers."""
         before = quoted(self.tokenizer, made.ids, found.found["words"]) if arm == "quoted" else ""
         asked = asked_of(self.tokenizer, self.frame, needle, before, free=arm in self.free)
         return self.judged(found.with_rows(arm), asked)
 
     def judged(self, caches: list[Any], asked: Asked) -> dict[str, Any]:
-        """Of a copy of caches."""
         right, likely = answer(self.model, self.tokenizer, copy.deepcopy(caches), asked)
         return {"right": right, "log": round(likely, 3)}
 
 
 def main() -> None:
-    """Measure what is not yet in the file."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", help="by default the embedded one")
     parser.add_argument("--name", help="of the model in the tables; by default as given")

@@ -1,9 +1,8 @@
-"""What the sum of all live weights costs a look while answering, which is computed anew, beside 64 steps.
+"""Measure what the sum of all live attention weights costs a search while decoding, compared with 64 steps.
 
-python -m benchmarks.recall.bench_live --models embedded,smollm2
+    python -m benchmarks.recall.bench_live --models embedded,smollm2
 
-Attention could give the sums out with each step where it reads packed rows itself; a question is read by mlx's own
-attention, which has none to give.
+The sum is computed anew, because a question is prefilled by mlx's own attention, which does not return it.
 """
 
 import time
@@ -13,8 +12,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.named_models import NAMES, named_model, survey_models
-from benchmarks.recall.bench_look import ROUNDS, STEPS, decided, filled, steps
+from benchmarks.recall.bench_look import DECIDING, ROUNDS, STEPS, filled, steps
+from benchmarks.reports import NAMES, named_model, survey_models
 from mlx_tq.config import KVConfig
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.layer_group import evicting_layers
@@ -24,7 +23,6 @@ LIVE = (512, 4096, 7500)  # tokens that the steps attend to
 
 
 def sums(caches: list[Any], heads: int, numbers: range) -> float:
-    """Seconds in which the layers with these numbers add up the live weights of 64 queries."""
     asking = []
     for layer in (evicting_layers(caches)[number] for number in numbers):
         listener, dim = QueryBuffer(), layer.keys_and_values()[0].shape[-1]
@@ -39,10 +37,9 @@ def sums(caches: list[Any], heads: int, numbers: range) -> float:
 
 
 def rows(name: str) -> Iterator[dict[str, Any]]:
-    """Of a model by live tokens."""
     model, _ = named_model(name)
     plan, heads = plan_caches(model, KVConfig()), model.args.num_attention_heads
-    numbers = search_layers(len(plan.layers))[: decided(NAMES[name])]
+    numbers = search_layers(len(plan.layers))[: DECIDING[name]]
     for live in LIVE:
         caches = filled(model, plan, 0, live)
         taken = [(sums(caches, heads, numbers), steps(model, caches)) for _ in range(ROUNDS)]
@@ -52,4 +49,4 @@ def rows(name: str) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    survey_models(__doc__.partition("\n")[0], "benchmarks.recall.bench_live", "recall_live.json", rows)
+    survey_models(__doc__, "benchmarks.recall.bench_live", "recall_live.json", rows, NAMES)

@@ -1,29 +1,24 @@
-"""What a look into the archive costs beside the steps of decoding between two looks, in one run.
+"""Measure what a search of the archive costs, compared with the decode steps between two searches.
 
-Layers of the model's own shape are filled with random keys and values, all but the budget is evicted. Then queries
-look: of a question of 32 tokens (those of the recall grid have 16 to 39), and of one of 64, those of all layers that
-look for one; while it is answered, of the latest 64 tokens, those of as many layers as decide a question of the grid.
-The steps are the model's own over as many live tokens.
+    python -m benchmarks.recall.bench_look --models smollm2 --archived 10000,100000
 
-python benchmarks/recall/bench_look.py --models smollm2 --archived 10000,100000
+Layers of the model's shape hold random keys and values, all but the budget evicted. The queries are those of a question
+of 32 or 64 tokens in all layers that search, or the latest 64 in as many layers as decide a question of the grid.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from statistics import fmean
 from typing import Any
 from unittest import mock
 
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.named_models import ALL_NAMES, RESULTS, named_model
+from benchmarks.reports import ALL_NAMES, GEMMA, named_model, save
 from mlx_tq import compressed, make_prompt_cache
-from mlx_tq.cli.environment import environment
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.prompt_cache.archive import ArchivedBlock
 from mlx_tq.prompt_cache.compressed import plan_caches
@@ -32,12 +27,13 @@ from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.recall import search_layers
 
 LIVE, STEP, ROUNDS = 512, 512, 5
+DECIDING = {"embedded": 1, "smollm2": 5, GEMMA: 2}  # layers that decide a question of bench_grid, on average
 STEPS = EvictConfig().recall_every  # between two looks, whose queries the second asks with
 QUESTION = 32
 
 
 def filled(model: Any, plan: Plan, archived: int, live: int = LIVE) -> list[Any]:
-    """Caches of which so many tokens have left; random keys, so that no model has to read them."""
+    """Return caches from which so many tokens were evicted; random keys, so that no model has to read them."""
     config = KVConfig(
         key=plan.config.key, value=plan.config.value, evict=EvictConfig("recency:trigger=256", live, "auto")
     )
@@ -59,14 +55,8 @@ def filled(model: Any, plan: Plan, archived: int, live: int = LIVE) -> list[Any]
     return caches
 
 
-def decided(model: str) -> int:
-    """How many layers decide a question of the recall grid, the mean, rounded."""
-    rows = json.loads((RESULTS / "recall_grid.json").read_text(encoding="utf-8"))["rows"]
-    return round(fmean(row["deciding"] for row in rows if row["model"] == model and "deciding" in row))
-
-
 def look(caches: list[Any], plan: Plan, heads: int, numbers: Sequence[int], asked: int) -> tuple[float, int]:
-    """Seconds of a look of the latest `asked` queries of each of these layers, and the bytes of keys that it reads."""
+    """Return the seconds of a search by the latest `asked` queries of these layers, and the bytes of keys read."""
     sequence, layers = layer_group_of(caches), evicting_layers(caches)
     assert sequence is not None
     assert sequence.archive is not None
@@ -91,7 +81,6 @@ def look(caches: list[Any], plan: Plan, heads: int, numbers: Sequence[int], aske
 
 
 def just_read(model: Any, config: KVConfig) -> list[Any]:
-    """Caches of as many live tokens, which the model has read."""
     caches = make_prompt_cache(model, config)
     with compressed(model):
         mx.eval(model(mx.arange(LIVE)[None], cache=caches))
@@ -99,7 +88,6 @@ def just_read(model: Any, config: KVConfig) -> list[Any]:
 
 
 def steps(model: Any, caches: list[Any]) -> float:
-    """Seconds of 64 steps of one token."""
     with compressed(model):
         token = mx.array([[5]])
         mx.eval(model(token, cache=caches))
@@ -110,7 +98,6 @@ def steps(model: Any, caches: list[Any]) -> float:
 
 
 def main() -> None:
-    """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="embedded,smollm2", help="of the three, joined by commas")
     parser.add_argument("--archived", default="10000,100000", help="tokens in the archive")
@@ -121,7 +108,7 @@ def main() -> None:
         plan, heads = plan_caches(model, config), model.args.num_attention_heads
         caches = filled(model, plan, archived)
         every = search_layers(len(plan.layers))
-        answering = every[: decided(ALL_NAMES[name])]
+        answering = every[: DECIDING[name]]
         sets = {("question", QUESTION): every, ("question", STEPS): every, ("answer", STEPS): answering}
         taken: dict[tuple[str, int], list[float]] = {each: [] for each in sets}
         nbytes, between = {}, []
@@ -146,10 +133,8 @@ def main() -> None:
             }
             print(row)
             rows.append(row)
-    about = {"command": f"python benchmarks/recall/bench_look.py --models {args.models} --archived {args.archived}"}
-    (RESULTS / "recall_look.json").write_text(
-        json.dumps({**about, "environment": environment(), "rows": rows}, indent=1) + "\n"
-    )
+    command = f"python -m benchmarks.recall.bench_look --models {args.models} --archived {args.archived}"
+    save("recall_look.json", command, rows=rows)
 
 
 if __name__ == "__main__":

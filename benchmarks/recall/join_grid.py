@@ -1,9 +1,9 @@
-"""Join the files of bench_grid and bench_one_prompt to one, and say what of the grid is missing.
+"""Join the files of bench_grid and bench_one_prompt, and print what is missing of the grid.
 
-An embedder of the rescue service, where one is at hand, ranks the same blocks by their text. Arms that were measured
-by themselves stand beside the others of their question, also where the joined file has these already.
+    python -m benchmarks.recall.join_grid DIR --embedder minilm
 
-python -m benchmarks.recall.join_grid DIR --embedder minilm
+An embedder of the rescue service ranks the same blocks by their text. Arms that were measured separately are added to
+the others of their question, also to those in the joined file.
 """
 
 import argparse
@@ -32,21 +32,19 @@ CASES = {"longeval": 47, "qmsum": 62}
 
 
 class Vectors(dict[str, np.ndarray]):
-    """What an embedder makes of texts, each embedded once: a text's questions are asked of the same blocks."""
+    """Embeds each text once: a text's questions are asked of the same blocks."""
 
     def __init__(self, embedder: Any) -> None:
         super().__init__()
         self._embedder = embedder
 
     def of(self, texts: list[str]) -> np.ndarray:
-        """Of these texts [n, D]."""
         new = [text for text in dict.fromkeys(texts) if text not in self]
         self.update(zip(new, self._embedder.embed(new), strict=True) if new else ())
         return np.stack([self[text] for text in texts])
 
 
 def add_meaning(row: dict[str, Any], known: Vectors) -> None:
-    """Rank a row's blocks by the likeness of their text to the question."""
     search = row["search"]
     if not search["texts"]:
         return
@@ -68,7 +66,7 @@ def add_meaning(row: dict[str, Any], known: Vectors) -> None:
 
 
 def merged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each question once, with all that was measured of it, the latest of each arm."""
+    """Return each question once, with the latest measurement of each arm."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
         key = tuple(row[name] for name in ("model", "asked", "kind", "text", "budget", "needle"))
@@ -78,7 +76,6 @@ def merged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def missing(rows: list[dict[str, Any]], prompts: list[dict[str, Any]]) -> list[str]:
-    """The cells that are not full."""
     found = Counter((row["model"], row["asked"], row["kind"], row["budget"]) for row in rows)
     lacking = [
         f"{model}, {tokens} tokens, {kind}, {budget}: {found[model, tokens, kind, budget]} of {NEEDLES}"
@@ -91,7 +88,6 @@ def missing(rows: list[dict[str, Any]], prompts: list[dict[str, Any]]) -> list[s
 
 
 def main() -> None:
-    """Join and write."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--embedder", choices=["minilm", "hashing"])

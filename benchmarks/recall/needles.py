@@ -1,8 +1,8 @@
-"""What is hidden in a text and asked for, in five kinds.
+"""Needles in five kinds, and their questions.
 
 plain: one sentence, asked for in its own words. paraphrased: question and sentence share no content word. several: two
-sentences at once. decoys: others say the same words beside the sentence, without the answer. two-hop: one sentence
-names the thing that another one tells of.
+sentences at once. decoys: other sentences have the same words but not the answer. two-hop: one sentence names the thing
+that another one tells about.
 """
 
 import random
@@ -28,34 +28,22 @@ PARAPHRASES = (
 
 @dataclass(frozen=True)
 class Needle:
-    """A question and what answers it.
+    """A question and what answers it."""
 
-    Attributes:
-        evidence: sentences of the text, all of which the answer needs.
-        question: that asks for it; of a model that only continues texts, the beginning of a sentence.
-        answers: what a right answer holds, all of it.
-    """
-
-    evidence: tuple[str, ...]
-    question: str
-    answers: tuple[str, ...]
+    evidence: tuple[str, ...]  # sentences of the text, all of which the answer needs
+    question: str  # for a base model the beginning of a sentence
+    answers: tuple[str, ...]  # all of which a right answer holds
 
 
 @dataclass(frozen=True)
 class Hidden:
-    """What one text holds.
-
-    Attributes:
-        needles: that are asked for.
-        others: sentences beside those of the needles.
-    """
+    """What one text holds."""
 
     needles: list[Needle]
     others: tuple[str, ...] = ()
 
     @property
     def sentences(self) -> list[str]:
-        """All that is planted, each once."""
         return list(dict.fromkeys([*(s for needle in self.needles for s in needle.evidence), *self.others]))
 
 
@@ -68,19 +56,18 @@ def _gate(color: str, code: str, place: str = "gate") -> str:
 
 
 def plain(rng: random.Random, count: int) -> Hidden:
-    """One sentence, asked for in its own words."""
     pairs = zip(rng.sample(COLORS, count), _codes(rng, count), strict=True)
     return Hidden([Needle((_gate(c, x),), f"What is the access code of the {c} gate?{ONLY}", (x,)) for c, x in pairs])
 
 
 def continued(rng: random.Random, count: int) -> Hidden:
-    """As plain, for a model that was never taught to answer: the sentence begins again."""
+    """Plant as `plain` does, for a base model: the question begins the sentence again."""
     pairs = zip(rng.sample(COLORS, count), _codes(rng, count), strict=True)
     return Hidden([Needle((_gate(c, x),), f"The access code of the {c} gate is", (x,)) for c, x in pairs])
 
 
 def trained(rng: random.Random, count: int) -> Hidden:
-    """As plain, in the words that the embedded model was trained on."""
+    """Plant as `plain` does, in the words that the embedded model was trained on."""
     pairs = zip(rng.sample(NAMES, count), _codes(rng, count, 6), strict=True)
     return Hidden(
         [Needle((f"The access code for {n} is {x}.",), f"What is the access code for {n}?", (x,)) for n, x in pairs]
@@ -88,13 +75,11 @@ def trained(rng: random.Random, count: int) -> Hidden:
 
 
 def paraphrased(rng: random.Random, count: int) -> Hidden:
-    """Question and sentence share no content word."""
     pairs = zip(rng.sample(PARAPHRASES, count), _codes(rng, count), strict=True)
     return Hidden([Needle((fact.format(x),), question + ONLY, (x,)) for (fact, question), x in pairs])
 
 
 def several(rng: random.Random, count: int) -> Hidden:
-    """Two sentences at once: each with the next one, and the last with the first."""
     facts = list(zip(rng.sample(COLORS, count), _codes(rng, count), strict=True))
     pairs = zip(facts, facts[1:] + facts[:1], strict=True)
     return Hidden(
@@ -110,7 +95,6 @@ def several(rng: random.Random, count: int) -> Hidden:
 
 
 def decoys(rng: random.Random, count: int) -> Hidden:
-    """Two more sentences a needle say its words: one of another place, one without an answer."""
     made = plain(rng, count)
     colors = [needle.question.split()[7] for needle in made.needles]
     others = [_gate(c, x, "bridge") for c, x in zip(colors, _codes(rng, count), strict=True)]
@@ -119,7 +103,6 @@ def decoys(rng: random.Random, count: int) -> Hidden:
 
 
 def two_hop(rng: random.Random, count: int) -> Hidden:
-    """One sentence names the room, another one its code."""
     facts = zip(rng.sample(NAMES, count), rng.sample(COLORS, count), _codes(rng, count), strict=True)
     return Hidden(
         [

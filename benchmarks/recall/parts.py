@@ -1,4 +1,4 @@
-"""A file of results that grows piece by piece, so that a run that was cut off goes on where it was."""
+"""A file of results that grows piece by piece, so that an interrupted run resumes."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,6 @@ ARMS = ("full", "evicted", "quoted", "words", "queries", "meaning", "both", "ran
 
 
 def one_a_line(report: dict[str, Any]) -> str:
-    """JSON with each record of a list in a line of its own."""
     parts = []
     for name, value in report.items():
         records = isinstance(value, list) and value and isinstance(value[0], dict)
@@ -21,18 +20,9 @@ def one_a_line(report: dict[str, Any]) -> str:
 
 
 class Part:
-    """Results of one process.
-
-    Attributes:
-        done: numbers of the pieces that are in the file.
-    """
+    """Results of one process; `done` are the numbers of the pieces in the file."""
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
-        """Read what is there, or begin.
-
-        Raises:
-            ValueError: what is there was measured with other settings.
-        """
         self._path = path
         self._data: dict[str, Any] = {"about": about, "environment": environment(), "done": [], "rows": []}
         if path.exists():
@@ -43,7 +33,6 @@ class Part:
         self.done: set[int] = set(self._data["done"])
 
     def add(self, piece: int, rows: list[dict[str, Any]]) -> None:
-        """Add a piece's rows and write the file, which is whole at any time."""
         self._data["rows"] += rows
         self.done.add(piece)
         self._data["done"] = sorted(self.done)

@@ -1,54 +1,57 @@
-"""A text with sentences planted in it, in a model's own frame, and what of a cache to evict for a test."""
+"""Texts with planted sentences in a model's chat format, and configurations that evict them."""
 
 import random
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
-from benchmarks.recall.bench_recall import BLOCK, Given, read
 from benchmarks.recall.needles import KINDS, Hidden
-from mlx_tq import compressed, make_prompt_cache
 from mlx_tq.cli.haystack import load_text
-from mlx_tq.config import EvictConfig, KVConfig
+from mlx_tq.config import BLOCK, EvictConfig, KVConfig
+from mlx_tq.policies import Policy
 
-PREFIX, WINDOW = 32, 64
+PREFIX, WINDOW, STEP = 32, 64, 128
 # Sentences are planted between these depths: behind the sinks, and before what no round reaches any more.
 FIRST, LAST = 0.12, 0.75
 
 
 @dataclass(frozen=True)
-class Frame:
-    """What stands around a text and its question.
+class Given(Policy):
+    """Evicts certain blocks first, and others at random."""
 
-    Attributes:
-        head: tokens before the text.
-        after: text behind a question, before the answer.
-        opening: of an answer whose log-probability is taken.
-    """
+    name = "given"
+    first: str = ""  # numbers of blocks, joined by +
+    trigger: int = 64
+
+    def score(self, body: Any) -> np.ndarray:
+        blocks = body.positions // BLOCK
+        scores = np.random.default_rng(body.round_number).random(int(blocks.max()) + 1)[blocks]
+        return np.where(np.isin(blocks, [int(part) for part in self.first.split("+")]), -1.0, scores)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The text before and after a text and its question."""
 
     head: list[int]
-    after: str
-    opening: str
+    after: str  # behind a question, before the answer
+    opening: str  # of the answer whose log-probability is taken
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A text in tokens, what is in it, and where each planted sentence lies."""
-
     ids: list[int]
     hidden: Hidden
     spans: dict[str, tuple[int, int]]
 
     def evidence(self) -> list[list[tuple[int, int]]]:
-        """Of each needle where its sentences lie."""
         return [[self.spans[sentence] for sentence in needle.evidence] for needle in self.hidden.needles]
 
 
 def frame(tokenizer: Any, opening: str) -> Frame:
-    """Of a chat where the tokenizer has a template, else nothing but what a text begins with."""
     if not tokenizer.has_chat_template:
         return Frame(list(tokenizer.encode("")), "", "")
     turn = [{"role": "user", "content": "QUESTION"}]
@@ -57,12 +60,21 @@ def frame(tokenizer: Any, opening: str) -> Frame:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Tokens of a text, without those that a tokenizer puts at the beginning of one."""
+    """Return the tokens of a text without start tokens."""
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def scene(tokenizer: Any, head: list[int], hidden: Hidden, tokens: int, rng: random.Random) -> Scene:
-    """WikiText-2 of about so many tokens, with what is hidden in it at even depths."""
+def read(model: Any, caches: list[Any], ids: list[int]) -> mx.array:
+    """Prefill tokens and return the logits [vocabulary] after the last one."""
+    for start in range(0, len(ids), STEP):
+        logits = model(mx.array(ids[start : start + STEP])[None], cache=caches)
+        mx.eval([cache.state for cache in caches])
+    return logits[0, -1]
+
+
+def plant_needles(tokenizer: Any, head: list[int], kind: str, tokens: int, needles: int, rng: random.Random) -> Scene:
+    """Return about so many tokens of WikiText-2 with needles of a kind at even depths."""
+    hidden = KINDS[kind](rng, needles)
     planted = hidden.sentences
     rng.shuffle(planted)
     space = tokens - len(head) - sum(len(encode(tokenizer, sentence + " ")) for sentence in planted)
@@ -87,32 +99,10 @@ def scene(tokenizer: Any, head: list[int], hidden: Hidden, tokens: int, rng: ran
     return Scene(ids, hidden, spans)
 
 
-def planted(tokenizer: Any, head: list[int], kind: str, tokens: int, needles: int, rng: random.Random) -> Scene:
-    """A text of so many tokens with needles of a kind."""
-    return scene(tokenizer, head, KINDS[kind](rng, needles), tokens, rng)
-
-
-def readings(
-    model: Any, tokenizer: Any, kind: str, tokens: int, needles: int, texts: int, budget: str
-) -> Iterator[tuple[Scene, list[Any]]]:
-    """Texts of a kind, each with caches that lost what it is asked for while they read it; in reach of the model."""
-    head = frame(tokenizer, "").head
-    for seed in range(texts):
-        made = planted(tokenizer, head, kind, tokens, needles, random.Random(seed))
-        spans = [span for each in made.evidence() for span in each]
-        caches = make_prompt_cache(model, config("q8", "tq4", spans, budget))
-        with compressed(model):
-            read(model, caches, made.ids)
-            yield made, caches
-
-
 def config(
-    key: str, value: str, spans: list[tuple[int, int]], budget: str | None, policy: str | None = None
+    key: str, value: str, spans: list[tuple[int, int]], budget: str | int | None, policy: str | None = None
 ) -> KVConfig:
-    """Of a cache that loses what a policy says; of no budget, one that loses none.
-
-    By default it loses the blocks of these spans first, others by chance.
-    """
+    """Return a configuration that evicts by a policy, or else the blocks of these spans first."""
     kept = KVConfig(key, value, sinks=PREFIX, window=WINDOW)
     if budget is None:
         return kept

@@ -1,12 +1,10 @@
-"""Scores of relevant and of unrelated spans, by embedder and by how spans are cut.
+"""Measure scores of relevant and of unrelated spans, by embedder and by how spans are cut.
 
     python -m benchmarks.rescue.bench_floor --data DIR     (DIR holds cranfield/ and qmsum/)
 
-For every query: the best score of a relevant span, and the best of unrelated text. Planted
-facts: 60 texts of 2,000 tokens, six kinds of facts and questions, cut to sentences as sessions do and to 64 tokens; the
-other text is the one around the fact. QMSum: every seventh meeting; Cranfield: 60 questions, three good abstracts each,
-every span a sentence or two; the other text is 60 spans of WikiText-2. Writes benchmarks/results/rescue_floor.json; the
-embedder's own floor follows from it.
+For every query: the best score of a relevant span, and the best of unrelated text. Planted facts: 60 texts of 2,000
+tokens, cut to sentences as sessions do and to 64 tokens. QMSum: every seventh meeting. Cranfield: 60 questions, three
+abstracts each. Unrelated text is 60 spans of WikiText-2, or the text around a fact. The embedder's floor follows.
 """
 
 import argparse
@@ -22,7 +20,7 @@ from benchmarks.rescue.collections import cranfield
 from benchmarks.rescue.results import save
 from mlx_tq import load
 from mlx_tq.cli.haystack import build_scene, code_word, load_text
-from mlx_tq.cli.query_calibration import KINDS
+from mlx_tq.cli.model_calibration import KINDS
 from mlx_tq.session.transcript import make_spans
 from rescue_svc.embed import load_embedder
 
@@ -31,15 +29,12 @@ SEEDS, TOKENS, BLOCK, OTHERS = 10, 2000, 64, 60
 
 
 class Question(NamedTuple):
-    """A question, spans that answer it, and spans that have nothing to do with it."""
-
     text: str
     good: list[str]
     other: list[str]
 
 
 def planted(tokenizer: Any, blocks: bool) -> Iterator[Question]:
-    """Facts in running text."""
     for make in (code_word, *KINDS):
         for seed in range(SEEDS):
             rng = random.Random(seed)
@@ -63,8 +58,6 @@ def planted(tokenizer: Any, blocks: bool) -> Iterator[Question]:
 
 
 def cutter(tokenizer: Any) -> Callable[[str], list[str]]:
-    """Text to spans, as sessions cut them."""
-
     def cut(text: str) -> list[str]:
         ids = tokenizer.encode(text, add_special_tokens=False)
         return [span.text for span in make_spans(range(len(ids)), ids, tokenizer.decode)]
@@ -73,7 +66,7 @@ def cutter(tokenizer: Any) -> Callable[[str], list[str]]:
 
 
 def meetings(folder: Path, cut: Callable[[str], list[str]], other: list[str]) -> Iterator[Question]:
-    """Every seventh meeting; what answers is in the turns that the collection names."""
+    """Yield the questions of every seventh meeting; the answers are in the turns that the collection names."""
     for line in (folder / "ALL_val.jsonl").read_text().splitlines()[::7]:
         record = json.loads(line)
         turns = [cut(f"{turn['speaker']}: {turn['content']}") for turn in record["meeting_transcripts"]]
@@ -85,7 +78,6 @@ def meetings(folder: Path, cut: Callable[[str], list[str]], other: list[str]) ->
 
 
 def abstracts(folder: Path, cut: Callable[[str], list[str]], other: list[str]) -> Iterator[Question]:
-    """Sixty questions, and three abstracts that answer each well."""
     (collection,) = cranfield(folder)
     for query, gains in random.Random(0).sample(list(zip(collection.queries, collection.relevant, strict=True)), 60):
         good = [document for document, gain in gains.items() if gain >= 3 and collection.documents[document].strip()]
@@ -95,7 +87,7 @@ def abstracts(folder: Path, cut: Callable[[str], list[str]], other: list[str]) -
 
 
 def measure(questions: list[Question], embed: Callable[[list[str]], np.ndarray]) -> dict[str, Any]:
-    """How far apart the best scores are, and what each floor loses and lets pass."""
+    """Return how far apart the best scores are, and what each floor loses and lets pass."""
     vectors: dict[str, np.ndarray] = {}
     texts = {text for q in questions for text in (q.text, *q.good, *q.other)}
     for text in texts:
@@ -117,7 +109,6 @@ def measure(questions: list[Question], embed: Callable[[list[str]], np.ndarray])
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder that holds cranfield/ and qmsum/")
     parser.add_argument("--embedders", nargs="*", default=["minilm", "hashing"])

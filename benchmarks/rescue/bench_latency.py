@@ -1,9 +1,8 @@
-"""Latency of retrieval at 20k and 100k spans, of a start, of rebuilding an index, and of restarting an embedder.
+"""Measure the latency of retrieval at 20k and 100k spans, of a start, an index rebuild and an embedder's restart.
 
     python -m benchmarks.rescue.bench_latency
 
-Writes benchmarks/results/rescue_latency.json. "Without the embedder" means the hashing one, whose vector takes
-0.1 ms, and half a millisecond with the pipe; the figures include both, and the time of the client.
+The hashing embedder takes 0.1 ms for a vector and 0.5 ms with its pipe; figures include both, and the client's time.
 """
 
 import json
@@ -26,13 +25,11 @@ WARM_UP = 50
 
 
 def questions(seed: int) -> list[str]:
-    """Return questions of eight words, some of which stand in nearly every span."""
     rng = random.Random(seed)
     return [text(rng, 8) for _ in range(QUESTIONS)]
 
 
 def ask(connection: HTTPConnection, query: str) -> float:
-    """Return the seconds that a question takes over HTTP, on a connection that is open."""
     body = json.dumps({"session_id": "bench", "query": query})
     began = time.perf_counter()
     connection.request("POST", "/evict/retrieve", body, {"Content-Type": "application/json"})
@@ -43,7 +40,6 @@ def ask(connection: HTTPConnection, query: str) -> float:
 
 
 def ask_all(running: Service) -> list[float]:
-    """Return the seconds of each question, after some of no account."""
     connection = HTTPConnection(running.address)
     for query in questions(0)[:WARM_UP]:
         ask(connection, query)
@@ -51,7 +47,6 @@ def ask_all(running: Service) -> list[float]:
 
 
 def at_size(spans: int) -> dict[str, object]:
-    """Measure one size in a fresh directory."""
     folder = Path(tempfile.mkdtemp())
     try:
         fill(folder / "data", "bench", spans)
@@ -84,7 +79,6 @@ def at_size(spans: int) -> dict[str, object]:
 
 
 def with_minilm() -> dict[str, object]:
-    """Measure a question end to end with the real model, warm, and its way back after a kill."""
     folder = Path(tempfile.mkdtemp())
     try:
         with service(folder / "data", "minilm") as running:
@@ -104,7 +98,6 @@ def with_minilm() -> dict[str, object]:
 
 
 def main() -> None:
-    """Measure all and print it."""
     results: dict[str, object] = {}
     for spans in SIZES:
         results[f"{spans} spans"] = at_size(spans)

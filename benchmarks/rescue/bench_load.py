@@ -1,9 +1,8 @@
-"""Load test with 32 clients in another process: latency, errors and memory.
+"""Load a rescue service with 32 clients, and measure latency, errors and memory.
 
     python -m benchmarks.rescue.bench_load [--seconds 20]
 
-Writes benchmarks/results/rescue_load.json. Every fifth call writes,
-the others retrieve; each client has its own session.
+Every fifth call writes, the others retrieve; each client has its own session.
 """
 
 import argparse
@@ -29,15 +28,12 @@ NO_ANSWER = 0
 
 
 class Call(NamedTuple):
-    """One call: its path, the status of the answer, and the time until it was read."""
-
     path: str
     status: int
     seconds: float
 
 
 def client(addresses: Sequence[str], number: int, deadline: float) -> list[Call]:
-    """Call until the deadline, each address in turn; return every call."""
     rng = random.Random(number)
     session, position, calls = f"client-{number}", 0, []
     connections = [HTTPConnection(address, timeout=30) for address in addresses]
@@ -64,7 +60,6 @@ def client(addresses: Sequence[str], number: int, deadline: float) -> list[Call]
 
 
 def load(addresses: Sequence[str], seconds: float, clients: int = CLIENTS) -> list[Call]:
-    """Run all clients and return every call."""
     deadline = time.perf_counter() + seconds
     with ThreadPoolExecutor(clients) as pool:
         done = [pool.submit(client, addresses, number, deadline) for number in range(clients)]
@@ -72,7 +67,6 @@ def load(addresses: Sequence[str], seconds: float, clients: int = CLIENTS) -> li
 
 
 def report(calls: list[Call], seconds: float) -> dict[str, Any]:
-    """Return how many were answered how, and in what time."""
     statuses = Counter(call.status for call in calls)
     return {
         "seconds": seconds,
@@ -85,7 +79,6 @@ def report(calls: list[Call], seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Warm up, load, and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--embedder", default="hashing")

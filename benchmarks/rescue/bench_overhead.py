@@ -1,16 +1,13 @@
-"""Overhead of rescue: the same turns with the service and without it, in alternating order.
+"""Measure the overhead of rescue: the same turns with the service and without it, in alternating order.
 
     python -m benchmarks.rescue.bench_overhead [--tokens 1000,2000] [--budget 50%] [--rounds 5]
 
-Turn 1 reads a text of the rescue ramp, turn 2 asks for the fact in it. With rescue, evicted text is written to
-`mlx-tq-rescue serve` (FAISS, hashing embedder) and quoted. Without, a session gets the same quotation for free: both
-read the same tokens over the same cache. Writes
-benchmarks/results/rescue_overhead.json, of each length:
+Turn 1 prefills a text with a fact, turn 2 asks for it. With rescue, evicted text is sent to `mlx-tq-rescue serve`
+(FAISS, hashing embedder) and quoted. Without it, a session gets the same quotation for free. Figures of each length:
 
-    share       upper bound: wait of the session for writing and retrieving, plus processor seconds of the client's
-                calls, the service and its embedder, as if none of it ran in parallel, over the session's seconds
-    cpu         processor seconds of the session over those of the one without a service, less 1, by pairs
-    reading     share of the session for the prefill of the quotation
+    share       upper bound: waits for the service, and CPU seconds of client, service and embedder, of the whole time
+    cpu         CPU seconds of the session over those without a service, less 1, by pairs
+    reading     share of the time for the prefill of the quotation
 """
 
 import argparse
@@ -27,17 +24,16 @@ from typing import Any
 import numpy as np
 import psutil
 
+from benchmarks.reports import save
 from benchmarks.rescue.bench_ramp import PREFIX, WINDOW, configuration
 from benchmarks.rescue.process import Service, service
 from mlx_tq import Session, load
-from mlx_tq.cli.environment import environment
 from mlx_tq.cli.haystack import QUESTION, build_case, load_text
 from mlx_tq.config import RescueConfig
 from mlx_tq.rescue import client as rescue_client
 from mlx_tq.rescue.locator import run_in_thread
 from mlx_tq.session import Quotation
 
-RESULTS = Path(__file__).parents[1] / "results" / "rescue_overhead.json"
 ANSWER = 24  # tokens
 
 
@@ -47,7 +43,6 @@ class Given(Session):
     given: Quotation
 
     def quote(self, query: str) -> Quotation:
-        """The quotation, at the turn that it was made for."""
         return self.given if query == QUESTION else super().quote(query)
 
 
@@ -55,8 +50,6 @@ calls_s = [0.0]  # processor seconds of the client's calls so far; its worker th
 
 
 def timed_in_thread(function: Callable[[], Any]) -> Future[Any]:
-    """Run a call of the client as it does, and count its processor seconds."""
-
     def call() -> Any:
         try:
             return function()
@@ -70,14 +63,12 @@ rescue_client.run_in_thread = timed_in_thread
 
 
 def service_s(running: Service) -> float:
-    """Processor seconds of the service and its embedder so far."""
     process = psutil.Process(running.process.pid)
     times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
     return sum(each.user + each.system for each in times)
 
 
 def measure(session: Session, text: str) -> dict[str, Any]:
-    """Two turns, and their seconds."""
     memory, writing = session._transcript, [0.0]
     send = memory.send_evicted
 
@@ -105,7 +96,7 @@ def measure(session: Session, text: str) -> dict[str, Any]:
 
 
 def compare(model: Any, tokenizer: Any, tokens: int, budget: str, rounds: int, running: Service) -> dict[str, Any]:
-    """Pairs at one length, the order alternating; a first one warms up."""
+    """Measure pairs at one length in alternating order; the first one warms up."""
     margins = {"sinks": PREFIX, "window": WINDOW + 64}
     case = build_case(tokenizer, load_text(), tokens=tokens, depth=0.5, seed=0, **margins, chat=False)
     text, config = tokenizer.decode(case.ids[: case.question]), configuration("rescue", budget)
@@ -151,7 +142,6 @@ def compare(model: Any, tokenizer: Any, tokens: int, budget: str, rounds: int, r
 
 
 def main() -> None:
-    """Measure at each length."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default="1000,2000")
     parser.add_argument("--budget", default="50%")
@@ -164,14 +154,9 @@ def main() -> None:
             tokens: compare(model, tokenizer, int(tokens), args.budget, args.rounds, running)
             for tokens in args.tokens.split(",")
         }
-    report = {
-        "command": f"python -m benchmarks.rescue.bench_overhead --tokens {args.tokens} --budget {args.budget} "
-        f"--rounds {args.rounds}",
-        "environment": environment(),
-        "load_average": os.getloadavg()[0],
-        "lengths": lengths,
-    }
-    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+    command = f"python -m benchmarks.rescue.bench_overhead --tokens {args.tokens} --budget {args.budget}"
+    command += f" --rounds {args.rounds}"
+    save("rescue_overhead.json", command, load_average=os.getloadavg()[0], lengths=lengths)
     for tokens, found in lengths.items():
         print(f"{tokens} tokens: share {found['share']:.2%}, cpu {found['cpu']:+.2%}, reading {found['reading']:.1%}")
 

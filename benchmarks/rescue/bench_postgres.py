@@ -1,12 +1,12 @@
-"""The rescue service on PostgreSQL compared with SQLite: retrieval quality, latency and bytes.
+"""Compare the rescue service on PostgreSQL with SQLite: retrieval quality, latency and bytes.
 
     python -m benchmarks.rescue.bench_postgres words --data DIR       (DIR holds cranfield/)
     python -m benchmarks.rescue.bench_postgres size 20000 | 100000 | 300000
     python -m benchmarks.rescue.bench_postgres load
 
-Each part writes its own figures into benchmarks/results/rescue_postgres.json and leaves the others. `size` continues
-the session that a smaller one has filled, in --folder; the spans are texts of Zipf's words, the vectors random. Both
-services answer the same queries in turn. The server is that of tests/postgres_server.py with 1 GB of shared buffers.
+Each part writes only its own figures. `size` continues the session of a smaller size in --folder; spans have words by
+Zipf's law and random vectors. Both services answer the same queries in turn. The server is that of
+tests/postgres_server.py with 1 GB of shared buffers.
 """
 
 import argparse
@@ -25,9 +25,8 @@ import numpy as np
 
 from benchmarks.rescue.bench_latency import WARM_UP, ask, questions
 from benchmarks.rescue.bench_load import load, report
-from benchmarks.rescue.collections import cranfield
+from benchmarks.rescue.collections import cranfield, measure
 from benchmarks.rescue.filled import CAPS, grow
-from benchmarks.rescue.measures import measure
 from benchmarks.rescue.process import percentiles, service
 from benchmarks.rescue.results import FOLDER, save
 from rescue_svc.embed.hashing import HashingEmbedder
@@ -45,7 +44,6 @@ SIZES = (0, 20_000, 100_000, 300_000)
 
 @contextmanager
 def server(folder: Path | None) -> Iterator[PostgresServer]:
-    """The server, which keeps what it has where it has a folder."""
     running = PostgresServer(folder, log_mb=16, shared_buffers="1GB", max_wal_size="4GB", wal_recycle="on")
     try:
         if not running.sql("SELECT 1 FROM pg_database WHERE datname = 'bench'"):
@@ -56,7 +54,6 @@ def server(folder: Path | None) -> Iterator[PostgresServer]:
 
 
 def rankings(store: Store, documents: dict[int, str], queries: list[str]) -> list[list[int]]:
-    """Return what a store finds for each question by its words."""
     store.write("cranfield", [NewSpan(n, n + 1, -1, 0.0, text) for n, text in documents.items()])
     session = store.session("cranfield")
     assert session is not None
@@ -67,7 +64,6 @@ def rankings(store: Store, documents: dict[int, str], queries: list[str]) -> lis
 
 
 def words(data: Path, folder: Path) -> dict[str, Any]:
-    """Measure both stores on Cranfield."""
     (collection,) = cranfield(data / "cranfield")
     with server(None) as running:
         stores: dict[str, Store] = {
@@ -81,7 +77,7 @@ def words(data: Path, folder: Path) -> dict[str, Any]:
 
 
 def size(spans: int, folder: Path, before: dict[str, Any]) -> dict[str, Any]:
-    """Grow the session to a size, unless a run that was cut short has done so, and measure there."""
+    """Grow the session to a size, unless an interrupted run has done so, and measure there."""
     place, results = folder / "postgres", dict(before)
     place.mkdir(parents=True, exist_ok=True)
     with server(place) as running:
@@ -114,7 +110,6 @@ def size(spans: int, folder: Path, before: dict[str, Any]) -> dict[str, Any]:
 
 
 def sizes(connection: Any, session: int) -> dict[str, int]:
-    """Return the bytes on disk of each thing that a session has."""
     parts = {
         "spans and words": f"pg_table_size('spans_{session}')",
         "index of words": f"pg_relation_size('spans_{session}_words_idx')",
@@ -127,7 +122,7 @@ def sizes(connection: Any, session: int) -> dict[str, int]:
 
 def recall(connections: Connections, session: int) -> dict[str, float]:
     """Return the share of the ten nearest that HNSW finds, for random questions and for stored vectors with noise."""
-    indexes = [PostgresIndex(connections, HashingEmbedder.model, HashingEmbedder.dim, n) for n in ("exact", "hnsw")]
+    indexes = [PostgresIndex(connections, HashingEmbedder.model, n) for n in ("exact", "hnsw")]
     rng = np.random.default_rng(7)
     with connections.take() as connection:
         rows = connection.execute(
@@ -139,7 +134,7 @@ def recall(connections: Connections, session: int) -> dict[str, float]:
     found = {}
     for name, queries in asked.items():
         units = queries / np.linalg.norm(queries, axis=1, keepdims=True)
-        exact, hnsw = ([set(list(i.nearest(session, q, DEPTH, set()))[:K]) for q in units] for i in indexes)
+        exact, hnsw = ([set(list(i.current(session).search(q, DEPTH, set()))[:K]) for q in units] for i in indexes)
         found[name] = sum(len(a & b) for a, b in zip(exact, hnsw, strict=True)) / (K * QUERIES)
     return found
 
@@ -179,7 +174,6 @@ def latencies(url: str, folder: Path, spans: int) -> dict[str, Any]:
 
 
 def many(folder: Path) -> dict[str, Any]:
-    """Measure two services on one database, and one on SQLite, under the same 64 clients."""
     found = {}
     with server(None) as running:
         store = {"RESCUE_STORE": running.url("bench")}
@@ -194,19 +188,16 @@ def many(folder: Path) -> dict[str, Any]:
 
 
 def under_load(addresses: list[str]) -> dict[str, Any]:
-    """Warm up, load, report."""
     load(addresses, SECONDS / 4, CLIENTS)
     return {"clients": CLIENTS, **report(load(addresses, SECONDS, CLIENTS), SECONDS)}
 
 
 def measured() -> dict[str, Any]:
-    """Return the figures that there are."""
     file = FOLDER / f"{NAME}.json"
     return json.loads(file.read_text())["results"] if file.exists() else {}
 
 
 def main() -> None:
-    """Measure one part and put it to the others."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["words", "size", "load"])
     parser.add_argument("spans", type=int, nargs="?", choices=SIZES[1:], help="of `size`")

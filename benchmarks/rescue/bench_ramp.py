@@ -1,18 +1,15 @@
-"""The rescue ramp: a fact in a text longer than the budget, and a question about it one turn later, in four arms.
+"""Measure the rescue ramp: a fact in a text longer than the budget, asked for one turn later, in four arms.
 
     python -m benchmarks.rescue.bench_ramp [--model M] [--rungs 1000,2000,3000] [--seeds 3] [--budgets 50%,90%]
-                                           [--policy triattention:aggregation=paper] [--embedder hashing] [--json FILE]
-
-Writes benchmarks/results/rescue_ramp.json (or FILE) after each case and resumes where it stopped. Real processes: the
-service is `mlx-tq-rescue serve` with FAISS. Needles and questions as in `mlx_tq.evaluate`.
+                                           [--policy published:aggregation=paper] [--embedder hashing] [--json FILE]
 
     none        the cache keeps every token
     evict       tokens are evicted
     rescue      the same, with rescue
     retrieval   no eviction, but a quotation from the service: the effect of the quotation alone
 
-The text is read once for an arm and its twin without rescue: the session is saved after its first turn, and the twin
-continues from the file. Both answer over the same cache.
+It writes FILE (rescue_ramp.json) after each case and resumes. The service is `mlx-tq-rescue serve` with FAISS. The text
+is prefilled once for an arm and its twin without rescue, which continues from the saved session.
 """
 
 import argparse
@@ -27,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.rescue.process import Service, service
-from benchmarks.rescue.ramp_cells import DEPTHS, WHOLE, key, lines
+from benchmarks.rescue.ramp_cells import DEPTHS, WHOLE, key
+from benchmarks.summarize import ramp
 from mlx_tq import EvictConfig, KVConfig, Session, load
 from mlx_tq.cli.environment import environment
 from mlx_tq.cli.haystack import QUESTION, build_case, judge_answer, load_text
@@ -35,21 +33,19 @@ from mlx_tq.evaluate.inspection import count_needle_tokens
 from mlx_tq.policies import parse_policy
 from mlx_tq.prompt_cache.layer_group import layer_group_of
 
-RESULTS = Path(__file__).parents[1] / "results" / "rescue_ramp.json"
 TWINS = {"rescue": "evict", "retrieval": "none"}  # each with the arm that has the same cache and no rescue
 PREFIX, WARMUP, WINDOW = 32, 256, 128  # as published
-POLICY = "triattention:aggregation=paper"
+POLICY = "published:aggregation=paper"
 
 
 class Everything(Session):
-    """Asks for what is live, too."""
+    """Asks for live text, too."""
 
     def _live(self) -> range:
         return range(0)
 
 
 def configuration(arm: str, budget: str, policy: str = POLICY) -> KVConfig:
-    """The cache of an arm."""
     plain = KVConfig(sinks=PREFIX, window=WINDOW)
     if arm in WHOLE:
         return plain
@@ -60,7 +56,6 @@ def configuration(arm: str, budget: str, policy: str = POLICY) -> KVConfig:
 
 
 def find(ids: list[int], part: list[int]) -> tuple[int, int]:
-    """Where `part` stands in `ids`."""
     starts = [i for i in range(len(ids) - len(part) + 1) if ids[i : i + len(part)] == part]
     return starts[0], starts[0] + len(part)
 
@@ -68,7 +63,7 @@ def find(ids: list[int], part: list[int]) -> tuple[int, int]:
 def measure(
     model: Any, tokenizer: Any, arm: str, cell: dict[str, Any], running: Service, folder: Path
 ) -> dict[str, dict[str, Any]]:
-    """The cells of an arm with rescue and of its twin. Turn 1: a text with a fact in it. Turn 2: the question."""
+    """Return the cells of an arm with rescue and of its twin. Turn 1: a text with a fact. Turn 2: the question."""
     margins = {"sinks": PREFIX, "window": WINDOW + 64}
     case = build_case(
         tokenizer, load_text(), tokens=cell["rung"], depth=cell["depth"], seed=cell["seed"], **margins, chat=False
@@ -114,7 +109,6 @@ def measure(
 
 
 def ask(session: Session, expected: str, needle: tuple[int, int]) -> dict[str, Any]:
-    """The second turn."""
     began = time.perf_counter()
     answer = "".join(session.respond(QUESTION, max_tokens=24))
     seconds = time.perf_counter() - began
@@ -133,7 +127,6 @@ def ask(session: Session, expected: str, needle: tuple[int, int]) -> dict[str, A
 
 
 def main() -> None:
-    """Measure what is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder or hub name (default: the embedded model)")
     parser.add_argument("--rungs", default="1000,2000,3000")
@@ -141,7 +134,7 @@ def main() -> None:
     parser.add_argument("--budgets", default="50%,90%")
     parser.add_argument("--policy", default=POLICY)
     parser.add_argument("--embedder", default="hashing")
-    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--json", type=Path, default=Path("rescue_ramp.json"))
     args = parser.parse_args()
     done = json.loads(args.json.read_text()) if args.json.exists() else {"commands": [], "cells": {}}
     cells = done["cells"]
@@ -171,8 +164,8 @@ def main() -> None:
                     flush=True,
                 )
             args.json.write_text(json.dumps(done, indent=1) + "\n")
-    for line in lines(cells):
-        print(" | ".join(line))
+    for row in ramp(done):
+        print(row)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Retrieval quality of plain BM25, the service's BM25, dense search, and ways of fusing them.
+"""Measure the retrieval quality of plain BM25, the service's BM25, dense search, and ways to fuse them.
 
     python -m benchmarks.rescue.bench_retrieval --data DIR     (DIR holds cranfield/ and qmsum/)
 
-Writes benchmarks/results/rescue_retrieval.json. The service's defaults follow from this table.
+The service's defaults follow from the results.
 """
 
 import argparse
@@ -13,9 +13,7 @@ from statistics import mean
 
 import numpy as np
 
-from benchmarks.rescue.baseline import PlainBM25
-from benchmarks.rescue.collections import Collection, cranfield, qmsum
-from benchmarks.rescue.measures import measure
+from benchmarks.rescue.collections import Collection, PlainBM25, cranfield, measure, qmsum
 from benchmarks.rescue.results import save
 from rescue_svc.embed import load_embedder
 from rescue_svc.schemas import RetrieveRequest
@@ -30,12 +28,12 @@ Rank = Callable[[Scores, Scores], list[int]]
 
 
 def fused(alpha: float) -> Rank:
-    """The service's own fusion: each score from 0 at its worst candidate to 1 at its best, then weighted."""
+    """Rank by the service's own fusion: each score from 0 at its worst candidate to 1 at its best, then weighted."""
     return lambda dense, bm25: [scored.id for scored in fuse(dense, bm25, alpha)]
 
 
 def over_best(alpha: float) -> Rank:
-    """Each score divided by its best, then weighted."""
+    """Rank by each score divided by its best, then weighted."""
 
     def rank(dense: Scores, bm25: Scores) -> list[int]:
         top_dense, top_bm25 = max(dense.values(), default=1), max(bm25.values(), default=1)
@@ -46,7 +44,7 @@ def over_best(alpha: float) -> Rank:
 
 
 def reciprocal(alpha: float, k: int = 60) -> Rank:
-    """Reciprocal rank fusion (Cormack et al., 2009), weighted."""
+    """Rank by weighted reciprocal rank fusion (Cormack et al., 2009)."""
 
     def rank(dense: Scores, bm25: Scores) -> list[int]:
         total: Scores = {}
@@ -70,7 +68,6 @@ FUSIONS: dict[str, Rank] = {
 
 
 def with_store(collection: Collection, tokenizer: str) -> list[Scores]:
-    """Return the scores of the service's own BM25 for each query, by document."""
     chosen, fts.TOKENIZER = fts.TOKENIZER, tokenizer
     with tempfile.TemporaryDirectory() as folder:
         store = SqliteStore(Path(folder), Caps(10**6, 10**6, 10))
@@ -113,7 +110,6 @@ def floors(dense: list[Scores], bm25: list[Scores], relevant: list[dict[int, int
 
 
 def bench(collections: list[Collection], embedders: list[str]) -> dict[str, dict[str, float]]:
-    """Return the measures of every arm over collections of one kind."""
     rankings: dict[str, list[list[int]]] = {}
     relevant = [gains for collection in collections for gains in collection.relevant]
 
@@ -142,7 +138,6 @@ def bench(collections: list[Collection], embedders: list[str]) -> dict[str, dict
 
 
 def main() -> None:
-    """Run all arms on both collections and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder that holds cranfield/ and qmsum/")
     parser.add_argument("--embedders", nargs="*", default=["minilm", "hashing"])

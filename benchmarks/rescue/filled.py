@@ -1,4 +1,4 @@
-"""Data directories of a given size, filled without a service: texts of Zipf's words, and random unit vectors."""
+"""Fill data directories without a service: texts with words by Zipf's law, and random unit vectors."""
 
 import itertools
 import random
@@ -23,14 +23,12 @@ def text(rng: random.Random, words: int = WORDS_A_SPAN) -> str:
 
 
 def fill(directory: Path, session: str, spans: int) -> None:
-    """Write a session of this many spans with a vector each, and close the directory cleanly."""
     store = SqliteStore(directory, CAPS)
     grow(store, session, 0, spans)
     store.close()
 
 
 def grow(store: Store, session: str, first: int, last: int) -> None:
-    """Write the spans from `first` to `last` into a session, with a vector each."""
     rng, generator = random.Random(last), np.random.default_rng(last)
     for start in range(first, last, 1000):
         numbers = range(start, min(start + 1000, last))

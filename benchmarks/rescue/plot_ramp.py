@@ -1,14 +1,16 @@
-"""Plot the rescue ramp: the answers, by arm, for each budget and rung. Writes an SVG next to the JSON.
+"""Plot the rescue ramp: the answers, by arm, for each budget and rung.
 
-python -m benchmarks.rescue.plot_ramp
+python -m benchmarks.rescue.plot_ramp rescue_ramp.json     (a report of bench_ramp before benchmarks.summarize)
 """
 
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 
-from benchmarks.rescue.bench_ramp import RESULTS
+from benchmarks.reports import RESULTS
 from benchmarks.rescue.ramp_cells import ARMS, DEPTHS, cells_of, outcome, settings
 
 mpl.use("Agg")
@@ -19,7 +21,6 @@ NAMES = {"none": "no eviction", "evict": "eviction", "rescue": "eviction\nand re
 
 
 def plot(cells: dict[str, dict[str, Any]]) -> None:
-    """One panel for each policy, budget and rung with a case for each depth, one bar for each arm."""
     groups = [group for group in settings(cells) if len(cells_of("none", group, cells)) >= len(DEPTHS)]
     figure, axes = plt.subplots(1, len(groups), figsize=(2.5 * len(groups), 2.9), sharey=True, squeeze=False)
     for axis, group in zip(axes[0], groups, strict=True):
@@ -39,8 +40,8 @@ def plot(cells: dict[str, dict[str, Any]]) -> None:
     axes[0][0].set_ylabel("share of the cases")
     figure.legend(*axes[0][0].get_legend_handles_labels(), ncols=len(COLORS), loc="lower center", frameon=False)
     figure.tight_layout(rect=(0, 0.09, 1, 1))
-    figure.savefig(RESULTS.with_suffix(".svg"), metadata={"Date": None})
+    figure.savefig(RESULTS / "rescue_ramp.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":
-    plot(json.loads(RESULTS.read_text())["cells"])
+    plot(json.loads(Path(sys.argv[1]).read_text())["cells"])

@@ -1,4 +1,4 @@
-"""A service in a process of its own, and clocks around what it answers."""
+"""Run a rescue service in its own process, and measure it."""
 
 import json
 import os
@@ -16,8 +16,6 @@ import psutil
 
 
 class Service:
-    """`mlx-tq-rescue serve` on a free port."""
-
     def __init__(self, directory: Path, embedder: str, **further: str) -> None:
         self.log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115 - lives as long as the service
         settings = {"RESCUE_DATA_DIR": str(directory), "RESCUE_EMBEDDER": embedder, "RESCUE_PORT": "0"}
@@ -43,28 +41,25 @@ class Service:
         raise RuntimeError(Path(self.log.name).read_text())
 
     def wait_until_hybrid(self) -> float:
-        """Wait until the embedder answers; return the seconds."""
         began = time.perf_counter()
         while self.client.get("/readyz").json()["retrieval"] != "hybrid":
             time.sleep(0.01)
         return time.perf_counter() - began
 
     def rss_mb(self) -> float:
-        """Memory of the service without its embedder."""
+        """Return the memory of the service without its embedder."""
         return psutil.Process(self.process.pid).memory_info().rss / 2**20
 
     def cpu_s(self) -> float:
-        """Processor time of the service so far, without its embedder."""
+        """Return the processor time of the service so far, without its embedder."""
         times = psutil.Process(self.process.pid).cpu_times()
         return times.user + times.system
 
     def embedder(self) -> psutil.Process:
-        """The embedder's process."""
         children = psutil.Process(self.process.pid).children()
         return next(child for child in children if "spawn_main" in " ".join(child.cmdline()))
 
     def stop(self) -> None:
-        """End it cleanly."""
         self.process.terminate()
         self.process.wait()
         self.client.close()
@@ -73,7 +68,6 @@ class Service:
 
 @contextmanager
 def service(directory: Path, embedder: str, **further: str) -> Iterator[Service]:
-    """Run a service for the length of a block; `further` are variables of its environment."""
     running = Service(directory, embedder, **further)
     try:
         yield running
@@ -82,6 +76,5 @@ def service(directory: Path, embedder: str, **further: str) -> Iterator[Service]
 
 
 def percentiles(seconds: list[float]) -> dict[str, float]:
-    """Return p50, p95 and p99 in milliseconds."""
     cuts = quantiles(seconds, n=100)
     return {f"p{p}_ms": round(cuts[p - 1] * 1000, 2) for p in (50, 95, 99)}

@@ -1,4 +1,4 @@
-"""The cells of the rescue ramp: their names, what became of each, and the table of all."""
+"""The cells of the rescue ramp: their names and outcomes."""
 
 from typing import Any
 
@@ -10,13 +10,12 @@ Cells = dict[str, dict[str, Any]]
 
 
 def key(arm: str, cell: dict[str, Any]) -> str:
-    """Names a cell."""
     setting = [] if arm in WHOLE else [cell["policy"], cell["budget"]]
     return " ".join([arm, *setting, str(cell["rung"]), f"{cell['depth']:g}", str(cell["seed"])])
 
 
 def outcome(cell: dict[str, Any], cells: Cells) -> str:
-    """A hit is native if any of the needle was live; a rescue hit only if none was and the same case fails without."""
+    """Rate a hit native if any of the needle was live; rescue only if none was and the same case fails without."""
     if cells[key("none", cell)]["verdict"] != "PASS":
         return "void"
     if cell["verdict"] != "PASS":
@@ -27,7 +26,7 @@ def outcome(cell: dict[str, Any], cells: Cells) -> str:
 
 
 def cells_of(arm: str, setting: Setting, cells: Cells) -> list[dict[str, Any]]:
-    """The cells of an arm where all four arms were measured."""
+    """Return the cells of an arm where all four arms were measured."""
     policy, budget, rung = setting
     some = [c for c in cells.values() if c["arm"] == arm and c["rung"] == rung]
     if arm not in WHOLE:
@@ -36,30 +35,5 @@ def cells_of(arm: str, setting: Setting, cells: Cells) -> list[dict[str, Any]]:
 
 
 def settings(cells: Cells) -> list[Setting]:
-    """Policies, budgets and rungs that were measured."""
     found = {(c["policy"], c["budget"], c["rung"]) for c in cells.values() if c["arm"] not in WHOLE}
     return sorted(found, key=lambda setting: (setting[2], setting[0], setting[1]))
-
-
-def lines(cells: Cells) -> list[list[str]]:
-    """A row for each policy, budget and length: answers found by each arm, of so many cases.
-
-    Columns: setting; cases; needles of which no token was live, at each depth; found by `none` and `evict`; by
-    `rescue`, native + rescued; by `retrieval`; void; tokens evicted and quoted.
-    """
-    found = []
-    for setting in settings(cells):
-        by_arm = {arm: cells_of(arm, setting, cells) for arm in ARMS}
-        rescued = by_arm["rescue"]
-        if not rescued:
-            continue
-        kinds = {arm: [outcome(c, cells) for c in some] for arm, some in by_arm.items()}
-        gone = [sum(not c["live"] for c in rescued if c["depth"] == depth) for depth in DEPTHS]
-        native = {arm: str(some.count("native")) for arm, some in kinds.items()}
-        evicted, quoted = (sum(c[name] for c in rescued) / len(rescued) for name in ("evicted", "injected"))
-        policy, budget, rung = setting
-        brought = f"{native['rescue']} + {kinds['rescue'].count('rescue')}"
-        row = [f"{rung:,}, {policy}, {budget}", str(len(rescued)), ", ".join(map(str, gone)), native["none"]]
-        row += [native["evict"], brought, native["retrieval"], str(kinds["rescue"].count("void"))]
-        found.append([*row, f"{evicted:,.0f}", f"{quoted:.0f}"])
-    return found

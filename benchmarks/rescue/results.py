@@ -1,4 +1,4 @@
-"""Where results go, and on what they were measured."""
+"""Write results of the rescue service with the machine and versions."""
 
 import json
 import os
@@ -12,7 +12,6 @@ FOLDER = Path(__file__).parents[1] / "results"
 
 
 def save(name: str, results: Any) -> None:
-    """Write results with the machine and versions they belong to."""
     machine = {
         "system": platform.platform(terse=True),
         "processor": _processor(),

@@ -23,17 +23,15 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
+from benchmarks.reports import save
 from benchmarks.rescue.process import percentiles, service
-from mlx_tq.cli.environment import environment
 
-RESULTS = Path(__file__).parents[1] / "results" / "server_flood.json"
 AGAIN_S = 1.0
 CROWDS = {"nobody else": 0, "half-sent heads": 2000, "slow bodies": 200, "clients": 64}
 
 
 @contextmanager
 def model_server() -> Iterator[tuple[str, Path]]:
-    """Start a server; yield its URL and its log."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("wb") as stderr:
@@ -49,7 +47,6 @@ def model_server() -> Iterator[tuple[str, Path]]:
 
 @contextmanager
 def rescue_service() -> Iterator[tuple[str, Path]]:
-    """Start a rescue service with a few spans; yield its URL and its log."""
     with tempfile.TemporaryDirectory() as folder, service(Path(folder) / "data", "none") as running:
         chunks = [
             {
@@ -76,7 +73,6 @@ SERVERS = {
 
 
 def crowd(url: str, path: str, body: dict[str, object], kind: str, count: int) -> None:
-    """Load a server until this process is terminated."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     head = f"{'GET' if kind == 'half-sent heads' else 'POST'} {path} HTTP/1.1\r\nHost: localhost\r\n"
     sent = (
@@ -128,7 +124,6 @@ def health(url: str, path: str, seconds: float) -> tuple[list[float], int]:
 
 
 def measure(name: str, seconds: float) -> Iterator[dict[str, object]]:
-    """Yield the figures of a server under each kind of load."""
     serving, where, path, body = SERVERS[name]
     with serving() as (url, log):
         for kind, count in CROWDS.items():
@@ -160,7 +155,6 @@ def measure(name: str, seconds: float) -> Iterator[dict[str, object]]:
 
 
 def main() -> None:
-    """Measure both and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=20.0, help="of health under each crowd")
     seconds = parser.parse_args().seconds
@@ -169,16 +163,9 @@ def main() -> None:
         for figure in measure(name, seconds):
             print(json.dumps(figure), flush=True)
             figures.append(figure)
-    machine = {
-        **environment(),
-        "load_average": [round(load, 1) for load in os.getloadavg()],
-        "cores": psutil.cpu_count(),
-    }
+    load = {"load_average": [round(load, 1) for load in os.getloadavg()], "cores": psutil.cpu_count()}
     command = "chrt -r 10 python -m benchmarks.server.bench_flood"
-    RESULTS.write_text(
-        json.dumps({"command": command, "environment": machine, "seconds": seconds, "figures": figures}, indent=1)
-        + "\n"
-    )
+    save("server_flood.json", command, **load, seconds=seconds, figures=figures)
 
 
 if __name__ == "__main__":

@@ -18,17 +18,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.client import HTTPConnection
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import psutil
 
+from benchmarks.reports import save
 from benchmarks.server.bench_flood import model_server, rescue_service
-from mlx_tq.cli.environment import environment
 
-RESULTS = Path(__file__).parents[1] / "results" / "server_hostile.json"
 CHAT = "/v1/chat/completions"
 LOWEST = -(2**63)
 
@@ -161,7 +159,6 @@ SERVICES = {
 
 
 def time_request(url: str, method: str, path: str, body: Any = None) -> tuple[float, int]:
-    """Return the seconds of one request over a new connection, and its status; 0 without an answer."""
     started, status = time.perf_counter(), 0
     connection = HTTPConnection(urlsplit(url).netloc, timeout=60)
     try:
@@ -208,7 +205,6 @@ def measure_under_attack(
 
 
 def main() -> None:
-    """Measure both services and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=10.0, help="of each attack")
     parser.add_argument("--only", default="", help="run only attacks whose name contains this")
@@ -230,8 +226,8 @@ def main() -> None:
             figures.append({"server": name, "attack": attack_name, **figure, "grown_mb": grown})
             print(json.dumps(figures[-1]), flush=True)
     if not args.only:
-        report = {"command": "python -m benchmarks.server.bench_hostile", "environment": environment()}
-        RESULTS.write_text(json.dumps({**report, "seconds": args.seconds, "figures": figures}, indent=1) + "\n")
+        command = "python -m benchmarks.server.bench_hostile"
+        save("server_hostile.json", command, seconds=args.seconds, figures=figures)
 
 
 def _ports(process: psutil.Process) -> set[int]:

@@ -19,21 +19,18 @@ import jsonschema_rs
 import mlx.core as mx
 import openai
 
+from benchmarks.reports import save
 from benchmarks.server.bench_streams import serving
-from mlx_tq.cli.environment import environment
 from mlx_tq.grammar.constraint import Grammars
 from mlx_tq.grammar.grammar_source import GrammarSource
 from mlx_tq.models import load
 
-HERE = Path(__file__)
-RESULTS = HERE.parents[1] / "results" / "server_json.json"
-CASES = json.loads(HERE.with_name("schemas.json").read_text())
+CASES = json.loads(Path(__file__).with_name("schemas.json").read_text())
 AT_ONCE = 20
 MAX_TOKENS = 400
 
 
 def generate(client, case, seed):
-    """Return the text and its finish reason."""
     choice = client.chat.completions.create(
         model="default_model",
         messages=[{"role": "user", "content": f"Describe {case['asked']} as JSON."}],
@@ -68,7 +65,6 @@ def is_valid(case, text):
 
 
 def costs(model, tokenizer, grammars, answers):
-    """Return the microseconds of each token, and of compiling each grammar."""
     tokens, compilations = [], []
     logits = mx.zeros((1, model.args.vocab_size))
     mx.eval(logits)
@@ -88,14 +84,12 @@ def costs(model, tokenizer, grammars, answers):
 
 
 def summary(times):
-    """Return the median, the 99th percentile and the maximum, rounded."""
     ordered = sorted(times)
     values = {"median": median(ordered), "p99": ordered[int(0.99 * len(ordered))], "max": ordered[-1]}
     return {name: round(value) for name, value in values.items()}
 
 
 def main():
-    """Measure and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model")
     parser.add_argument("--seeds", type=int, default=10)
@@ -116,9 +110,7 @@ def main():
     start = time.perf_counter() - started
     tokens, compilations = costs(model, tokenizer, grammars, ended)
     report = {
-        "command": " ".join(["python -m benchmarks.server.bench_json --answers answers.jsonl", *flags]),
         "model": args.model,
-        "environment": environment(),
         "generations": len(answers),
         "schemas": len(CASES),
         "ended": len(ended),
@@ -130,7 +122,11 @@ def main():
         "unended": [case["asked"] for case, _, finish in answers if finish != "stop"],
     }
     print(json.dumps(report))
-    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+    save(
+        "server_json.json",
+        " ".join(["python -m benchmarks.server.bench_json --answers answers.jsonl", *flags]),
+        **report,
+    )
 
 
 if __name__ == "__main__":

@@ -25,15 +25,14 @@ from typing import Any
 import httpx
 import psutil
 
+from benchmarks.reports import save
 from benchmarks.rescue.filled import text
 from benchmarks.rescue.process import service
 from benchmarks.server.bench_streams import serving
-from mlx_tq.cli.environment import environment
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 from postgres_server import PostgresServer
 
-RESULTS = Path(__file__).parents[1] / "results" / "server_soak.json"
 CLIENTS = 64
 SPANS = 50  # of a rescue session before it is forgotten
 FLAGS = ("--dtype", "float32", "--kv-profile", "small", "--kv-sinks", "16", "--kv-window", "32")
@@ -41,7 +40,6 @@ SCHEMA = {"type": "object", "properties": {"code": {"enum": [417295, 112358]}}, 
 
 
 def requests() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return path and body of each request."""
     bodies: dict[str, tuple[str, dict[str, Any]]] = {}
     for n in range(16):
         facts = " ".join(f"Item {k} weighs {k * (37 + n) % 91} grams." for k in range(8 * (n % 4)))
@@ -63,7 +61,6 @@ def requests() -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def text_of(answer: httpx.Response) -> str:
-    """Return all generated text."""
     if answer.headers["content-type"].startswith("text/event-stream"):
         lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
         return "".join(choice["delta"].get("content") or "" for line in lines for choice in json.loads(line)["choices"])
@@ -75,7 +72,6 @@ def text_of(answer: httpx.Response) -> str:
 
 @contextmanager
 def sampled_memory(process: psutil.Process) -> Iterator[list[tuple[float, float]]]:
-    """Sample a process twice a second: seconds and resident megabytes."""
     samples: list[tuple[float, float]] = []
     began, ended = time.perf_counter(), threading.Event()
 
@@ -93,7 +89,6 @@ def sampled_memory(process: psutil.Process) -> Iterator[list[tuple[float, float]
 
 
 def growth(samples: list[tuple[float, float]], after_s: float) -> dict[str, float]:
-    """Return the memory after the warm-up, and its maximum from then on."""
     warm = next(mb for second, mb in samples if second >= after_s)
     highest = max(mb for second, mb in samples if second >= after_s)
     return {
@@ -104,7 +99,6 @@ def growth(samples: list[tuple[float, float]], after_s: float) -> dict[str, floa
 
 
 def soak_server(seconds: float) -> dict[str, Any]:
-    """Send requests to the model server and compare the answers."""
     bodies = requests()
     statuses: Counter[int] = Counter()
     differing: Counter[str] = Counter()
@@ -180,7 +174,6 @@ def soak_rescue(name: str, seconds: float, **settings: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Soak each service and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--server-seconds", type=float, default=300)
     parser.add_argument("--rescue-seconds", type=float, default=100)
@@ -199,8 +192,7 @@ def main() -> None:
             print(json.dumps(figures[-1]), flush=True)
     finally:
         postgres.stop()
-    report = {"command": "python -m benchmarks.server.bench_soak", "environment": environment(), "figures": figures}
-    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+    save("server_soak.json", "python -m benchmarks.server.bench_soak", figures=figures)
 
 
 if __name__ == "__main__":

@@ -17,24 +17,21 @@ from statistics import median
 
 import openai
 
+from benchmarks.reports import save
 from benchmarks.server.bench_streams import serving
-from mlx_tq.cli.environment import environment
 from mlx_tq.cli.haystack import load_text
 from mlx_tq.models import load
 
-RESULTS = Path(__file__).parents[1] / "results" / "server_store.json"
 ARMS = ("read", "stored", "restored", "restored cold")
 
 
 def texts(model, count, tokens):
-    """Return texts of `tokens` tokens without a common prefix."""
     _, tokenizer = load(model)
     ids = tokenizer.encode(load_text())
     return [f"Text {n}. " + tokenizer.decode(ids[n * tokens : (n + 1) * tokens - 5]) for n in range(count)]
 
 
 def ask(client, system, user):
-    """Return the time to first token, the prompt tokens and the cached tokens."""
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
     started = time.perf_counter()
     stream = client.chat.completions.create(
@@ -58,7 +55,6 @@ def drop(folder):
 
 
 def measure(flags, systems, folder):
-    """Return the times of each arm by text, and its prompt tokens and cached tokens."""
     times = {arm: [] for arm in ARMS}
     counts = {}
 
@@ -82,7 +78,6 @@ def measure(flags, systems, folder):
 
 
 def main():
-    """Measure and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model")
     parser.add_argument("--dtype")
@@ -109,8 +104,7 @@ def main():
     for figure in figures:
         print(json.dumps(figure))
     command = " ".join(["python -m benchmarks.server.bench_store", *flags])
-    report = {"command": command, "model": args.model, "environment": environment(), "texts": args.texts}
-    RESULTS.write_text(json.dumps({**report, "store_bytes": nbytes, "figures": figures}, indent=1) + "\n")
+    save("server_store.json", command, model=args.model, texts=args.texts, store_bytes=nbytes, figures=figures)
 
 
 if __name__ == "__main__":

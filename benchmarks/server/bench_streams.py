@@ -19,10 +19,9 @@ from statistics import median
 
 import httpx
 
-from mlx_tq.cli.environment import environment
+from benchmarks.reports import RESULTS, save
 from mlx_tq.models import load
 
-RESULTS = Path(__file__).parents[1] / "results" / "server_streams.json"
 ENDLESS = {"0": -100, "2": -100}  # the embedded model's end tokens: every answer runs to its limit
 
 
@@ -50,7 +49,6 @@ class Figure:
 
 @contextmanager
 def serving(*flags):
-    """Start a server and yield its URL."""
     with tempfile.NamedTemporaryFile("r+") as log:
         command = [sys.executable, "-m", "mlx_tq", "server", "--port", "0", "--log-level", "WARNING", *map(str, flags)]
         process = subprocess.Popen(command, stderr=log)
@@ -66,7 +64,6 @@ def serving(*flags):
 
 
 def texts(count, tokens):
-    """Return prompts of `tokens` tokens without a common prefix."""
     _, tokenizer = load()
     prompts = []
     for place in range(count):
@@ -78,7 +75,6 @@ def texts(count, tokens):
 
 
 async def stream(client, prompt, answer_tokens):
-    """Return the times of one stream's tokens, and its usage."""
     body = {"prompt": prompt, "max_tokens": answer_tokens, "logit_bias": ENDLESS}
     times, usage = [], {}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -97,7 +93,6 @@ async def stream(client, prompt, answer_tokens):
 
 
 async def watch(client, seen):
-    """Append the bytes of /metrics to `seen` until cancelled."""
     while True:
         text = (await client.get("/metrics")).text
         matches = [re.search(rf"^mlx_tq_{name} (\S+)", text, re.MULTILINE) for name in ("kv_bytes", "kv_fp16_bytes")]
@@ -106,7 +101,6 @@ async def watch(client, seen):
 
 
 async def measure(url, profile, prefix, prompts, answer_tokens):
-    """Send all prompts at once and return the figure."""
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
         if prefix == "hot":
             await stream(client, prompts[0], 1)
@@ -138,7 +132,6 @@ async def measure(url, profile, prefix, prompts, answer_tokens):
 
 
 def main():
-    """Measure and add to the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--profile", default="balanced")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 5, 10, 20])
@@ -158,16 +151,12 @@ def main():
             figure = asyncio.run(measure(url, args.profile, args.prefix, prompts, args.answer_tokens))
             print(json.dumps(asdict(figure)))
             figures.append(asdict(figure))
-    save(figures)
-
-
-def save(figures):
-    """Write figures to the file; they replace earlier ones of the same kind."""
-    command = "python benchmarks/server/bench_streams.py --profile PROFILE [--prefix hot --prompt-tokens 2048]"
-    old = json.loads(RESULTS.read_text())["figures"] if RESULTS.exists() else []
+    # They replace earlier figures of the same kind.
+    path = RESULTS / "server_streams.json"
+    old = json.loads(path.read_text())["figures"] if path.exists() else []
     merged = {(row["profile"], row["prefix"], row["streams"]): row for row in [*old, *figures]}
-    report = {"command": command, "environment": environment(), "figures": list(merged.values())}
-    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+    command = "python -m benchmarks.server.bench_streams --profile PROFILE [--prefix hot --prompt-tokens 2048]"
+    save(path, command, figures=list(merged.values()))
 
 
 if __name__ == "__main__":

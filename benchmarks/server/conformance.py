@@ -1,8 +1,8 @@
 """Compare our server and mlx-lm's with OpenAI's documentation, by forty requests of the official client.
 
-Both serve the embedded model. A row where ours differs from the documentation says why.
+    python -m benchmarks.server.conformance
 
-python -m benchmarks.server.conformance
+Both serve the embedded model. A row in which ours differs from the documentation says why.
 """
 
 import json
@@ -11,23 +11,20 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import openai
 
+from benchmarks.reports import save
 from benchmarks.server.bench_streams import serving
 from benchmarks.server.requests import REQUESTS, outcome
-from mlx_tq.cli.environment import environment
 from mlx_tq.models import embedded_path
 
-RESULTS = Path(__file__).parents[1] / "results" / "server_conformance.json"
 START_S = 300
 
 
 @contextmanager
 def mlx_lm_serving():
-    """Start mlx-lm's own server and yield its URL."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -48,13 +45,11 @@ def mlx_lm_serving():
 
 
 def outcomes(url):
-    """Return the outcome of each request."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
     return [outcome(request, client) for request in REQUESTS]
 
 
 def main():
-    """Send the requests to both servers and write the file."""
     with serving() as url:
         ours = outcomes(url)
     with mlx_lm_serving() as url:
@@ -71,8 +66,7 @@ def main():
     ]
     for row in rows:
         print(json.dumps(row))
-    report = {"command": "python -m benchmarks.server.conformance", "environment": environment(), "rows": rows}
-    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+    save("server_conformance.json", "python -m benchmarks.server.conformance", rows=rows)
 
 
 if __name__ == "__main__":

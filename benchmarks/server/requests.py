@@ -24,8 +24,6 @@ MODEL = "default_model"
 
 
 class Code(pydantic.BaseModel):
-    """The type that the client's `parse` returns."""
-
     code: str
 
 
@@ -46,7 +44,6 @@ def chat(client, *messages, **options):
 
 
 def text(answer):
-    """Return the text of the first choice."""
     return answer.choices[0].message.content or ""
 
 
@@ -56,12 +53,10 @@ def seen(ok, otherwise="something else"):
 
 
 def answers(*messages, **options):
-    """Make a request that expects any answer."""
     return lambda client: seen(isinstance(text(chat(client, *messages, **options)), str))
 
 
 def chunks(client, **options):
-    """Return all chunks of a stream."""
     return list(chat(client, stream=True, **options))
 
 
@@ -84,7 +79,6 @@ def indexes(client):
 
 
 def schema_of(client, **more):
-    """Check that the answer follows the schema."""
     schema = {"type": "json_schema", "json_schema": {"name": "code", "schema": SCHEMA, "strict": True}}
     try:
         return seen(set(json.loads(text(chat(client, response_format=schema, max_tokens=60, **more)))) == {"code"})
@@ -93,7 +87,6 @@ def schema_of(client, **more):
 
 
 def an_object(client):
-    """Check JSON mode."""
     answer = text(chat(client, response_format={"type": "json_object"}, max_tokens=12))
     return seen(answer.startswith("{"), "text that is no JSON")
 
@@ -120,18 +113,14 @@ def logprobs(client):
 
 
 def same(**options):
-    """Make a request whose answer repeats."""
     return lambda client: seen(text(chat(client, **options)) == text(chat(client, **options)))
 
 
 def ends_before(stop):
-    """Make a request whose answer ends before a stop sequence."""
     return lambda client: seen(text(chat(client, stop=stop)) == "4172")
 
 
 def completes(prompt, count):
-    """Make a completion with `count` choices."""
-
     def ask(client):
         choices = client.completions.create(model=MODEL, max_tokens=4, prompt=prompt).choices
         return seen(len(choices) == count and all(isinstance(choice.text, str) for choice in choices), "one choice")
@@ -140,12 +129,10 @@ def completes(prompt, count):
 
 
 def models(client):
-    """Check that the listed model can be retrieved."""
     return seen(client.models.retrieve(client.models.list().data[0].id).id)
 
 
 def responds(client):
-    """Check the text of a response."""
     return seen("417295" in client.responses.create(model=MODEL, input=QUESTION).output_text)
 
 

@@ -1,43 +1,38 @@
-"""A server's memory under 20 requests at once that begin with one system message, and under 10 with one each.
+"""Measure a server's memory under 20 requests at once that share a system message, and under 10 that do not.
 
-One process of `mlx_tq.server` for each arm: the embedded model in float32 and the default profile, a system message of
-nearly all the context that it has, greedy answers, and a memory limit that holds fewer than half of them where each
-counts in full. Memory is what mlx holds beyond what it held before the first request, as /metrics tells it. At the end
-some of the requests with one system message are asked alone of a server that keeps nothing.
+    python -m benchmarks.store.bench_beginnings
 
-python -m benchmarks.store.bench_beginnings
+One `mlx_tq.server` for each arm: the embedded model in float32, a system message of nearly its whole context, greedy
+answers, and a memory limit for fewer than half of the requests if each counts in full. Memory is what mlx holds beyond
+that before the first request, from /metrics. Some answers are compared with those of a server without a cache.
 """
 
 import json
 import threading
 import time
-from pathlib import Path
 from statistics import median
 
 import httpx
 import openai
 
+from benchmarks.reports import save
 from benchmarks.server.bench_streams import ENDLESS, serving, texts
-from mlx_tq.cli.environment import environment
 from mlx_tq.config import profile
 from mlx_tq.models import load
 from mlx_tq.prompt_cache.compressed import plan_caches
 
-RESULTS = Path(__file__).parents[1] / "results" / "store_beginnings.json"
 REQUESTS, OWN, SYSTEM, ANSWER = 20, 10, 3960, 16
 FLAGS = ("--dtype", "float32", "--temp", "0", "--max-tokens", str(ANSWER))
 NAMES = ("running", "waiting", "kv_bytes", "memory_bytes", "prefill_tokens_total", "cached_tokens_total")
 
 
 def metrics(url):
-    """Those of NAMES."""
     lines = httpx.get(f"{url}/metrics", timeout=600).text.splitlines()
     found = dict(line.rsplit(" ", 1) for line in lines if line[0] != "#")
     return {name: int(float(found[f"mlx_tq_{name}"])) for name in NAMES}
 
 
 def ask(url, system, number):
-    """An answer, and the seconds to its first token."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=3600)
     said = [{"role": "system", "content": system}, {"role": "user", "content": f"What weighs {number} grams?"}]
     began, first, pieces = time.perf_counter(), 0.0, []
@@ -52,7 +47,6 @@ def ask(url, system, number):
 
 
 def at_once(systems, limit):
-    """What 20 requests were answered, and what was seen meanwhile."""
     with serving(*FLAGS, "--kv-memory-limit", limit) as url:
         ask(url, "Be brief.", 0)  # what a process does once is done
         before, samples, found = metrics(url), [], [None] * len(systems)
@@ -80,7 +74,6 @@ def at_once(systems, limit):
 
 
 def main():
-    """Measure and write the file."""
     model, tokenizer = load(dtype="float32")
     systems = [tokenizer.decode(ids) for ids in texts(OWN, SYSTEM)]
     plan = plan_caches(model, profile("balanced"))
@@ -93,10 +86,9 @@ def main():
     assert all(answers[number] == text for number, text in alone.items()), (alone, answers)
     _, own = at_once(systems, limit)
     print(json.dumps(own), flush=True)
-    about = {"command": "python -m benchmarks.store.bench_beginnings", "environment": environment()}
     sizes = {"system": SYSTEM, "limit": limit, "full": full, "answers_as_alone": len(alone)}
     figures = [{"beginnings": "one", **shared}, {"beginnings": "each its own", **own}]
-    RESULTS.write_text(json.dumps({**about, **sizes, "figures": figures}, indent=1) + "\n")
+    save("store_beginnings.json", "python -m benchmarks.store.bench_beginnings", **sizes, figures=figures)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""The store with 100,000 records: a start, with and without what the lock tells, and looking a prefix of 32K tokens up.
+"""Measure a prefix cache of 100,000 records: start, lookup of a prompt of 32K tokens, eviction, start after a crash.
 
-Records are files of 64 bytes: what costs is their number. Looked up is the last resume point of a prompt of 32,768
-tokens that is there (its first 24K), and of one that is not. The last rows are what removes the least recently used,
-and a start after a crash: all files are counted.
+    python -m benchmarks.store.bench_index
 
-python -m benchmarks.store.bench_index
+Records are files of 64 bytes, because their number is what costs. Lookups are of a prompt whose first 24K tokens are
+stored, and of one that is not.
 """
 
 import json
@@ -15,16 +14,14 @@ from statistics import median
 
 import numpy as np
 
-from mlx_tq.cli.environment import environment
+from benchmarks.reports import save
 from mlx_tq.prefix_cache.folder import BLOCKS, CHECKPOINTS, Folder
 from mlx_tq.prefix_cache.prefix_cache import step_keys
 
-RESULTS = Path(__file__).parents[1] / "results" / "store_index.json"
 RECORDS, TOKENS, STEP, TIMES = 100_000, 32_768, 512, 5
 
 
 def timed(work, times=TIMES):
-    """The median of the seconds that something takes, and what came of it last."""
     seconds, found = [], None
     for _ in range(times):
         started = time.perf_counter()
@@ -34,7 +31,6 @@ def timed(work, times=TIMES):
 
 
 def main():
-    """Measure and write the file."""
     prompt = np.random.default_rng(0).integers(0, 50_000, TOKENS).tolist()
     keys = list(step_keys("begin", [prompt], STEP).values())
     with tempfile.TemporaryDirectory() as name:
@@ -84,9 +80,8 @@ def main():
         "half of it leaves": left,
     }
     print(json.dumps(figures))
-    about = {"command": "python -m benchmarks.store.bench_index", "environment": environment()}
     sizes = {"records": RECORDS, "tokens": TOKENS, "step": STEP}
-    RESULTS.write_text(json.dumps({**about, **sizes, "seconds": figures}, indent=1) + "\n")
+    save("store_index.json", "python -m benchmarks.store.bench_index", **sizes, seconds=figures)
 
 
 if __name__ == "__main__":

@@ -1,37 +1,32 @@
-"""Memory of 1, 5 and 20 requests that begin with the same 4,000 tokens, and each go on with 40 of their own.
+"""Measure the memory of 1, 5 and 20 requests that share 4,000 tokens and continue with 40 of their own.
 
-The caches are those of the embedded model in the default profile, filled with random keys and values in float16: once
-copies of one cache, which share its rows, and once each with rows of its own. A batch of them attends to one token more
-for each. Memory is what mlx holds then beyond what it held before.
+    python -m benchmarks.store.bench_shared
 
-python -m benchmarks.store.bench_shared
+The caches are those of the embedded model with random keys and values in float16: once copies of one cache, which share
+its rows, and once with their own rows. Memory is what mlx holds beyond that before, after a batched step.
 """
 
 import gc
 import json
-from pathlib import Path
 
 import mlx.core as mx
 
+from benchmarks.reports import save
 from mlx_tq.cache.batch import BatchCompressedKVCache
-from mlx_tq.cli.environment import environment
 from mlx_tq.config import profile
 from mlx_tq.models import load
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed, plan_caches
 
-RESULTS = Path(__file__).parents[1] / "results" / "store_shared.json"
 COUNTS, BEGINNING, OWN = (1, 5, 20), 4000, 40
 
 
 def vectors(slot, rows, count):
-    """Keys and values [rows, H, count, D]."""
     shape = (rows, slot.heads, count)
     return [mx.random.normal((*shape, dim)).astype(mx.float16) for dim in (slot.key_dim, slot.value_dim)]
 
 
 def begun(plan):
-    """Caches that have read the beginning."""
     caches = build_caches(plan)
     for cache, layer in zip(caches, plan.layers, strict=True):
         for start in range(0, BEGINNING, 500):
@@ -42,7 +37,6 @@ def begun(plan):
 
 
 def step(batches, plan, count):
-    """One token more for each row, and what it attends to."""
     outs = []
     for batch, layer in zip(batches, plan.layers, strict=True):
         key, _ = batch.update_and_fetch(*vectors(layer.slot, count, 1))
@@ -52,7 +46,6 @@ def step(batches, plan, count):
 
 
 def measure(plan, count, *, shared):
-    """Bytes that mlx holds, and those that the batch counts."""
     gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory()
@@ -76,7 +69,6 @@ def measure(plan, count, *, shared):
 
 
 def main():
-    """Measure and write the file."""
     model, _ = load()
     plan = plan_caches(model, profile("balanced"))
     figures = []
@@ -85,9 +77,8 @@ def main():
             arms = {name: measure(plan, count, shared=name == "shared") for name in ("own", "shared")}
             figures.append({"requests": count, **arms})
             print(json.dumps(figures[-1]), flush=True)
-    about = {"command": "python -m benchmarks.store.bench_shared", "environment": environment()}
-    sizes = {"beginning": BEGINNING, "own": OWN}
-    RESULTS.write_text(json.dumps({**about, **sizes, "figures": figures}, indent=1) + "\n")
+    command = "python -m benchmarks.store.bench_shared"
+    save("store_shared.json", command, beginning=BEGINNING, own=OWN, figures=figures)
 
 
 if __name__ == "__main__":

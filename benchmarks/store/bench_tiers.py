@@ -1,12 +1,10 @@
-"""Bulk spill and warm: seconds for rows to leave memory for the disk and to come back, beside plain copies.
+"""Measure seconds for rows to move from memory to disk and back, compared with plain copies.
 
-The shape is that of the published table: 36 layers, 8 KV heads of 128; 64, 256 and 1,024 blocks of 16 tokens. Formats
-are those of `small`. Rows spill to the archive, as in a round, or to the store, as a prompt's blocks, and come back to
-caches.
-The archive and the plain file end with their bytes on the disk (fsync), the store as after a prompt, with one of its
-last record. Files are read once out of the system's page cache and once not.
+    python -m benchmarks.store.bench_tiers
 
-python -m benchmarks.store.bench_tiers
+The shape is that of the published table: 36 layers, 8 KV heads of 128; 64, 256 and 1,024 blocks of 16 tokens, in the
+formats of `small`. Rows go to the archive, as in a round, or to the prefix cache. Archive and plain file end with
+fsync, the prefix cache with one of its last record. Files are read from the system's page cache, and without it.
 """
 
 import json
@@ -20,16 +18,15 @@ from statistics import median
 import mlx.core as mx
 import numpy as np
 
+from benchmarks.reports import save
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
-from mlx_tq.cli.environment import environment
 from mlx_tq.config import Budget, EvictConfig, profile
 from mlx_tq.prefix_cache.folder import BLOCKS, Folder
 from mlx_tq.prefix_cache.prefix_cache import derive_key
 from mlx_tq.prefix_cache.records import Checkpoint, decode_checkpoint
 from mlx_tq.prompt_cache.layer_group import EvictionPlan, LayerGroup
 
-RESULTS = Path(__file__).parents[1] / "results" / "store_tiers.json"
 LAYERS, HEADS, DIM, BLOCK = 36, 8, 128, 16
 COUNTS = (64, 256, 1024)
 TIMES = 1
@@ -37,7 +34,7 @@ TOGETHER = 256  # tokens that a round spills
 
 
 def layers(tokens):
-    """Caches with so many packed tokens, those of a short text over and over."""
+    """Return caches with so many packed tokens: those of a short text, repeated."""
     config = profile("small")
     spec = CacheSpec.for_layer(config, 0, config.key, config.value)
     begun = CompressedKVCache(spec)
@@ -61,14 +58,12 @@ def layers(tokens):
 
 
 def timed(work):
-    """Seconds, and what came of it."""
     started = time.perf_counter()
     found = work()
     return time.perf_counter() - started, found
 
 
 def through_archive(caches, tokens):
-    """Seconds to spill and to warm, and the bytes that went both ways."""
     sequence = LayerGroup(EvictionPlan(EvictConfig("recency", recall="auto"), Budget(tokens=1024), LAYERS), {})
 
     def spill():
@@ -88,7 +83,6 @@ def through_archive(caches, tokens):
 
 
 def through_store(caches, folder):
-    """Likewise, of the store's blocks."""
     names = []
 
     def spill():
@@ -114,7 +108,6 @@ def through_store(caches, folder):
 
 
 def plainly(nbytes, folder):
-    """Seconds to copy so many bytes in memory, and to write and read a file of them."""
     data = np.random.default_rng(0).integers(0, 255, nbytes, np.uint8)
     path = folder / "plain"
 
@@ -133,7 +126,7 @@ def plainly(nbytes, folder):
 
 
 def drop(folder):
-    """Let the files of a folder leave the system's page cache, where it lets them."""
+    """Drop the files of a folder from the page cache, where the system allows it."""
     for path in folder.rglob("*"):
         if path.is_file() and hasattr(os, "posix_fadvise"):
             with path.open("rb") as file:
@@ -142,7 +135,6 @@ def drop(folder):
 
 
 def main():
-    """Measure and write the file."""
     figures = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -158,8 +150,7 @@ def main():
             }
             figures.append({"blocks": blocks, "tokens": tokens, "nbytes": nbytes, **arms})
             print(json.dumps(figures[-1]), flush=True)
-    about = {"command": "python -m benchmarks.store.bench_tiers", "environment": environment(), "times": TIMES}
-    RESULTS.write_text(json.dumps({**about, "figures": figures}, indent=1) + "\n")
+    save("store_tiers.json", "python -m benchmarks.store.bench_tiers", times=TIMES, figures=figures)
 
 
 if __name__ == "__main__":

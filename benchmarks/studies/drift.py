@@ -13,10 +13,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from benchmarks.studies.flags import load_with_ids, numbers, open_results, run_study, study_parser
+from benchmarks.studies.flags import load_with_ids, open_results, run_study, study_parser
 from mlx_tq.cli.options import Request
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, Arm, arms_from_request
+from mlx_tq.evaluate.measurements import whole_numbers
 from mlx_tq.evaluate.results import Columns, Record
 from mlx_tq.evaluate.teacher_forced import check_length
 from mlx_tq.prompt_cache.compressed import compressed
@@ -75,7 +76,7 @@ def _prefill(model: Any, ids: list[int], caches: list[Any], step: int) -> tuple[
 
 
 def run(args: argparse.Namespace) -> None:
-    arms, sizes = arms_from_request(Request.from_args(args)), numbers(args.steps, "--steps")
+    arms, sizes = arms_from_request(Request.from_args(args)), whole_numbers(args.steps, "--steps")
     results = open_results(args, "drift", ("length", "steps"), arms)
     model, ids = load_with_ids(args, *(arm.config for arm in arms))
     for arm in (OFF, *arms):

@@ -8,7 +8,6 @@ from mlx_tq.cli.loading import load_model
 from mlx_tq.cli.parser import CommandParser, add_cache_arguments, add_model_arguments, command_parser
 from mlx_tq.cli.runner import run_command
 from mlx_tq.config import KVConfig
-from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import Arm
 from mlx_tq.evaluate.command import add_arm_arguments
 from mlx_tq.evaluate.measurements import read_text, settings_of
@@ -50,10 +49,3 @@ def load_with_ids(args: argparse.Namespace, *configs: KVConfig):
     model, tokenizer = load_model(args, *configs)
     (ids,) = cut_chunks(tokenizer, read_text(args.text), 1, args.length)
     return model, ids
-
-
-def numbers(text: str, flag: str, least: int = 1) -> list[int]:
-    values = [int(part) for part in text.split(",")]
-    if min(values) < least:
-        raise ConfigError(f"{flag} is {text!r}; each must be {least} or more.")
-    return values

@@ -14,7 +14,7 @@ from itertools import product
 from statistics import mean
 from typing import Any
 
-from benchmarks.studies.flags import numbers, open_results, run_study, study_parser
+from benchmarks.studies.flags import open_results, run_study, study_parser
 from benchmarks.studies.needle_kinds import KINDS, SPREAD, plant
 from mlx_tq.cli.loading import calibrate_model, load_model
 from mlx_tq.cli.options import Request
@@ -23,8 +23,8 @@ from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, Arm
 from mlx_tq.evaluate.asking import Prefill, Sample, ask_samples, prefill
 from mlx_tq.evaluate.inspection import reseed_random
-from mlx_tq.evaluate.measurements import parse_depth, read_text
-from mlx_tq.evaluate.needles import passes
+from mlx_tq.evaluate.measurements import parse_depth, read_text, whole_numbers
+from mlx_tq.evaluate.needles import count_found
 from mlx_tq.evaluate.results import Columns, Record, Results, progress
 from mlx_tq.evaluate.teacher_forced import cut_chunks, divergence, perplexity, score_text
 from mlx_tq.policies import CalibratedPolicy, ExpectedAttention, Recency, TriAttention, parse_policy
@@ -172,8 +172,7 @@ def _prefills(model: Any, settings: Sequence[Setting], arms: Sequence[Arm], step
         def prefilled(sample: Sample) -> list[Any]:
             caches = make()
             reseed_random(caches, sample.fields["seed"])
-            prefill(model, sample.ids[: sample.shared], caches, step)
-            return caches
+            return prefill(model, sample.ids[: sample.shared], caches, step)
 
         return prefilled
 
@@ -220,8 +219,7 @@ class OncePrefilled:
         if ids != self._ids:
             self._ids, self._caches = ids, {}
         if sinks not in self._caches:
-            self._caches[sinks] = build_caches(self._readers[sinks])
-            prefill(self._model, ids, self._caches[sinks], self._step)
+            self._caches[sinks] = prefill(self._model, ids, build_caches(self._readers[sinks]), self._step)
         return self._caches[sinks]
 
 
@@ -272,16 +270,16 @@ def _row(records: list[Record], kinds: Sequence[str]) -> Record:
         "KLD": "-" if text is None else f"{text['kld']:.4f}",
         "alive %": f"{100 * mean(alive):.0f}" if alive else "-",
         "whole": f"{alive.count(1.0)}/{len(alive)}" if alive else "-",
-        **{kind: passes([record["verdict"] for record in asked if record["kind"] == kind]) for kind in kinds},
+        **{kind: count_found([record["verdict"] for record in asked if record["kind"] == kind]) for kind in kinds},
     }
 
 
 def run(args: argparse.Namespace) -> None:
-    sinks, lengths = numbers(args.sinks, "--sinks", 0), numbers(args.lengths, "--lengths")
+    sinks, lengths = whole_numbers(args.sinks, "--sinks", 0), whole_numbers(args.lengths, "--lengths")
     budgets = [float(part) for part in args.budgets.split(",")]
     if not all(0 < budget < 100 for budget in budgets):
         raise ConfigError(f"--budgets is {args.budgets!r}; each must be above 0 and below 100 percent.")
-    blocks, triggers = numbers(args.granularities, "--granularities"), numbers(args.triggers, "--triggers")
+    blocks, triggers = whole_numbers(args.granularities, "--granularities"), whole_numbers(args.triggers, "--triggers")
     settings = grid(args.policies.split(","), budgets, blocks, triggers, sinks, once=args.once)
     base, text = Request.from_args(args).config, read_text(args.text)
     arms = [setting.arm(base, args.warmup) for setting in settings]

@@ -44,7 +44,6 @@ ATTRIBUTE = re.compile(r"^    (\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)  # of a d
 
 
 def flags_page() -> str:
-    """Return the flags of all commands, from their parsers."""
     parsers = {name: import_module(f"mlx_tq.{name}").build_parser() for name in COMMANDS}
     parts = [FLAGS]
     for name, parser in parsers.items():
@@ -93,21 +92,20 @@ def table(parser: argparse.ArgumentParser, actions: list[argparse.Action]) -> st
 def policy_options() -> str:
     """Return a row for each option, from the docstrings of the policies that have it."""
     rows = ["| option | default | of | what it does |", "|---|---|---|---|"]
-    every = [type(parse_policy(name)) for name in policy_names()]
-    policies = [policy for policy in every if policy.__module__.startswith("mlx_tq.")]  # plug-ins have their own docs
+    policies = [type(parse_policy(name)) for name in policy_names()]
+    policies = [policy for policy in policies if policy.__module__.startswith("mlx_tq.")]  # plug-ins have others
     kinds = dict.fromkeys(kind for policy in policies for kind in policy.__mro__)
     texts = dict(pair for kind in kinds for pair in ATTRIBUTE.findall(cleandoc(str(kind.__doc__))))
-    for name in dict.fromkeys(each.name for policy in policies for each in fields(policy)):
-        own = [policy for policy in policies if hasattr(policy, name)]
-        of = "all" if own == policies else ", ".join(f"`{policy.name}`" for policy in own)
-        default = getattr(own[0], name)
+    for name in dict.fromkeys(option.name for policy in policies for option in fields(policy)):
+        members = [policy for policy in policies if hasattr(policy, name)]
+        of = "all" if members == policies else ", ".join(f"`{policy.name}`" for policy in members)
+        default = getattr(members[0], name)
         default = "off" if default is False else default
         rows.append(f"| `{name}` | {default} | {of} | {' '.join(texts[name].split())} |")
     return "\n".join(rows)
 
 
 def spelling(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
-    """Return a flag with its arguments, and its short form."""
     formatter = parser._get_formatter()
     takes = formatter._format_args(action, formatter._get_default_metavar_for_optional(action))
     short, long = sorted(action.option_strings, key=len)[:-1], max(action.option_strings, key=len)
@@ -115,12 +113,10 @@ def spelling(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
 
 
 def sentence(text: str) -> str:
-    """Return the text with a capital and a full stop."""
     return f"{text[0].upper()}{text[1:].rstrip('.')}."
 
 
 def python_page() -> str:
-    """Return the public names with their signatures and docstrings."""
     policies = import_module("mlx_tq.policies")
     groups = {
         "mlx_tq": {name: getattr(mlx_tq, name) for name in sorted(mlx_tq.__all__, key=str.lower)},
@@ -139,7 +135,6 @@ def python_page() -> str:
 
 
 def documented(name: str, member: Any) -> list[str]:
-    """Return a signature and a docstring as Markdown."""
     text = cleandoc(str((member.fget if isinstance(member, property) else member).__doc__ or ""))
     shown = [] if isinstance(member, property) else [f"```python\n{signature(name, member)}\n```"]
     head, *sections = re.split(r"^(Args|Attributes|Returns|Raises|Yields):$", text, flags=re.MULTILINE)
@@ -157,10 +152,10 @@ def signature(name: str, member: Any) -> str:
         parameters = inspect.signature(member).parameters.values()
     except ValueError:
         return name
-    shown = [str(each).replace("mlx.core.", "mx.") for each in parameters if each.name != "self"]
-    shown = [re.sub(r"<[^<>]+ at 0x[0-9a-f]+>", "...", each) for each in shown]  # addresses differ each time
-    line = f"{name}({', '.join(shown)})"
-    return line if len(line) < 100 else "\n".join([f"{name}(", *(f"    {each}," for each in shown), ")"])
+    texts = [str(parameter).replace("mlx.core.", "mx.") for parameter in parameters if parameter.name != "self"]
+    texts = [re.sub(r"<[^<>]+ at 0x[0-9a-f]+>", "...", text) for text in texts]  # addresses differ each time
+    line = f"{name}({', '.join(texts)})"
+    return line if len(line) < 100 else "\n".join([f"{name}(", *(f"    {text}," for text in texts), ")"])
 
 
 def service_page() -> str:
@@ -195,7 +190,6 @@ def service_page() -> str:
 
 
 def kind(schema: dict[str, Any]) -> str:
-    """Return the type of a field as JSON schema names it."""
     if "anyOf" in schema:
         return " or ".join(kind(each) for each in schema["anyOf"])
     if "$ref" in schema:

@@ -74,25 +74,16 @@ def _time(call: Callable[[mx.array], mx.array], queries: mx.array, repeats: int)
     return (time.perf_counter() - started) / repeats
 
 
-def _makers(profiles: dict[str, KVConfig]) -> dict[str, Callable[[], Cache]]:
-    makers: dict[str, Callable[[], Cache]] = {
-        "fp16": KVCache,
-        "kv-bits 8": lambda: QuantizedKVCache(bits=8),
-        "kv-bits 4": lambda: QuantizedKVCache(bits=4),
-    }
-    for name, config in profiles.items():
-        spec = CacheSpec.for_layer(config, 0, *config.formats_of(0, 1))
-        makers[name] = lambda spec=spec: CompressedKVCache(spec)  # type: ignore[misc]
-    return makers
-
-
 def measure_layer(
     shape: LayerShape, tokens: int, dtype: str, profiles: dict[str, KVConfig], rounds: int
 ) -> list[Timing]:
     mx.random.seed(0)
+    caches: dict[str, Cache] = {"fp16": KVCache()}
+    caches |= {f"kv-bits {bits}": QuantizedKVCache(bits=bits) for bits in (8, 4)}
+    for name, config in profiles.items():
+        caches[name] = CompressedKVCache(CacheSpec.for_layer(config, 0, *config.formats_of(0, 1)))
     calls, sizes = {}, {}
-    for name, make in _makers(profiles).items():
-        cache = make()
+    for name, cache in caches.items():
         _fill(cache, shape, tokens, dtype_of(dtype))
         calls[name], sizes[name] = _attend(cache, shape), cache.nbytes
     queries = mx.random.normal((1, shape.query_heads, 1, shape.head_dim)).astype(dtype_of(dtype))

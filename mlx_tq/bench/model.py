@@ -4,6 +4,7 @@ The caches take turns, several rounds, so that what slows the machine down slows
 go through mlx-lm's own `generate_step`; a batch is made of copies of the prefilled cache, merged as a server merges.
 """
 
+import gc
 import statistics
 import time
 from collections import defaultdict
@@ -74,18 +75,17 @@ def measure_model(
     mlx's message. Caches that mlx-lm cannot batch have figures of one row only.
     """
     measured: dict[tuple[str, int], list[Measured]] = defaultdict(list)
-    for _ in range(rounds):
-        for cache in caches:
-            try:
-                if cache.name not in skipped:
-                    with compressed(model):
-                        for batch, values in _run(model, prompt, cache, batches, max_tokens, step):
-                            measured[cache.name, batch].append(values)
-            except RuntimeError as error:
-                if cache.kv_bits is None:
-                    raise
-                skipped[cache.name] = str(error)
-            advance()
+    for cache in caches * rounds:
+        try:
+            if cache.name not in skipped:
+                with compressed(model):
+                    for batch, values in _run(model, prompt, cache, batches, max_tokens, step):
+                        measured[cache.name, batch].append(values)
+        except RuntimeError as error:
+            if cache.kv_bits is None:
+                raise
+            skipped[cache.name] = str(error)
+        advance()
     return [
         _figure(name, dtype, len(prompt), batch, values)
         for (name, batch), values in measured.items()
@@ -106,7 +106,7 @@ def _run(
 ) -> Iterator[tuple[int, Measured]]:
     """Prefill once, decode alone, then decode in each batch; yields the batch and what was measured."""
     caches = cache.make(model)
-    with _memory() as measured:
+    with _measured_memory(caches) as measured:
         options = {"max_tokens": max_tokens, "prompt_cache": caches, "prefill_step_size": step}
         options |= {} if cache.kv_bits is None else {"kv_bits": cache.kv_bits, "quantized_kv_start": 0}
         started = time.perf_counter()
@@ -116,9 +116,7 @@ def _run(
         for token, _ in tokens:  # noqa: B007  the last one continues as a batch
             pass
         ended = time.perf_counter()
-        mx.synchronize()
-    rate = (max_tokens - 1) / (ended - first)
-    yield 1, measured | {"first_token": first - started, "rate": rate, "kv": _nbytes(caches)}
+    yield 1, measured | {"first_token": first - started, "rate": (max_tokens - 1) / (ended - first)}
     if any(isinstance(part, QuantizedKVCache) for part in cache_parts(caches)):
         return  # mlx-lm cannot merge these
     for batch in batches:
@@ -128,8 +126,9 @@ def _run(
 
 def _decode_batch(model: Any, caches: Caches, token: int, batch: int, max_tokens: int) -> Measured:
     """Decode copies of a sequence together; like mlx-lm, it starts each step before the previous one has ended."""
-    with _memory() as measured:
-        merged = [cache.merge([cache] * batch) for cache in caches]
+    merged: Caches = []
+    with _measured_memory(merged) as measured:
+        merged += [cache.merge([cache] * batch) for cache in caches]
         tokens = model(mx.full((batch, 1), token), cache=merged)[:, -1:].argmax(-1)
         mx.eval(tokens)  # the time to merge does not count
         started = time.perf_counter()
@@ -140,21 +139,19 @@ def _decode_batch(model: Any, caches: Caches, token: int, batch: int, max_tokens
             tokens = following
         mx.eval(tokens)
         ended = time.perf_counter()
-        mx.synchronize()
-    return measured | {"rate": batch * max_tokens / (ended - started), "kv": _nbytes(merged)}
+    return measured | {"rate": batch * max_tokens / (ended - started)}
 
 
 @contextmanager
-def _memory() -> Iterator[Measured]:
-    """Yield a dict with the peak memory of the block, and what is in use at its end beyond that before it."""
+def _measured_memory(caches: Caches) -> Iterator[Measured]:
+    """Yield a dict that receives the peak memory, what is in use at the end beyond that before, and the KV bytes."""
+    gc.collect()  # what earlier runs left in cycles must not be freed meanwhile
     mx.synchronize()
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     measured: Measured = {}
     yield measured
+    mx.synchronize()
     measured |= {"active": mx.get_active_memory() - before, "peak": mx.get_peak_memory()}
-
-
-def _nbytes(caches: Caches) -> int:
-    return sum(cache.nbytes for cache in caches)
+    measured["kv"] = sum(cache.nbytes for cache in caches)

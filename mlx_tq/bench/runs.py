@@ -50,7 +50,7 @@ def run_layer(args: argparse.Namespace) -> int:
 
 
 def run_model(args: argparse.Namespace) -> int:
-    _write_figures(args, *_measure_figures(args))
+    _measure_figures(args)
     return 0
 
 
@@ -58,7 +58,6 @@ def run_report(args: argparse.Namespace) -> int:
     checks = run_checks(kernels=backend.current() != "reference")
     tuned: list[KernelThresholds] = []
     figures, skipped = _measure_figures(args, lambda: tuned.append(_tune(args)))
-    _write_figures(args, figures, skipped)
     _write(markdown_report(args.model or "embedded", checks, tuned[0], figures, skipped), args.report)
     return 0 if all(check.passed for check in checks) else 1
 
@@ -101,7 +100,7 @@ def _caches_to_compare(args: argparse.Namespace) -> list[BenchedCache]:
 def _measure_figures(
     args: argparse.Namespace, prepare: Callable[[], None] = lambda: None
 ) -> tuple[list[Figure], dict[str, str]]:
-    """Measure the model at every type and context; also returns what was skipped, with the reason.
+    """Measure the model at every type and context, and write it; also returns what was skipped, with the reason.
 
     `prepare` is called once, when it is certain that the contexts fit into the model.
     """
@@ -122,7 +121,7 @@ def _measure_figures(
             prepare()
         columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("runs", total=len(contexts) * args.rounds * len(caches))
+            task = bar.add_task("", total=len(contexts) * args.rounds * len(caches))
             for tokens in contexts:
                 measured = measure_model(
                     model,
@@ -144,6 +143,8 @@ def _measure_figures(
         skipped |= unsupported
     for name, reason in skipped.items():
         console.print(f"skipped: {name}: {reason}", soft_wrap=True, markup=False)
+    _write(figures_as_dict(args.model, figures, skipped), args.json)
+    _write(markdown_tables(figures) + "\n", args.markdown)
     return figures, skipped
 
 
@@ -151,10 +152,9 @@ def _contexts(args: argparse.Namespace, limit: int | None, skipped: dict[str, st
     """Return the contexts for which the model has positions, with the generated tokens of each batch."""
     contexts: list[int] = args.tokens or MODEL_TOKENS
     needed = 2 * args.max_tokens + 1
-    for tokens in contexts:
-        if limit is not None and tokens + needed > limit:
-            skipped[f"{tokens:,} tokens"] = f"the model has {limit:,} positions, and the answers need {needed}"
-    allowed = [tokens for tokens in contexts if f"{tokens:,} tokens" not in skipped]
+    allowed = [tokens for tokens in contexts if limit is None or tokens + needed <= limit]
+    for tokens in (tokens for tokens in contexts if tokens not in allowed):
+        skipped[f"{tokens:,} tokens"] = f"the model has {limit:,} positions, and the answers need {needed}"
     if not allowed:
         raise ConfigError(f"--tokens {contexts} all exceed the model's {limit:,} positions less {needed} for answers.")
     return allowed
@@ -173,11 +173,6 @@ def _without_unsupported(caches: list[BenchedCache], model: Any) -> tuple[list[B
 def _screen(args: argparse.Namespace) -> Any:
     """Return the console for tables: stderr if stdout has another output."""
     return console if STDOUT in (args.json, args.markdown, args.report) else results
-
-
-def _write_figures(args: argparse.Namespace, figures: list[Figure], skipped: dict[str, str]) -> None:
-    _write(figures_as_dict(args.model, figures, skipped), args.json)
-    _write(markdown_tables(figures) + "\n", args.markdown)
 
 
 def _write(content: str | dict[str, Any], name: str | None, *, quiet: bool = False) -> None:

@@ -32,8 +32,7 @@ from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.config import BLOCK
 from mlx_tq.errors import CacheFormatError, ConfigError, NonFiniteError
-from mlx_tq.kernels.compact import compact
-from mlx_tq.kernels.encode import encode
+from mlx_tq.kernels.encode import compact, encode
 from mlx_tq.kernels.regions import Regions
 
 HEALTH_BYTES = 8  # of a cache's two counters

@@ -26,7 +26,7 @@ from mlx_tq.codec.formats import get_format
 from mlx_tq.codec.normalization import KeyNormalization, decode_keys, denormalize, rerotate_means
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.errors import CacheFormatError
-from mlx_tq.kernels.compact import compact
+from mlx_tq.kernels.encode import compact
 from mlx_tq.kernels.regions import Regions, splice
 
 

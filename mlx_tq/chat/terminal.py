@@ -59,10 +59,8 @@ Ctrl-C        stop the answer; press twice at the prompt to exit"""
 
 def run_chat(request: Request) -> int:
     """Chat until the end of the input; return the exit code."""
-    args, config, rescue = request.args, request.config, request.rescue
-    ranks = join_ranks(request)
-    if not ranks.is_first:  # the first one searches for all
-        rescue = RescueConfig(service=OFF)
+    args, config, ranks = request.args, request.config, join_ranks(request)
+    rescue = request.rescue if ranks.is_first else RescueConfig(service=OFF)  # the first one searches for all
     model, tokenizer = load_model(args, config, ranks=ranks)
     warnings: list[str] = []
     with Session(
@@ -144,10 +142,9 @@ class Chat:
             if is_command:
                 name, _, argument = message.strip().partition(" ")
                 if name not in self._commands:
-                    raise ConfigError(
-                        f"unknown command {name}; valid are {', '.join(self._commands)}, /quit. Put a space before a "
-                        "message that begins with a slash."
-                    )
+                    valid = ", ".join([*self._commands, "/quit"])
+                    hint = "Put a space before a message that begins with a slash."
+                    raise ConfigError(f"unknown command {name}; valid are {valid}. {hint}")
                 self._commands[name](argument.strip())
             elif message.strip():
                 self._answer(message)
@@ -200,19 +197,25 @@ class Chat:
         return line.rstrip("\n")
 
     def _save(self, path: str) -> None:
-        self._check_alone("/save")
-        self._session.save(_check_path(path, "/save"))
+        self._session.save(self._check_path(path, "/save"))
         note(f"saved to {path}")
 
     def _load(self, path: str) -> None:
-        self._check_alone("/load")
-        self._session.load(_check_path(path, "/load"))
+        self._session.load(self._check_path(path, "/load"))
         self.show_conversation()
         console.print(memory_bar(self._session), soft_wrap=True)
 
-    def _check_alone(self, name: str) -> None:
+    def _check_path(self, path: str, command: str) -> Path:
         if not self._ranks.is_alone:
-            raise ConfigError(f"{name} is for one process: each of {self._ranks.size} ranks has a part of the cache.")
+            raise ConfigError(
+                f"{command} is for one process: each of {self._ranks.size} ranks has a part of the cache."
+            )
+        if not path:
+            raise ConfigError(f"{command} needs a file, such as {command} chat.safetensors.")
+        try:
+            return Path(path).expanduser()
+        except RuntimeError as error:
+            raise ConfigError(f"{command} {path}: {error}. Write the folder itself.") from error
 
     def _reset(self, _: str) -> None:
         self._session.reset()
@@ -258,15 +261,6 @@ class Chat:
         results.print(shown)
         if not self._ranks.is_alone:
             show_ranks(collect_stats(self._ranks, stats, take_archive_warning(session.cache)))
-
-
-def _check_path(path: str, command: str) -> Path:
-    if not path:
-        raise ConfigError(f"{command} needs a file, such as {command} chat.safetensors.")
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        raise ConfigError(f"{command} {path}: {error}. Write the folder itself.") from error
 
 
 @contextmanager

@@ -1,80 +1,210 @@
-"""Answer one prompt: the turn of `mlx_tq.generate`, on the caches that its flags describe."""
+"""Run `mlx_tq.generate`: answer one prompt on the caches that its flags describe."""
 
+import argparse
+import asyncio
+import json
 import math
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from mlx_tq.cli.loading import PromptCache, calibrate_model, make_caches
+import mlx.core as mx
+from mlx_lm.sample_utils import make_sampler
+
+from mlx_tq.cli.loading import PromptCache, calibrate_model, load_options, make_caches, open_caches, open_prefix_folder
 from mlx_tq.cli.options import Request
-from mlx_tq.cli.screen import prefill_progress, warn
+from mlx_tq.cli.preflight import check_memory, check_positions, free_memory
+from mlx_tq.cli.prompts import embed_images, encode, read_prompt, render, template_config
+from mlx_tq.cli.ranks import collect_stats, join_ranks, show_ranks
+from mlx_tq.cli.runner import DONE, INTERRUPTED
+from mlx_tq.cli.screen import (
+    note,
+    plan_dict,
+    prefill_progress,
+    show_plan,
+    show_restored,
+    show_shadow,
+    show_stats,
+    warn,
+)
 from mlx_tq.cli.terminal_text import say
 from mlx_tq.config import RescueConfig
+from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import ConfigError, NonFiniteError
 from mlx_tq.integration.probe import position_limit
-from mlx_tq.models import load_with_config, ranks_of
+from mlx_tq.models import load, ranks_of
 from mlx_tq.policies import CalibratedPolicy
 from mlx_tq.policies.policy import AUTO as AUTO_CALIBRATION
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache
+from mlx_tq.prompt_cache.cache_file import read_header
 from mlx_tq.prompt_cache.compressed import compressed
 from mlx_tq.prompt_cache.statistics import CacheStats, cache_stats, tokens_seen
 from mlx_tq.rescue import AUTO, OFF, RescueClient, open_service
 from mlx_tq.session.restore import take_archive_warning
-from mlx_tq.session.shadow_mode import Shadow
-from mlx_tq.session.text import PlainText
+from mlx_tq.session.shadow_mode import Shadow, make_shadow
+from mlx_tq.session.text import PlainText, PromptLengthLimit
 from mlx_tq.session.transcript import Transcript, quotation_limit
 from mlx_tq.session.turn import UNLIMITED, Turn, TurnStats
 
+_NAN = "the model's logits are NaN after the prompt. Check its weights, or load it in bfloat16 or float32."
+_NEARLY_FULL = 0.9  # of the model's context
 _START_S = 60.0  # that a rescue service on this machine may take to start
 
 
 class Answer(NamedTuple):
-    """The generated text, the statistics of turn and cache, and whether anything could be recalled or quoted for it."""
+    """The generated text, and the statistics of turn and cache."""
 
     text: str
     turn: TurnStats
     cache: CacheStats
-    can_recall: bool
-    can_quote: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the answer as plain data, for JSON."""
-        turn = asdict(self.turn)
-        positions, by_search, quotation = (turn.pop(name) for name in ("recalled", "by_search", "quotation"))
-        archived, seconds = self.turn.archived, self.turn.recall_seconds
-        recalled = {"positions": positions, "by_search": by_search, "archived": archived, "seconds": seconds}
-        tokens, seconds = len(quotation["ids"]), self.turn.rescue_seconds
-        quoted = {"ranges": quotation["ranges"], "tokens": tokens, "seconds": seconds}
-        return {
-            "text": self.text,
-            "stats": {**turn, "cache": self.cache.to_dict()},
-            "recalled": recalled if self.can_recall else None,
-            "rescued": quoted if self.can_quote else None,
-        }
 
 
-def answer_prompt(
+def answer_request(request: Request) -> int:
+    """Load the model, answer the prompt and show what it took; return the exit code."""
+    args = request.args
+    template_config(args)  # raises if it is not an object
+    if request.rescue.service != OFF:
+        open_service(request.rescue.service)  # raises if it is not an address
+    ranks = join_ranks(request)
+    folder = open_prefix_folder(request, ranks)
+    schema = None if args.json_schema is None else ranks.broadcast(lambda: _read_schema(args.json_schema))
+    prompt = ranks.broadcast(lambda: read_prompt(args))
+    if args.seed is not None:
+        mx.random.seed(args.seed)
+    model, tokenizer, model_config = _load(args, ranks)
+    text = render(tokenizer, prompt, args, continues=args.prompt_cache_file is not None)
+    limit = position_limit(model)
+    PromptLengthLimit(tokenizer, limit).check(len(text))
+    options = {name: getattr(args, name) for name in ("kv_bits", "kv_group_size", "quantized_kv_start")}
+    if args.image:
+        text, options["input_embeddings"] = embed_images(model, tokenizer, model_config, text, args.image)
+    ids = encode(tokenizer, text, args)
+    check_positions(len(ids), limit)
+    calibrate_model(model, tokenizer, request.config, name=args.model)
+    opened = open_caches(model, request)
+    plan = opened.plan
+    options["max_tokens"] = _limit_tokens(opened, len(ids), limit, request)
+    if args.verbose and plan is not None:
+        show_plan(plan, tokens_seen(opened.caches) + len(ids) + max(options["max_tokens"], 0), request.recall_blocker)
+    elif args.verbose:
+        bits = f", at {args.kv_bits} bits from {args.quantized_kv_start:,} tokens on" if args.kv_bits else ""
+        note(f"KV cache: mlx-lm's own{bits}")
+    options["sampler"] = _make_sampler(tokenizer, args, ranks)
+    if schema is not None:
+        options["logits_processors"] = [_make_constraint(schema, tokenizer, ids, args.json_schema)]
+    prefix_cache = None if folder is None or plan is None else PrefixCache(model, plan, folder, warn)
+    shadow = make_shadow(model, plan, request.shadow, has_prefix_cache=prefix_cache is not None)
+    if shadow is not None:
+        opened = opened._replace(caches=shadow.caches)
+    can_recall = plan is not None and plan.recalls and request.allows_recall
+    query = prompt if can_recall or request.rescue.service != OFF else None
+    answer = _answer(model, tokenizer, opened, ids, query, request, options, prefix_cache, shadow)
+    _report(answer, opened, request, can_recall, shadow, ranks)
+    return INTERRUPTED if answer.turn.finish_reason == "interrupted" else DONE
+
+
+def _load(args: argparse.Namespace, ranks: Ranks) -> tuple[Any, Any, dict[str, Any]]:
+    """Return the model, by default that of the cache file, its tokenizer and its configuration."""
+    name = args.model
+    if name is None and args.prompt_cache_file is not None:
+        name = read_header(args.prompt_cache_file).model_name or None
+    model_config = {"quantize_activations": args.quantize_activations}
+    options = load_options(args)
+    model, tokenizer, config = load(name, ranks=ranks, model_config=model_config, return_config=True, **options)
+    for token in args.extra_eos_token:
+        try:
+            tokenizer.add_eos_token(token)
+        except ValueError as error:
+            raise ConfigError(f"--extra-eos-token: {error}. Give a token of its vocabulary, or its number.") from error
+    return model, tokenizer, config
+
+
+def _limit_tokens(opened: PromptCache, prompt: int, limit: int | None, request: Request) -> int:
+    """Return --max-tokens, cut to the model's context; raise ConfigError if context or memory are too small."""
+    args, plan = request.args, opened.plan
+    start, max_tokens = tokens_seen(opened.caches) + prompt, int(args.max_tokens)
+    check_positions(start, limit)
+    if limit is not None and (max_tokens < 0 or start + max_tokens > limit):
+        if max_tokens >= 0:
+            warn(f"the model's context is {limit:,} tokens: at most {limit - start:,} tokens will be generated.")
+        max_tokens = limit - start
+    if plan is None:
+        return max_tokens
+    tokens = start + max(max_tokens, 0)
+    if plan.eviction is not None:
+        if not plan.recalls and request.rescue.service == OFF and request.shadow is None:
+            flag = "--kv-archive on" if request.values["--kv-archive"] is False else "--kv-recall auto"
+            remedy = "" if request.recall_blocker else f"; {flag} recalls them"
+            warn(f"evicted tokens are dropped, and the answer may miss what they said{remedy}.")
+        if limit is not None and tokens > _NEARLY_FULL * limit:
+            warn(f"this run may reach {tokens:,} of {limit:,} positions. Eviction does not extend the context.")
+    check_memory(plan, tokens, args.kv_memory_limit or free_memory())
+    return max_tokens
+
+
+def _make_sampler(tokenizer: Any, args: argparse.Namespace, ranks: Ranks) -> Any:
+    sampler = make_sampler(
+        args.temp,
+        args.top_p,
+        args.min_p,
+        args.min_tokens_to_keep,
+        top_k=args.top_k,
+        xtc_probability=args.xtc_probability,
+        xtc_threshold=args.xtc_threshold,
+        xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
+    )
+    return ranks.share_sampler(sampler)
+
+
+def _read_schema(path: str) -> dict[str, Any]:
+    try:
+        schema = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--json-schema {path} cannot be read: {error}. Give a JSON file.") from error
+    if not isinstance(schema, dict):
+        raise ConfigError(f"--json-schema {path} holds {schema!r:.80}; it must be a JSON object.")
+    return schema
+
+
+def _make_constraint(schema: dict[str, Any], tokenizer: Any, ids: list[int], path: str) -> Any:
+    """Return the logits processor that holds the answer to a schema, after the thoughts that the prompt may open."""
+    try:
+        from mlx_tq.grammar.constraint import Grammars  # llguidance is an extra, which may not be installed
+        from mlx_tq.grammar.grammar_source import GrammarError, GrammarSource  # imports llguidance, too
+    except ImportError as error:
+        raise ConfigError(f"--json-schema needs {error.name}: pip install 'mlx-tq[json]'.") from error
+    thinks = tokenizer.has_thinking and tokenizer.rfind_think_start(ids) > tokenizer.rfind_think_end(ids)
+    grammars = Grammars(tokenizer)
+    try:
+        grammar = asyncio.run(grammars.compile(GrammarSource.of_schema(schema)))
+        return grammars.constraint(grammar, thinks=thinks)
+    except GrammarError as error:
+        part = ".".join(error.path) or "the schema"
+        raise ConfigError(f"--json-schema {path}: {part}: {error}.") from error
+    finally:
+        grammars.close()
+
+
+def _answer(
     model: Any,
     tokenizer: Any,
     opened: PromptCache,
-    prompt: str,
     ids: list[int],
-    max_tokens: int,
+    query: str | None,
     request: Request,
     options: dict[str, Any],
-    *,
     prefix_cache: PrefixCache | None,
     shadow: Shadow | None,
 ) -> Answer:
-    """Answer a prompt of tokens `ids`, whose text is searched for; Ctrl-C ends the answer early.
+    """Print the answer to a prompt of tokens `ids`, whose evicted text is searched for `query`; Ctrl-C ends it early.
 
     `options` are more arguments of mlx-lm's `stream_generate`.
     """
-    args, caches, plan, limit = request.args, opened.caches, opened.plan, position_limit(model)
-    can_recall, can_quote = plan is not None and plan.recalls and request.allows_recall, request.rescue.service != OFF
-    restores = can_recall or can_quote
+    args, caches, limit = request.args, opened.caches, position_limit(model)
     text = ""
     with ExitStack() as stack:
         transcript = stack.enter_context(_open_transcript(model, tokenizer, request.rescue))
@@ -85,17 +215,16 @@ def answer_prompt(
             options |= {"draft_model": draft, "num_draft_tokens": args.num_draft_tokens}
             options |= {"prompt_cache": [*caches, *draft_caches]}
         show = stack.enter_context(prefill_progress(show=args.verbose))
-        options |= {name: getattr(args, name) for name in ("kv_bits", "kv_group_size", "quantized_kv_start")}
         step = args.prefill_step_size
         turn = stack.enter_context(
             Turn(model, tokenizer, caches, transcript, step, prefix_cache=prefix_cache, shadow=shadow, progress=show)
         )
         try:
             room = UNLIMITED if limit is None else limit - len(transcript.ids) - len(ids)
-            turn.prepare(ids, prompt if restores else None, split=restores, room=room)
-            for number, response in enumerate(turn.decode(max_tokens, **options)):
-                if number == 0:
-                    _check_finite(response)
+            turn.prepare(ids, query, split=query is not None, room=room)
+            for number, response in enumerate(turn.decode(**options)):
+                if number == 0 and math.isnan(response.logprobs[response.token].item()):
+                    raise NonFiniteError(_NAN)
                 text += response.text
                 if not args.json:
                     say(response.text)
@@ -105,10 +234,10 @@ def answer_prompt(
             pass
         except ValueError as error:  # mlx-lm's, for options that cannot be combined
             raise ConfigError(str(error)) from error
-        answer = Answer(text, turn.stats, cache_stats(caches, plan), can_recall, can_quote)
+        answer = Answer(text, turn.stats, cache_stats(caches, opened.plan))
     if not args.json:
         say("\n")
-    if restores and ranks_of(model).is_alone and (warning := take_archive_warning(caches)):
+    if query is not None and ranks_of(model).is_alone and (warning := take_archive_warning(caches)):
         warn(warning)
     return answer
 
@@ -136,12 +265,8 @@ def _open_transcript(model: Any, tokenizer: Any, rescue: RescueConfig) -> Iterat
 def _load_draft(model: Any, tokenizer: Any, caches: list[Any], request: Request) -> tuple[Any, list[Any]]:
     """Load the draft model, and make its caches."""
     args, config = request.args, request.config
-    draft, draft_tokenizer, _ = load_with_config(
-        args.draft_model,
-        dtype=args.dtype,
-        dequantize=args.dequantize,
-        trust_remote_code=args.trust_remote_code,
-    )
+    options = {name: getattr(args, name) for name in ("dtype", "dequantize", "trust_remote_code")}
+    draft, draft_tokenizer = load(args.draft_model, **options)
     if draft_tokenizer.vocab_size != tokenizer.vocab_size:
         raise ConfigError(
             f"the draft model has a vocabulary of {draft_tokenizer.vocab_size}, the model one of "
@@ -156,8 +281,39 @@ def _load_draft(model: Any, tokenizer: Any, caches: list[Any], request: Request)
     return draft, make_caches(draft, config, args.max_kv_size).caches
 
 
-def _check_finite(response: Any) -> None:
-    if math.isnan(response.logprobs[response.token].item()):
-        raise NonFiniteError(
-            "the model's logits are NaN after the prompt. Check its weights, or load it in bfloat16 or float32."
-        )
+def _report(
+    answer: Answer, opened: PromptCache, request: Request, can_recall: bool, shadow: Shadow | None, ranks: Ranks
+) -> None:
+    """Show the statistics of an answer, or print it as JSON."""
+    args = request.args
+    ranks.synchronize()
+    rank_stats = collect_stats(ranks, answer.cache, take_archive_warning(opened.caches))
+    if args.json:
+        report = _answer_dict(answer, can_recall, request.rescue.service != OFF)
+        report["plan"] = plan_dict(opened.plan, answer.cache.tokens) if opened.plan else None
+        if shadow is not None:
+            report["shadow"] = shadow.report().to_dict()
+        if not ranks.is_alone:
+            report["ranks"] = rank_stats
+        sys.stdout.write(json.dumps(report) + "\n")
+    elif args.verbose:
+        show_restored(answer.turn, can_recall=can_recall)
+        show_stats(answer.turn, answer.cache)
+        if shadow is not None:
+            show_shadow(shadow.report())
+        if not ranks.is_alone:
+            show_ranks(rank_stats)
+
+
+def _answer_dict(answer: Answer, can_recall: bool, can_quote: bool) -> dict[str, Any]:
+    turn = asdict(answer.turn)
+    recalled = {"positions": turn.pop("recalled"), "by_search": turn.pop("by_search")}
+    recalled |= {"archived": turn["archived"], "seconds": turn["recall_seconds"]}
+    quotation = turn.pop("quotation")
+    quoted = {"ranges": quotation["ranges"], "tokens": len(quotation["ids"]), "seconds": turn["rescue_seconds"]}
+    return {
+        "text": answer.text,
+        "stats": {**turn, "cache": answer.cache.to_dict()},
+        "recalled": recalled if can_recall else None,
+        "rescued": quoted if can_quote else None,
+    }

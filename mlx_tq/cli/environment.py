@@ -12,19 +12,6 @@ from mlx_tq.kernels import backend, cpu_streams, thresholds
 FASTER_BLAS = "apt install libopenblas0-pthread, and LD_PRELOAD=libopenblas.so.0"
 
 
-def mlx_backend() -> str:
-    """Return what mlx computes on: "metal", "cuda" or "cpu"."""
-    if mx.metal.is_available():
-        return "metal"
-    return "cpu" if mx.default_device().type == mx.DeviceType.cpu else "cuda"
-
-
-def device_name() -> str:
-    """Return the name of the GPU, or of the processor if there is none."""
-    name = mx.device_info().get("device_name") if mlx_backend() != "cpu" else None
-    return str(name or platform.processor() or platform.machine())
-
-
 def blas() -> str:
     """Return the library that multiplies float32 matrices on a CPU; that of mlx's Linux wheel is slow."""
     if platform.system() == "Darwin":
@@ -39,9 +26,12 @@ def blas() -> str:
 
 def environment() -> dict[str, str]:
     """Return the machine and the versions, for the head of a report."""
+    used = "cpu" if mx.default_device().type == mx.DeviceType.cpu else "cuda"
+    used = "metal" if mx.metal.is_available() else used
+    name = None if used == "cpu" else mx.device_info().get("device_name")
     return {
-        "device": device_name(),
-        "backend": mlx_backend(),
+        "device": str(name or platform.processor() or platform.machine()),
+        "backend": used,
         "blas": blas(),
         "attention": backend.describe(),
         "thresholds": thresholds.table().origin,

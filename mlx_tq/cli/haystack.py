@@ -48,15 +48,12 @@ class Scene:
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt with one planted fact.
-
-    Prefill `ids[:question]` first and the rest in a step of its own; the whole needle is packed by then.
-    """
+    """A prompt with one planted fact, whose needle is packed if the question is prefilled in a step of its own."""
 
     ids: list[int]
     answer: str
-    needle: tuple[int, int]
-    question: int
+    needle: tuple[int, int]  # positions [start, stop)
+    question: int  # its first position
     depth: float
 
 
@@ -94,12 +91,8 @@ def code_word(rng: random.Random) -> Fact:
 
 
 def build_case(tokenizer: Any, text: str, *, depth: float, seed: int, **sizes: Any) -> Case:
-    """Plant a code word in `text` and ask for it; `sizes` are those of `build_scene`.
-
-    `seed` chooses the words, the number and the sentence of the text to start at.
-    """
-    rng = random.Random(seed)
-    fact = code_word(rng)
+    """Plant a code word in `text`, both chosen by `seed`, and ask for it; `sizes` are those of `build_scene`."""
+    fact = code_word(rng := random.Random(seed))
     scene = build_scene(tokenizer, text, [fact], [depth], rng, **sizes)
     ids = [*scene.ids, *scene.questions[0]]
     return Case(ids, fact.answer, scene.needles[0], len(scene.ids), scene.depths[0])
@@ -138,11 +131,9 @@ def build_scene(
     if space <= 0 or last < first:
         least = len(head) + sinks + window + planted + len(tail) + 64
         regions = f" with sinks {sinks} and window {window}" if sinks or window else ""
-        smaller = ", or a smaller --kv-sinks and --kv-window" if regions else ""
-        raise ConfigError(
-            f"a prompt of {tokens} tokens{regions} has no room for needles of {planted} packed tokens; take at least "
-            f"{least} tokens{smaller}."
-        )
+        remedy = f"take at least {least} tokens" + (", or a smaller --kv-sinks and --kv-window" if regions else "")
+        room = f"no room for needles of {planted} packed tokens"
+        raise ConfigError(f"a prompt of {tokens} tokens{regions} has {room}; {remedy}.")
     filler, ends = _filler(tokenizer, text, space, rng)
     places = [_place(ends, round(depth * space), first - len(head), last - len(head)) for depth in depths]
     ids, spans = list(head), []
@@ -150,12 +141,8 @@ def build_scene(
         ids += filler[start:stop]
         spans.append((len(ids), len(ids) + len(needle)))
         ids += needle
-    return Scene(
-        ids=[*ids, *filler[places[-1] :]],
-        needles=spans,
-        questions=[tail for _, tail in frames],
-        depths=[place / space for place in places],
-    )
+    questions = [tail for _, tail in frames]
+    return Scene([*ids, *filler[places[-1] :]], spans, questions, [place / space for place in places])
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
@@ -167,8 +154,7 @@ def _frame(tokenizer: Any, chat: bool | None, question: str) -> tuple[list[int],
     if chat is None:
         chat = tokenizer.has_chat_template
     if not chat:
-        start = list(tokenizer.encode(""))  # such as a start token
-        return start, _encode(tokenizer, "\n\n" + question)
+        return list(tokenizer.encode("")), _encode(tokenizer, "\n\n" + question)  # with a start token, if any
     turn = [{"role": "user", "content": question}]
     rendered = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
     before, _, after = rendered.partition(question)

@@ -9,9 +9,8 @@ from mlx_lm.models.cache import load_prompt_cache as load_native_cache
 from mlx_lm.models.cache import make_prompt_cache as make_native_cache
 
 from mlx_tq.cli.haystack import load_text
-from mlx_tq.cli.layer_losses import save_measured_losses
+from mlx_tq.cli.model_calibration import calibrate_on_questions, save_measured_losses, save_queries
 from mlx_tq.cli.options import Request
-from mlx_tq.cli.query_calibration import calibrate_on_questions, save_queries
 from mlx_tq.cli.screen import note, prefill_progress, warn
 from mlx_tq.config import KVConfig
 from mlx_tq.distributed.group import ALONE, Ranks
@@ -27,6 +26,17 @@ from mlx_tq.prompt_cache.measurements import calibration_path, find_losses, make
 from mlx_tq.prompt_cache.plan import Plan, without_queries
 
 
+def load_options(args: argparse.Namespace, **tokenizer_config: Any) -> dict[str, Any]:
+    """Return the options of `models.load` that a command's flags name."""
+    return {
+        "dtype": args.dtype,
+        "dequantize": args.dequantize,
+        "adapter_path": getattr(args, "adapter_path", None),
+        "tokenizer_config": {"trust_remote_code": args.trust_remote_code, **tokenizer_config},
+        "trust_remote_code": args.trust_remote_code,
+    }
+
+
 def load_model(
     args: argparse.Namespace, *configs: KVConfig, ranks: Ranks = ALONE, **tokenizer_config: Any
 ) -> tuple[Any, Any]:
@@ -34,15 +44,7 @@ def load_model(
 
     Each of several ranks gets its part of the model.
     """
-    model, tokenizer = load(
-        args.model,
-        dtype=args.dtype,
-        dequantize=args.dequantize,
-        ranks=ranks,
-        adapter_path=getattr(args, "adapter_path", None),
-        tokenizer_config={"trust_remote_code": args.trust_remote_code, **tokenizer_config},
-        trust_remote_code=args.trust_remote_code,
-    )
+    model, tokenizer = load(args.model, ranks=ranks, **load_options(args, **tokenizer_config))
     calibrate_model(model, tokenizer, *configs, name=args.model)
     return model, tokenizer
 
@@ -71,23 +73,18 @@ def calibrate_model(model: Any, tokenizer: Any, *configs: KVConfig, name: str | 
 
 
 def _calibrate_queries(model: Any, tokenizer: Any, title: str, *, covariance: bool) -> None:
-    path = calibration_path(fingerprint(model), covariance=covariance)
-    _make_folder_on_all_ranks(path, ranks_of(model))  # before the work, not after it
+    """Calibrate and save; if one rank cannot make the folder of the file, raise on all, so that none waits for it."""
+    path, failure = calibration_path(fingerprint(model), covariance=covariance), None
+    try:
+        make_folder(path)  # before the work, not after it
+    except ConfigError as error:
+        failure = error
+    if ranks_of(model).any([failure is not None])[0]:
+        raise failure or ConfigError("another rank cannot write to its cache folder.")
     with prefill_progress(title=f"Calibrating eviction for {title} (first run only)") as progress:
         queries = calibrate_on_questions(model, tokenizer, load_text(), covariance=covariance, progress=progress)
     save_queries(model, path, queries)
     note(f"Saved the calibration to {path}")
-
-
-def _make_folder_on_all_ranks(path: Path, ranks: Ranks) -> None:
-    """Make the folder of `path`; raise on all ranks if one cannot, so that none waits for it."""
-    failure: ConfigError | None = None
-    try:
-        make_folder(path)
-    except ConfigError as error:
-        failure = error
-    if ranks.any([failure is not None])[0]:
-        raise failure or ConfigError("another rank cannot write to its cache folder.")
 
 
 class PromptCache(NamedTuple):

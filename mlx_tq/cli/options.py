@@ -135,8 +135,13 @@ RESCUE_FIELDS = {"--rescue": "service", "--rescue-tokens": "max_tokens", "--resc
 # Flags that choose formats, which --kv-mean-bits does too; the last two do so for some layers.
 NAMING_FORMATS = ("--kv-profile", "--kv-key", "--kv-value")
 CHOOSING_FORMATS = (*NAMING_FORMATS, "--kv-boundary", "--kv-outlier")
-NATIVE_CACHE = ("--kv-bits", "--max-kv-size", "--kv-profile off")  # what chooses mlx-lm's own cache
+_FP16_CACHE = "mlx-lm's own cache (fp16 formats, or MLX_TQ_KV_PROFILE=off)"
+_NATIVE_CACHE = ("--kv-bits", "--max-kv-size", "--kv-profile off", _FP16_CACHE)  # what chooses mlx-lm's own cache
 
+_MODEL_BENCH = (
+    *("--kv-evict", "--kv-budget", "--kv-calibration", "--kv-bits", "--batches", "--max-tokens", "--markdown"),
+    *("--dequantize", "--prefill-step-size"),
+)
 # What a flag has no effect without; "A or B" is either one. Some rules are for one command.
 REQUIRES: dict[str, tuple[str, ...]] = {
     "--kv-budget": ("--kv-evict",),
@@ -152,19 +157,15 @@ REQUIRES: dict[str, tuple[str, ...]] = {
     "generate --rescue": ("--kv-evict",),
     **{f"doctor {flag}": ("--capacity",) for flag in ("--model", "--memory", "--dtype", "--dequantize")},
     "doctor --trust-remote-code": ("--capacity",),
-    **{f"bench {flag}": ("--model or --report",) for flag in ("--kv-evict", "--kv-budget", "--kv-calibration")},
-    **{f"bench {flag}": ("--model or --report",) for flag in ("--batches", "--max-tokens", "--kv-bits", "--markdown")},
-    **{f"bench {flag}": ("--model or --report",) for flag in ("--dequantize", "--prefill-step-size")},
+    **{f"bench {flag}": ("--model or --report",) for flag in _MODEL_BENCH},
 }
 EXCLUDES: dict[str, tuple[str, ...]] = {
     "--kv-mean-bits": (*CHOOSING_FORMATS, "--kv-profile off"),
-    "--kv-memory-limit": NATIVE_CACHE,
+    "--kv-memory-limit": _NATIVE_CACHE,
     "--kv-recall": ("--kv-archive off",),
-    "--kv-shadow": ("--draft-model", "--prompt-cache-file", *NATIVE_CACHE),
-    "--prefix-cache": ("--draft-model", "--image", "--prompt-cache-file", "--kv-shadow", *NATIVE_CACHE),
+    "--kv-shadow": ("--draft-model", "--prompt-cache-file", *_NATIVE_CACHE),
+    "--prefix-cache": ("--draft-model", "--image", "--prompt-cache-file", "--kv-shadow", *_NATIVE_CACHE),
     "generate --rescue": ("--draft-model", "--image", "--prompt-cache-file", "--kv-shadow"),
-    "generate --kv-bits": CACHE_FLAGS,
-    "generate --max-kv-size": CACHE_FLAGS,
     "--json-schema": ("--draft-model",),
     "--prompt": ("--prompt-file",),
     "--system-prompt": ("--load",),
@@ -234,20 +235,26 @@ def _read_option(option: Option, args: argparse.Namespace, environ: Mapping[str,
         raise ConfigError(f"{option.variable} is {text!r}; it must be of type {option.parse.__name__}.") from error
 
 
-def check_flags(args: argparse.Namespace, active: Collection[str] = ()) -> None:
+def check_flags(args: argparse.Namespace, active: Collection[str] = (), mentioned: Collection[str] = ()) -> None:
     """Raise ConfigError for a flag that has no effect, or that another one excludes.
 
-    `active` has flags that are in effect without being typed, and some as FLAG VALUE.
+    `active` has what is in effect without being typed. Flags that need one of `mentioned` may stay while it is off.
     """
-    in_effect = [*(flag for flag, value in args.typed.items() if value not in (OFF, NONE)), *active]
-    for flag in args.typed:
+    typed = _in_effect(args)
+    in_effect = [*typed, *active]
+    for flag in typed:
         for required in _rules(REQUIRES, args, flag):
-            if not set(required.split(" or ")) & set(in_effect):
+            if not {*in_effect, *mentioned}.intersection(required.split(" or ")):
                 raise ConfigError(f"{flag} requires {required}. Add it, or drop {flag}.")
     for flag in in_effect:
         for other in _rules(EXCLUDES, args, flag):
             if other in in_effect:
                 raise conflict(flag, other)
+
+
+def _in_effect(args: argparse.Namespace) -> list[str]:
+    """Return the typed flags; one that is off with that value, such as `--kv-profile off`."""
+    return [f"{flag} {value}" if value in (OFF, NONE) else flag for flag, value in args.typed.items()]
 
 
 def _rules(table: dict[str, tuple[str, ...]], args: argparse.Namespace, flag: str) -> tuple[str, ...]:
@@ -293,47 +300,44 @@ def check_writable(flag: str, path: str | Path, kind: str = ".safetensors file")
 
 @dataclass(frozen=True)
 class Request:
-    """The settings of one run, checked and parsed once from flags and environment.
+    """The settings of one run, checked and parsed once from flags and environment."""
 
-    Attributes:
-        args: values of all flags of the command.
-        typed: values of options by flag, of the command line alone.
-        values: the same with those of the environment.
-        config: how the cache is stored and evicted.
-        rescue: how evicted text is retrieved.
-        prefix_cache: folder of the prefix cache, or "auto"; None if there is none.
-        recall_blocker: the flag that keeps evicted tokens from being recalled, or None.
-    """
-
-    args: argparse.Namespace
-    typed: Mapping[str, Any]
-    values: Mapping[str, Any]
+    args: argparse.Namespace  # all flags of the command
+    typed: Mapping[str, Any]  # values of options by flag, of the command line alone
+    values: Mapping[str, Any]  # the same with those of the environment
     config: "KVConfig"
     rescue: "RescueConfig"
-    prefix_cache: str | None
-    recall_blocker: str | None
+    prefix_cache: str | None  # folder, or "auto"; None if there is none
+    recall_blocker: str | None  # the flag that keeps evicted tokens from being recalled
 
     @classmethod
     def from_args(cls, args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> "Request":
         """Raise ConfigError for a request that no model can meet. Typed flags override the environment."""
         from mlx_tq.config import PROFILES as CONFIGS  # loads mlx, which --help does without
+        from mlx_tq.config import RescueConfig  # likewise
 
         check_numbers(args)
         typed, _ = _disable_recall(read_options(args, {}), args)
         values, recall_blocker = _disable_recall(read_options(args, environ), args)
         native = [flag for flag in ("--kv-bits", "--max-kv-size") if args.command == "generate" and flag in args.typed]
+        chosen = [flag for flag in _in_effect(args) if flag in CACHE_FLAGS]
+        if native and chosen and not make_config(typed, typed).is_off:
+            raise conflict(native[0], chosen[0])
         config = CONFIGS[OFF] if native else make_config(values, typed)
         active = ["--kv-archive off" if values["--kv-archive"] is False else "--kv-archive on"]
-        active += [] if values["--kv-shadow"] is None else ["--kv-shadow"]
-        active += ["--kv-profile off"] if config.is_off and not native else []
+        active += ["--kv-shadow"] if values["--kv-shadow"] is not None else []
+        active += [_FP16_CACHE] if config.is_off and not native else []
         active += ["--kv-evict"] if config.evict else []
         active += ["--kv-recall auto"] if config.evict and config.evict.recalls else []
-        rescue = _make_rescue(values, args, active)
+        default = AUTO if args.command == "chat" and config.evict else OFF
+        given = {field: values[flag] for flag, field in RESCUE_FIELDS.items() if values[flag] is not None}
+        rescue = RescueConfig(**({} if _gives_way("--rescue", args, active) else {"service": default, **given}))
         active += ["--rescue"] if rescue.service != OFF else []
         prefix_cache = None if _gives_way("--prefix-cache", args, active) else values["--prefix-cache"]
         prefix_cache = None if prefix_cache == OFF else prefix_cache
         active += ["--prefix-cache"] if prefix_cache else []
-        check_flags(args, active)
+        mentioned = [flag for flag in ("--rescue", "--prefix-cache") if values[flag] is not None]
+        check_flags(args, active, mentioned)
         if recall_blocker and args.typed.get("--kv-recall", AUTO) != AUTO:
             raise conflict("--kv-recall", recall_blocker)
         if rescue.service != OFF:
@@ -366,33 +370,18 @@ class Request:
 
 def _disable_recall(values: dict[str, Any], args: argparse.Namespace) -> tuple[dict[str, Any], str | None]:
     """Return the values with --kv-recall off where nothing can be recalled, and the flag that is the reason."""
-    if name_of("--kv-recall") not in args or values["--kv-archive"] is False:
+    blockers = ["--kv-shadow"] if values["--kv-shadow"] is not None else []
+    blockers += [flag for flag in ("--draft-model", "--image") if flag in args.typed]
+    if name_of("--kv-recall") not in args or values["--kv-archive"] is False or values["--kv-recall"] == OFF:
         return {**values, "--kv-recall": OFF}, None
-    blocker = "--kv-shadow" if values["--kv-shadow"] is not None else None
-    blocker = blocker or next((flag for flag in ("--draft-model", "--image") if flag in args.typed), None)
-    if blocker is None or values["--kv-recall"] == OFF:
-        return values, None
-    return {**values, "--kv-recall": OFF}, blocker
+    return ({**values, "--kv-recall": OFF}, blockers[0]) if blockers else (values, None)
 
 
 def _gives_way(flag: str, args: argparse.Namespace, active: Collection[str]) -> bool:
     """Return whether the environment's value of a flag does not go with what was typed."""
-    if flag in args.typed:
-        return False
-    in_effect = {*args.typed, *active}
-    return not in_effect.issuperset(_rules(REQUIRES, args, flag)) or bool(
-        in_effect.intersection(_rules(EXCLUDES, args, flag))
-    )
-
-
-def _make_rescue(values: Mapping[str, Any], args: argparse.Namespace, active: Collection[str]) -> "RescueConfig":
-    from mlx_tq.config import RescueConfig  # loads mlx, which --help does without
-
-    if _gives_way("--rescue", args, active):
-        return RescueConfig()
-    default = AUTO if args.command == "chat" and "--kv-evict" in active else OFF
-    fields = {field: values[flag] for flag, field in RESCUE_FIELDS.items() if values[flag] is not None}
-    return RescueConfig(**{"service": default, **fields})
+    in_effect = {*_in_effect(args), *active}
+    required, excluded = (_rules(table, args, flag) for table in (REQUIRES, EXCLUDES))
+    return flag not in args.typed and not (in_effect.issuperset(required) and in_effect.isdisjoint(excluded))
 
 
 def make_config(values: Mapping[str, Any], typed: Mapping[str, Any], base: "KVConfig | None" = None) -> "KVConfig":
@@ -406,18 +395,14 @@ def make_config(values: Mapping[str, Any], typed: Mapping[str, Any], base: "KVCo
     elif "mean_bits" in changes:
         name = None
         changes |= {field: getattr(KVConfig, field) for field in CHOOSING}
-    if name is None and base is not None:
-        config = replace(base, **changes)
-    else:
-        config = profile(name or DEFAULT_PROFILE, **changes)
+    config = profile(name or DEFAULT_PROFILE, **changes) if name or base is None else replace(base, **changes)
     return replace(config, evict=make_eviction(values, typed, config.evict))
 
 
 def _evict_in_blocks(config: "KVConfig", values: Mapping[str, Any], typed: Mapping[str, Any]) -> "KVConfig":
     """Return `config` with tokens evicted in blocks whose text can be found again, unless --kv-evict says otherwise."""
-    if config.evict is None:
-        return config
-    return replace(config, evict=make_eviction(values, typed, config.evict, granularity=_QUOTABLE_BLOCK))
+    evict = config.evict and make_eviction(values, typed, config.evict, granularity=_QUOTABLE_BLOCK)
+    return replace(config, evict=evict)
 
 
 def make_eviction(
@@ -425,7 +410,7 @@ def make_eviction(
 ) -> "EvictConfig | None":
     """Return the eviction of the options, which change `base`; `defaults` are options of a policy that they name."""
     from mlx_tq.config import EvictConfig  # loads mlx, which --help does without
-    from mlx_tq.policies import CalibratedPolicy, parse_policy  # loads mlx, which --help does without
+    from mlx_tq.policies import CalibratedPolicy, parse_policy  # likewise
 
     text = values["--kv-evict"]
     if not text:
@@ -439,12 +424,8 @@ def make_eviction(
         if isinstance(policy, CalibratedPolicy):
             reason = f"is not the calibration of --kv-evict {text}"
         raise ConfigError(f"--kv-calibration {calibration} {reason}. Drop one of the two.")
-    recall = values["--kv-recall"]
-    if recall is None:
-        recall = AUTO if base is None else base.recall
-    changes = {"budget": values["--kv-budget"]}
-    if recall != OFF:
-        recall = int(recall) if str(recall).isdecimal() else recall
-        changes |= {field: values[flag] for flag, field in RECALL_FIELDS.items()}
-    changes = {field: value for field, value in changes.items() if value is not None}
-    return replace(base or EvictConfig(), policy=policy, recall=recall, **changes)
+    base, recall = base or EvictConfig(), values["--kv-recall"]
+    recall = base.recall if recall is None else int(recall) if recall.isdecimal() else recall
+    fields = {"--kv-budget": "budget", **(RECALL_FIELDS if recall != OFF else {})}
+    changes = {field: values[flag] for flag, field in fields.items() if values[flag] is not None}
+    return replace(base, policy=policy, recall=recall, **changes)

@@ -11,36 +11,31 @@ _KV_HELP = "each flag falls back to MLX_TQ_ and its name, such as MLX_TQ_KV_KEY"
 _RESCUE_HELP = "a service's token comes from RESCUE_TOKEN"
 
 
+class _MinorFlag(argparse._StoreAction):
+    """A flag that --help leaves out."""
+
+
 class _Formatter(argparse.HelpFormatter):
+    def add_argument(self, action: argparse.Action) -> None:
+        if not isinstance(action, _MinorFlag):
+            super().add_argument(action)
+
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        default = _unstated_default(action)
-        return action.help if default is None else f"{action.help} {_DEFAULT_MARK}{default.replace('%', '%%')})"
-
-
-def _unstated_default(action: argparse.Action) -> str | None:
-    """Return the default to add to a help text; switches and required flags have no default to show."""
-    has_text = action.help is not None and _DEFAULT_MARK not in action.help
-    if not has_text or action.required or action.nargs == 0 or action.default in (None, argparse.SUPPRESS):
-        return None
-    return " ".join(map(str, action.default)) if isinstance(action.default, list | tuple) else str(action.default)
+        """Add the default that a help text does not state; switches and required flags show none."""
+        text, default = action.help, action.default
+        if not text or _DEFAULT_MARK in text or action.required or action.nargs == 0:
+            return text
+        if default in (None, argparse.SUPPRESS):
+            return text
+        shown = " ".join(map(str, default)) if isinstance(default, list | tuple) else str(default)
+        return f"{text} {_DEFAULT_MARK}{shown.replace('%', '%%')})"
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose --help leaves out minor flags, and which notes in `typed` the flags that differ from defaults."""
+    """A parser that notes in `typed` the flags that differ from their defaults."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": _Formatter, **options})
-        self.minor: list[argparse.Action] = []
-
-    def format_help(self) -> str:
-        texts = [action.help for action in self.minor]
-        try:
-            for action in self.minor:
-                action.help = argparse.SUPPRESS
-            return super().format_help()
-        finally:
-            for action, text in zip(self.minor, texts, strict=True):
-                action.help = text
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         namespace, rest = super().parse_known_args(args, namespace)
@@ -86,19 +81,16 @@ def add_cache_arguments(
     groups = {"KV cache": (_KV_HELP, options)}
     if rescue:
         groups["rescue"] = (_RESCUE_HELP, list(RESCUE))
-    parser.add_argument(
-        "--help-kv", action=_KVHelp, nargs=0, const=groups, help="show all flags of the KV cache and exit"
-    )
+    help_kv = "show all flags of the KV cache and exit"
+    parser.add_argument("--help-kv", action=_KVHelp, nargs=0, const=groups, help=help_kv)
     for title, (text, members) in groups.items():
         group = parser.add_argument_group(title, text)
         for option in members:
-            action = _add_option(group, option)
-            if option.flag not in MAIN_FLAGS:
-                parser.minor.append(action)
+            _add_option(group, option, "store" if option.flag in MAIN_FLAGS else _MinorFlag)
 
 
-def _add_option(group: argparse._ActionsContainer, option: Option) -> argparse.Action:
-    return group.add_argument(option.flag, type=option.parse, metavar=option.metavar, help=option.help)
+def _add_option(group: argparse._ActionsContainer, option: Option, action: Any = "store") -> None:
+    group.add_argument(option.flag, type=option.parse, metavar=option.metavar, help=option.help, action=action)
 
 
 def add_backend_argument(parser: argparse._ActionsContainer) -> None:
@@ -119,12 +111,7 @@ def add_model_arguments(parser: argparse._ActionsContainer, *, adapter: bool = T
 def add_sampling_arguments(group: argparse._ActionsContainer) -> None:
     add = group.add_argument
     add("--temp", type=float, default=0.0, metavar="T", help="sampling temperature; 0 is greedy")
-    add(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="sample from the most likely tokens of this total probability",
-    )
+    top_p = "sample from the most likely tokens of this total probability"
+    add("--top-p", type=float, default=1.0, metavar="P", help=top_p)
     add("--top-k", type=int, default=0, metavar="N", help="sample from the N most likely tokens; 0 is all")
     add("--min-p", type=float, default=0.0, metavar="P", help="minimum probability relative to the most likely token")

@@ -36,12 +36,8 @@ def check_memory(plan: Plan, tokens: int, limit: int) -> None:
     if needed <= limit:
         return
     fits = next((n for n in (tokens * k // 64 for k in range(63, 0, -1)) if plan.peak_nbytes(n) <= limit), 0)
-    remedy = (
-        f"About {fits:,} tokens fit: shorten the prompt or --max-tokens, or use --kv-profile small."
-        if fits
-        else "Not even a short prompt fits: raise --kv-memory-limit, or lower --kv-sinks and --kv-window."
-    )
-    raise ConfigError(
-        f"a context of {tokens:,} tokens needs {human_bytes(needed)} of KV cache; {human_bytes(limit)} are available. "
-        f"{remedy}"
-    )
+    remedy = "Not even a short prompt fits: raise --kv-memory-limit, or lower --kv-sinks and --kv-window."
+    if fits:
+        remedy = f"About {fits:,} tokens fit: shorten the prompt or --max-tokens, or use --kv-profile small."
+    sizes = f"needs {human_bytes(needed)} of KV cache; {human_bytes(limit)} are available"
+    raise ConfigError(f"a context of {tokens:,} tokens {sizes}. {remedy}")

@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 from mlx_lm.processors import load_processor
 
 from mlx_tq.errors import ConfigError
+from mlx_tq.session.text import PromptLengthLimit
 
 _PLACEHOLDER = "<the-prompt-goes-here>"
 
@@ -94,6 +95,17 @@ def encode(tokenizer: Any, text: str, args: argparse.Namespace) -> list[int]:
     if not ids:
         raise ConfigError("the tokenizer returned no tokens for the prompt. Check that the model has tokenizer.json.")
     return ids
+
+
+def encode_document(tokenizer: Any, text: str, limit: int | None) -> list[int]:
+    """Return token ids of a text that questions follow: the start of the user's turn of at most `limit` tokens."""
+    PromptLengthLimit(tokenizer, limit).check(len(text))
+    if not tokenizer.has_chat_template:
+        return list(tokenizer.encode(text))
+    messages = [{"role": "user", "content": text}]
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    return list(tokenizer.encode(rendered, add_special_tokens=False))
 
 
 def embed_images(

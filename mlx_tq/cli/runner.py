@@ -12,14 +12,18 @@ from mlx_tq.cli.terminal_text import readable
 from mlx_tq.distributed.launch import exit_now, exit_on_sigterm, is_launched, launched_rank, write_last_line
 from mlx_tq.errors import ConfigError, MlxTqError, RankError
 
+Run = Callable[[argparse.Namespace], int]
 DONE, FAILED, USAGE_ERROR, INTERRUPTED = 0, 1, 2, 130
 _DISTRIBUTED = ("generate", "chat", "server")  # commands that several processes run together
 _MLX_BACKENDS = ("[ring]", "[jaccl]", "[mpi]", "[nccl]")  # begin mlx's errors about other processes
 
 
-def run_command(
-    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], words: Sequence[str] | None = None
-) -> int:
+def command_main(build_parser: Callable[[], argparse.ArgumentParser], run: Run) -> Callable[..., int]:
+    """Return the `main` of a command: it takes a command line, by default that of this process."""
+    return lambda words=None: run_command(build_parser(), run, words)
+
+
+def run_command(parser: argparse.ArgumentParser, run: Run, words: Sequence[str] | None = None) -> int:
     """Parse the command line `words`, by default that of this process, and call `run`; return the exit code."""
     command = parser.prog.partition(".")[2]
 

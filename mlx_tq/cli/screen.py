@@ -7,16 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -35,7 +26,8 @@ _BAR_WIDTH = 40
 
 
 def make_console(*, stderr: bool) -> Console:
-    made = Console(stderr=stderr, highlight=False)
+    """Return a console that prints text as it is: no markup, no line breaks but those of the terminal."""
+    made = Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
     if not made.is_terminal:
         made.width = _WIDTH
     return made
@@ -63,12 +55,12 @@ def table(title: str, *columns: str) -> Table:
 
 
 def warn(message: str) -> None:
-    console.print(f"[yellow]warning:[/yellow] {escape(readable(message))}", soft_wrap=True)
+    console.print(Text.assemble(("warning:", "yellow"), f" {readable(message)}"))
 
 
 def note(text: str) -> None:
     """Print a remark that an answer does not depend on."""
-    console.print(text, style="dim", markup=False, soft_wrap=True)
+    console.print(text, style="dim")
 
 
 class _TokenRate(ProgressColumn):
@@ -102,8 +94,9 @@ def show_plan(plan: Plan, tokens: int, recall_blocker: str | None = None) -> Non
         layers = list(group)
         size = sum(layer.nbytes(plan.live(tokens)) for layer in layers)
         fp16 = sum(layer.fp16_nbytes(tokens) for layer in layers)
-        spec = layers[0].spec
-        rows.add_row(_layer_range(layers), spec.keys, spec.value, human_bytes(size), human_bytes(fp16), layers[0].note)
+        spec, indices = layers[0].spec, sorted({layers[0].slot.index, layers[-1].slot.index})
+        sizes = human_bytes(size), human_bytes(fp16)
+        rows.add_row("-".join(map(str, indices)), spec.keys, spec.value, *sizes, layers[0].note)
     compressed = {layer.slot.index for layer in plan.layers}
     others = [name for index, name in enumerate(plan.classes) if index not in compressed]
     for name in sorted(set(others)):
@@ -111,11 +104,6 @@ def show_plan(plan: Plan, tokens: int, recall_blocker: str | None = None) -> Non
     console.print(rows)
     for line in _describe_plan(plan, tokens, recall_blocker):
         note(line)
-
-
-def _layer_range(layers: list[LayerPlan]) -> str:
-    first, last = layers[0].slot.index, layers[-1].slot.index
-    return f"{first}" if first == last else f"{first}-{last}"
 
 
 def _describe_plan(plan: Plan, tokens: int, recall_blocker: str | None) -> Iterator[str]:
@@ -162,11 +150,11 @@ def describe_tokens(stats: CacheStats) -> str:
 def show_restored(turn: TurnStats, *, can_recall: bool) -> None:
     """Print how many tokens were recalled for a turn, and quoted as text if any were."""
     if can_recall:
-        recalled = f"Recalled {len(turn.recalled):,} of {turn.archived:,} archived tokens"
-        console.print(f"{recalled} ({turn.recall_seconds:.1f} s)", style="cyan")
+        recalled = f"Recalled {len(turn.recalled):,} of {turn.archived:,} archived tokens ({turn.recall_seconds:.1f} s)"
+        console.print(recalled, style="cyan")
     if turn.quotation.ids:
-        quoted = f"Quoted {len(turn.quotation.ids):,} tokens of evicted text"
-        console.print(f"{quoted} ({turn.rescue_seconds:.1f} s)", style="cyan")
+        quoted = f"Quoted {len(turn.quotation.ids):,} tokens of evicted text ({turn.rescue_seconds:.1f} s)"
+        console.print(quoted, style="cyan")
 
 
 def show_shadow(report: ShadowReport) -> None:
@@ -174,11 +162,8 @@ def show_shadow(report: ShadowReport) -> None:
     if not report.layers:
         note("Shadow mode: the answer was too short to compare")
         return
-    console.print(
-        f"Shadow mode: the compressed cache against fp16 in {report.comparisons} comparisons, {report.packed:,} tokens "
-        "packed in the last one",
-        soft_wrap=True,
-    )
+    packed = f"{report.packed:,} tokens packed in the last one"
+    console.print(f"Shadow mode: the compressed cache against fp16 in {report.comparisons} comparisons, {packed}")
     rows = table("", "layer", "cosine", "lowest", "KLD of weights", "highest")
     for layer in report.layers:
         cosines = f"{layer.cosine:.5f}", f"{layer.least_cosine:.5f}"
@@ -188,12 +173,8 @@ def show_shadow(report: ShadowReport) -> None:
         note("Next tokens were not compared: caches of this model cannot be trimmed")
         return
     worst = ", ".join(f"{token.text!r} at {token.position:,} ({token.kld:.2g})" for token in report.worst)
-    console.print(
-        f"Next token, {len(report.tokens)} tokens: KLD {report.kld:.2g}, the same most likely token in "
-        f"{report.top1:.1f} %; largest KLD: {readable(worst)}",
-        markup=False,
-        soft_wrap=True,
-    )
+    same = f"the same most likely token in {report.top1:.1f} %; largest KLD: {readable(worst)}"
+    console.print(f"Next token, {len(report.tokens)} tokens: KLD {report.kld:.2g}, {same}")
 
 
 def show_cache(cache: CacheStats) -> None:
@@ -203,34 +184,27 @@ def show_cache(cache: CacheStats) -> None:
         compared = ""
     elif cache.ratio < 1:
         compared += " (a text this short is not packed, and its buffers are larger)"
-    console.print(f"KV cache: {cache.tokens:,} tokens in {human_bytes(cache.nbytes)}{compared}", soft_wrap=True)
+    console.print(f"KV cache: {cache.tokens:,} tokens in {human_bytes(cache.nbytes)}{compared}")
     if cache.rounds:
-        rounds = "1 round" if cache.rounds == 1 else f"{cache.rounds} rounds"
-        console.print(
-            f"evicted: {cache.evicted:,} tokens in {rounds} ({cache.evict_seconds:.2f} s); "
-            f"{100 * cache.retention:.1f} % kept",
-            soft_wrap=True,
-        )
+        rounds = f"{cache.rounds} round{'s' * (cache.rounds > 1)} ({cache.evict_seconds:.2f} s)"
+        console.print(f"evicted: {cache.evicted:,} tokens in {rounds}; {100 * cache.retention:.1f} % kept")
     if cache.clamped:
         warn(f"{cache.clamped:,} vectors exceeded the range of fp16 and were clamped. Use --kv-profile off.")
 
 
 def show_stats(stats: TurnStats, cache: CacheStats) -> None:
     """Print the speed of a generation, and the size of its cache."""
-    if stats.generation_tokens:
-        cached = ""
-        if stats.cached_tokens:
-            cached = f"{stats.cached_tokens:,} from the prefix cache ({stats.restore_seconds:.2f} s), "
-        console.print(
-            f"prompt: {stats.prompt_tokens:,} tokens, {cached}{stats.prompt_tps:.1f} tok/s, "
-            f"first token after {stats.ttft:.2f} s\n"
-            f"generation: {stats.generation_tokens:,} tokens, {stats.generation_tps:.1f} tok/s ({stats.finish_reason})"
-        )
+    prompt, generated, reason = f"prompt: {stats.prompt_tokens:,} tokens", stats.generation_tokens, stats.finish_reason
+    if generated:
+        cached = f", {stats.cached_tokens:,} from the prefix cache ({stats.restore_seconds:.2f} s)"
+        prompt += cached if stats.cached_tokens else ""
+        console.print(f"{prompt}, {stats.prompt_tps:.1f} tok/s, first token after {stats.ttft:.2f} s")
+        console.print(f"generation: {generated:,} tokens, {stats.generation_tps:.1f} tok/s ({reason})")
     else:
-        console.print(f"prompt: {stats.prompt_tokens:,} tokens, {stats.finish_reason} before the first token")
+        console.print(f"{prompt}, {reason} before the first token")
     show_cache(cache)
     if cache.rounds:
-        console.print(describe_tokens(cache), soft_wrap=True)
+        console.print(describe_tokens(cache))
     console.print(f"peak memory: {human_bytes(stats.peak_memory)}")
 
 
@@ -240,49 +214,42 @@ def memory_bar(session: Session) -> Text:
     total = max(session.context_length or 0, stats.tokens, 1)
     live = round(_BAR_WIDTH * stats.live / total)
     evicted = min(round(_BAR_WIDTH * stats.evicted / total), _BAR_WIDTH - live)
-    free = _BAR_WIDTH - live - evicted
-    bar = Text()
-    for sign, style, width in (("█", "green", live), ("▒", "yellow", evicted), ("·", "dim", free)):
-        bar.append(sign * width, style)
-    bar.append(f" {stats.live:,} live", "green")
-    bar.append(f"  {stats.evicted:,} evicted", "yellow")
-    if stats.archived:
-        bar.append(f"  {stats.archived:,} archived  {session.recalled_tokens:,} recalled", "cyan")
-    bar.append(f"  {session.quoted_tokens:,} rescued", "cyan")
-    bar.append(f"  {human_bytes(stats.nbytes)}, fp16 {human_bytes(stats.fp16_nbytes)}", "dim")
-    return bar
+    archived = f"  {stats.archived:,} archived  {session.recalled_tokens:,} recalled" if stats.archived else ""
+    return Text.assemble(
+        ("█" * live, "green"),
+        ("▒" * evicted, "yellow"),
+        ("·" * (_BAR_WIDTH - live - evicted), "dim"),
+        (f" {stats.live:,} live", "green"),
+        (f"  {stats.evicted:,} evicted", "yellow"),
+        (f"{archived}  {session.quoted_tokens:,} rescued", "cyan"),
+        (f"  {human_bytes(stats.nbytes)}, fp16 {human_bytes(stats.fp16_nbytes)}", "dim"),
+    )
 
 
 def plan_dict(plan: Plan, tokens: int) -> dict[str, Any]:
     """Return a plan as plain data, with the bytes of a context of `tokens`."""
+
+    def describe_layer(layer: LayerPlan) -> dict[str, Any]:
+        slot = {"index": layer.slot.index, "part": layer.slot.part}
+        formats = {"key": layer.spec.keys, "value": layer.spec.value, "has_kernels": layer.has_kernels}
+        sizes = {"nbytes": layer.nbytes(plan.live(tokens)), "fp16_nbytes": layer.fp16_nbytes(tokens)}
+        return {**slot, **formats, "note": layer.note, **sizes}
+
+    eviction = plan.eviction and {
+        "policy": str(plan.eviction.config.policy),
+        "budget_tokens": plan.eviction.budget.tokens,
+        "budget_share": plan.eviction.budget.share,
+        "calibration": plan.eviction.source,
+        "recall": plan.eviction.config.recall,
+        "archive_limit": plan.eviction.config.archive_limit,
+    }
     return {
         "model_type": plan.model_type,
         "config": plan.config.to_dict(),
-        "layers": [
-            {
-                "index": layer.slot.index,
-                "part": layer.slot.part,
-                "key": layer.spec.keys,
-                "value": layer.spec.value,
-                "has_kernels": layer.has_kernels,
-                "note": layer.note,
-                "nbytes": layer.nbytes(plan.live(tokens)),
-                "fp16_nbytes": layer.fp16_nbytes(tokens),
-            }
-            for layer in plan.layers
-        ],
+        "layers": [describe_layer(layer) for layer in plan.layers],
         "caches": plan.classes,
         "cache": predict_stats(plan, tokens).to_dict(),
-        "eviction": None
-        if plan.eviction is None
-        else {
-            "policy": str(plan.eviction.config.policy),
-            "budget_tokens": plan.eviction.budget.tokens,
-            "budget_share": plan.eviction.budget.share,
-            "calibration": plan.eviction.source,
-            "recall": plan.eviction.config.recall,
-            "archive_limit": plan.eviction.config.archive_limit,
-        },
+        "eviction": eviction,
         **({} if plan.allocation is None else {"allocation": asdict(plan.allocation)}),
         "attention": backend.describe(),
         "thresholds": thresholds.table().origin,

@@ -1,8 +1,7 @@
-"""Levels of rotated coordinates: the polynomials of the tq formats, and the theory of their error.
+"""Levels of rotated coordinates, and the theory of their error.
 
-A coordinate of a rotated unit vector, times sqrt(D), has the density of `beta_density(D)`, which tends to N(0, 1). Its
-best 2^b levels are Lloyd-Max levels. The tq formats use odd polynomials in u = code - (2^b - 1) / 2 fitted to N(0, 1),
-so that a kernel computes a level instead of looking it up; boundaries are the midpoints of the levels.
+A coordinate of a rotated unit vector, times sqrt(D), is nearly N(0, 1), whose best levels are Lloyd-Max levels. The tq
+formats use odd polynomials in u = code - (2^b - 1) / 2 instead, so that a kernel computes a level without a table.
 
 Sources: TurboQuant (arXiv 2504.19874) section 3.1; Lloyd 1982; Max 1960.
 """
@@ -58,7 +57,7 @@ def beta_density(dim: int) -> Density:
 
 
 def mse(levels: np.ndarray, density: Density, limit: float = 12.0) -> float:
-    """Integrate (t - level(t))^2 under the density of t on [-limit, limit]."""
+    """Return the mean of (t - level(t))^2 under the density of t on [-limit, limit]."""
     t = np.linspace(-limit, limit, _GRID)
     values, steps = density(t), np.diff(t)
     edges = np.concatenate([t[:1], midpoints(levels), t[-1:]])

@@ -1,14 +1,12 @@
 """Normalize keys before they are encoded: subtract block means, and rescale dims by what queries read of them.
 
 Keys of real models have a large mean, and most of their energy in channels that queries hardly use; a rotation would
-smear both over all dims. So a key is multiplied by a positive scale w, equal for the two dims of a pair that RoPE
-rotates, and queries are divided by it: inner products do not change. And each block of MEAN_TOKENS positions has a mean
-of its keys, stored once in the codes' domain and subtracted before coding:
+smear both over all dims. So keys are multiplied by a scale w and queries divided by it, and each block of MEAN_TOKENS
+positions has a mean, stored once in the codes' domain as fp16:
 
     code(R (w k) - mean)        <q, k> ~ <R (q / w), decoded> + <R (q / w), mean>
 
-Any vector would do as a mean if both sides use the same, so it is stored as fp16. A pair has one scale, so the scale
-commutes with RoPE: its statistics do not go stale with length.
+The two dims of a pair that RoPE rotates have one scale, which therefore commutes with RoPE.
 """
 
 from collections.abc import Sequence
@@ -20,28 +18,18 @@ import mlx.core as mx
 from mlx_tq.codec.formats.base import FP16_MAX, Codec, Encoded
 from mlx_tq.codec.rotation import Rotation, pairwise_sum
 
-# Positions that share a mean.
-MEAN_TOKENS = 128
-# Lower limit of a dim's statistic, as a share of its head's rms: unused dims would get an unbounded scale.
-_FLOOR = 0.01
+MEAN_TOKENS = 128  # positions that share a mean
+_FLOOR = 0.01  # least statistic of a dim, in rms of its head: unused dims would get an unbounded scale
 
 
 @dataclass(frozen=True)
 class KeyNormalization:
-    """Scale and means of the keys in packed rows.
+    """Scale and means of the keys in packed rows."""
 
-    Attributes:
-        scale: w, positive, fp32 [B, H, D].
-        means: block means in the codes' domain, fp16 [B, H, n, D]; entries past the last one in use are undefined.
-        index: the mean of each row, int32 [rows or more]. None if no token was evicted: row r has mean
-            (first + r) // MEAN_TOKENS.
-        first: rows of the block of means[0] that come before these rows, if there is no index.
-    """
-
-    scale: mx.array
-    means: mx.array
-    index: mx.array | None = None
-    first: int = 0
+    scale: mx.array  # w, positive, fp32 [B, H, D]
+    means: mx.array  # in the codes' domain, fp16 [B, H, n, D]; entries past the last one in use are undefined
+    index: mx.array | None = None  # the mean of each row, int32 [rows or more]; None until a token is evicted
+    first: int = 0  # without an index, row r has mean (first + r) // MEAN_TOKENS
 
     def mean_index(self, tokens: int) -> mx.array:
         """Return the index of the mean of each of the first rows, int32 [tokens]."""
@@ -70,10 +58,9 @@ class BlockMeans(NamedTuple):
 
 
 def compute_block_means(keys: mx.array, scale: mx.array, rotation: Rotation | None) -> BlockMeans:
-    """Average the keys of m blocks, [B, H, m, n, D] in any float type, scaled by w.
+    """Average the keys of m blocks, [B, H, m, n, D], scaled by w; a mean that is not finite becomes zero.
 
-    A mean that is not finite becomes zero: its keys then count as broken one by one. Sums have one order, so the number
-    of blocks changes nothing.
+    Sums have one order, so that the number of blocks changes nothing.
     """
     count = keys.shape[3]
     mean = pairwise_sum(keys.astype(mx.float32).swapaxes(-1, -2)) / count * scale[:, :, None]
@@ -86,12 +73,11 @@ def compute_key_scale(keys: mx.array, queries: mx.array, pairs: Sequence[tuple[i
     """Return the scale w = sqrt(rms of queries / rms of keys), fp32 [B, H, D].
 
     Queries over w and keys times w then have the same rms, the root of their product, so that fp16 holds both wherever
-    it holds scores. Statistics of the two dims of a pair are averaged, and none is less than 1 % of its head's. A head
-    whose statistics are zero or not finite has a scale of 1.
+    it holds scores. A head whose statistics are zero or not finite has a scale of 1.
 
     Args:
         keys: root mean squares of keys less their mean, [B, H, D].
-        queries: root mean squares of queries after RoPE, [B, Hq, D]; the heads of a KV head are pooled.
+        queries: root mean squares of queries after RoPE, [B, Hq, D].
         pairs: the dims that RoPE rotates together; None is (f, f + D / 2). Other dims have a scale each.
     """
     batch, heads, dim = keys.shape
@@ -129,10 +115,7 @@ def normalize_queries(queries: mx.array, normalization: KeyNormalization | None)
 
 
 def score_means(queries: mx.array, normalization: KeyNormalization, tokens: int) -> mx.array:
-    """Score the mean of each of the first rows by normalized, rotated queries: fp32 [B, H, N, D] -> [B, H, N, tokens].
-
-    These scores add to those of the decoded rows.
-    """
+    """Score the mean of each of the first rows by rotated queries: fp32 [B, H, N, D] -> [B, H, N, tokens]."""
     means = normalization.means
     if normalization.index is None:
         means = means[:, :, : -(-(normalization.first + tokens) // MEAN_TOKENS)]
@@ -156,7 +139,7 @@ def decode_keys(codec: Codec, encoded: Encoded, normalization: KeyNormalization 
 
 
 def cast_clamped(x: mx.array, dtype: mx.Dtype, normalization: KeyNormalization | None) -> mx.array:
-    """Cast keys or queries to a model's type; scales can carry fp16 values beyond its range, where they are clamped."""
+    """Cast keys or queries to a model's type; normalized ones can exceed fp16, and are clamped."""
     clamped = normalization is not None and dtype == mx.float16
     return (mx.clip(x, -FP16_MAX, FP16_MAX) if clamped else x).astype(dtype)
 

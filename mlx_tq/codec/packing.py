@@ -1,11 +1,10 @@
 """Pack codes of 1 to 4 bits into 16-bit words, plane by plane.
 
-A vector's D codes are cut into planes, contiguous runs of dims; word i holds element i of each plane. So a decoder
-takes one plane at a time with a shift and a mask, in dim order, and never interleaves.
+Planes are contiguous runs of dims; word i holds element i of each plane, so a decoder needs only shifts and masks.
 
 1, 2, 4 bits: 16 / bits planes in one word, plane 0 in the lowest bits.
-3 bits: 16 planes of D / 16. The first five sit in bits 0-14 of the first D / 16 words, the next five in the second, the
-next five in the third; plane 15 is bit 15 of the three (lowest bit in the first). No code straddles a word.
+3 bits: 16 planes in three runs of D / 16 words: five planes each in bits 0-14, and one bit of plane 15 in bit 15, its
+lowest in the first run. No code straddles a word.
 """
 
 import mlx.core as mx
@@ -34,12 +33,12 @@ def _pack_planes(planes: list[mx.array], bits: int) -> mx.array:
 
 
 def split_words(codes: mx.array, bits: int, axis: int = -1) -> list[mx.array]:
-    """Split words uint16 along `axis` into the runs that `unpack` takes: three for 3 bits, else one."""
+    """Split words along `axis` into the runs that `unpack` takes: three for 3 bits, else one."""
     return list(mx.split(codes, 3, axis=axis)) if bits == 3 else [codes]
 
 
 def unpack(words: list[mx.array], bits: int) -> list[mx.array]:
-    """Return the planes of packed words in dim order: uint16 [..., D / planes] each. Works element by element."""
+    """Return the planes of packed words in dim order: uint16 [..., D / planes] each."""
     mask = 2**bits - 1
     if bits != 3:
         return [(words[0] >> (bits * j)) & mask for j in range(plane_count(bits))]

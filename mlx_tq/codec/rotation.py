@@ -1,64 +1,31 @@
 """Random rotations that make every coordinate of a vector look like a Gaussian, and exact fp32 sums.
 
-R x is what a codebook quantizes, and <R k, R q> = <k, q> is why attention never needs the inverse per token. Seeds go
-through NumPy's PCG64, so every platform gets the same rotation.
+<R k, R q> = <k, q> is why attention never needs the inverse per token. NumPy's PCG64 makes seeds portable.
 
-Encoding must give the same bits on every backend, batch shape and chunk size: a code that lies on a boundary depends on
-the order of fp32 additions, and a library reduction may add in any order. So a vector of D = m 2^k values is read as
-m rows of 2^k: neighbors are added in pairs along a row (k stages), then the m rows are added left to right. The kernels
-in metal/ add in the same order.
+Encoding must give the same bits on every backend and batch shape, and a code on a boundary depends on the order of fp32
+additions. So a vector of D = m 2^k values is read as m rows of 2^k: neighbors are added in pairs along a row (k
+stages), then the m rows left to right. The kernels in metal/ do the same.
 
 Sources: TurboQuant (arXiv 2504.19874) section 3; Ailon and Chazelle 2009 (signs, then Walsh-Hadamard); Mezzadri 2007
 (Haar measure by QR with the signs of diag(R)).
 """
 
 import math
-from functools import cached_property, lru_cache
-from typing import Protocol
+from abc import ABC, abstractmethod
+from functools import cache, cached_property, lru_cache
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_tq.errors import ConfigError
 
-# The orders m of a Hadamard matrix for which D = m 2^k is accepted (the sizes of mx.hadamard_transform).
-ORDERS = (1, 12, 20, 28)
-
-# Williamson's construction: four circulant blocks, given by their first rows.
-_WILLIAMSON = {
-    20: ("+----", "+----", "++--+", "+-++-"),
-    28: ("+------", "++----+", "+-+--+-", "+--++--"),
-}
-_ORDER_12 = (
-    "+-++++++++++",
-    "--+-+-+-+-+-",
-    "+++-++----++",
-    "+---+--+-++-",
-    "+++++-++----",
-    "+-+---+--+-+",
-    "++--+++-++--",
-    "+--++---+--+",
-    "++----+++-++",
-    "+--+-++---+-",
-    "++++----+++-",
-    "+-+--+-++---",
-)
+ORDERS = (1, 12, 20, 28)  # m of D = m 2^k, as in mx.hadamard_transform
 
 
-def parse_signs(row: str) -> list[float]:
-    return [1.0 if sign == "+" else -1.0 for sign in row]
-
-
+@cache
 def hadamard_matrix(order: int) -> np.ndarray:
-    """Return the Hadamard matrix of an order in ORDERS: entries +-1, float64 [m, m]; symmetric for 1 and 12 only."""
-    if order == 1:
-        return np.ones((1, 1))
-    if order == 12:
-        return np.array([parse_signs(row) for row in _ORDER_12])
-    a, b, c, d = (
-        np.array([np.roll(parse_signs(row), shift) for shift in range(len(row))]) for row in _WILLIAMSON[order]
-    )
-    return np.block([[a, b, c, d], [-b, a, -d, c], [-c, d, a, -b], [-d, -c, b, a]])
+    """Return mlx's Hadamard matrix of an order in ORDERS: entries +-1, float64 [m, m]; symmetric for 1 and 12 only."""
+    return np.rint(np.array(mx.hadamard_transform(mx.eye(order), scale=1.0, stream=mx.cpu), np.float64).T)
 
 
 def split_order(dim: int) -> tuple[int, int] | None:
@@ -71,10 +38,7 @@ def split_order(dim: int) -> tuple[int, int] | None:
 
 
 def hadamard(x: mx.array, *, transpose: bool = False) -> mx.array:
-    """Multiply by the unnormalized Hadamard matrix H_m (x) H_(2^k) along the last axis: fp32 [..., D] -> [..., D].
-
-    The 2^k-point butterflies run with strides 1, 2, 4, ..., then the m-point transform across the m rows.
-    """
+    """Multiply by the Hadamard matrix H_m (x) H_(2^k) along the last axis, in the fixed order: fp32 [..., D]."""
     order, power = split_order(x.shape[-1]) or (0, 0)
     rows = x.reshape(*x.shape[:-1], order, power)
     for _ in range(power.bit_length() - 1):
@@ -101,30 +65,27 @@ def pairwise_sum(x: mx.array) -> mx.array:
     return total
 
 
-class Rotation(Protocol):
-    """An orthogonal map of the last axis."""
+class Rotation(ABC):
+    """An orthogonal map R of the last axis."""
 
     dim: int
 
+    @abstractmethod
     def forward(self, x: mx.array) -> mx.array:
         """Return R x times sqrt(D), fp32 [..., D]: of unit variance if x is a unit vector."""
-        ...
 
+    @abstractmethod
     def inverse(self, y: mx.array) -> mx.array:
         """Return R^T y, fp32 [..., D]."""
-        ...
 
-    @property
+    @cached_property
     def matrix(self) -> mx.array:
         """R, fp32 [D, D]."""
-        ...
+        return (self.forward(mx.eye(self.dim)) / math.sqrt(self.dim)).T
 
 
-class WalshHadamard:
-    """R = H diag(s) / sqrt(D), with one random sign vector s.
-
-    D = m 2^k, m in {1, 12, 20, 28}. H is not symmetric for m = 20 and 28, so the inverse transposes it.
-    """
+class WalshHadamard(Rotation):
+    """R = H diag(s) / sqrt(D), with random signs s. H is not symmetric for m = 20 and 28: the inverse transposes it."""
 
     def __init__(self, dim: int, seed: int = 0) -> None:
         orders = split_order(dim)
@@ -132,7 +93,7 @@ class WalshHadamard:
             valid = f"m * 2^k with m in {set(ORDERS)}, such as 64, 80, 96, 112, 128, 192 or 256"
             raise ConfigError(f"head_dim {dim} has no Walsh-Hadamard transform; valid is {valid}. Use rotation='haar'.")
         self.dim = dim
-        self.sylvester = orders[0] == 1
+        self.order, self.power = orders
         flips = np.random.Generator(np.random.PCG64(seed)).integers(0, 2, dim)
         self.signs = mx.array((1 - 2 * flips).astype(np.float32))
 
@@ -142,12 +103,8 @@ class WalshHadamard:
     def inverse(self, y: mx.array) -> mx.array:
         return hadamard(y, transpose=True) * (self.signs / math.sqrt(self.dim))
 
-    @cached_property
-    def matrix(self) -> mx.array:
-        return (self.forward(mx.eye(self.dim)) / math.sqrt(self.dim)).T
 
-
-class Dense:
+class Dense(Rotation):
     """A rotation by its matrix, fp32 [D, D]."""
 
     def __init__(self, matrix: mx.array) -> None:
@@ -166,10 +123,7 @@ class Dense:
 
 
 class Haar(Dense):
-    """A dense rotation from the Haar measure: QR of a Gaussian matrix with Q sign(diag(R)).
-
-    It is computed in float64 and rounded to fp32, which hides what LAPACKs disagree on.
-    """
+    """A dense rotation from the Haar measure; rounding float64 to fp32 hides what LAPACKs disagree on."""
 
     def __init__(self, dim: int, seed: int) -> None:
         gaussian = np.random.Generator(np.random.PCG64(seed)).standard_normal((dim, dim))
@@ -191,15 +145,15 @@ def rotate(x: mx.array, rotation: Rotation | None) -> mx.array:
     """Return R x of a few vectors (queries), fp32 [..., D]; uses mlx's transform if H is Sylvester's."""
     if rotation is None:
         return x
-    if isinstance(rotation, WalshHadamard) and rotation.sylvester:
+    if isinstance(rotation, WalshHadamard) and rotation.order == 1:
         return mx.hadamard_transform(x * rotation.signs)
     return x @ rotation.matrix.swapaxes(-1, -2)
 
 
 def rotate_back(y: mx.array, rotation: Rotation | None) -> mx.array:
-    """Return R^T y of a few vectors (outputs), fp32 [..., D]; computed as in `rotate`."""
+    """Return R^T y of a few vectors (outputs), fp32 [..., D]."""
     if rotation is None:
         return y
-    if isinstance(rotation, WalshHadamard) and rotation.sylvester:
+    if isinstance(rotation, WalshHadamard) and rotation.order == 1:
         return mx.hadamard_transform(y) * rotation.signs
     return y @ rotation.matrix

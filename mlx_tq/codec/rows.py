@@ -1,8 +1,6 @@
 """Store one cached token of one KV head as one row of 32-bit words.
 
-    key codes | value codes | key scale | value scale | padding
-
-An append to the cache is then a single slice update, and a kernel finds everything about a token in one place.
+key codes | value codes | key scale | value scale | padding
 """
 
 from itertools import accumulate
@@ -20,15 +18,7 @@ class Rows(NamedTuple):
 
 
 class RowLayout:
-    """Places the words of a key codec and a value codec in rows. Immutable, so caches share it, also when copied.
-
-    Attributes:
-        key, value: the codecs.
-        words: 32-bit words of a row, W.
-        nbytes: bytes of a row.
-        split_sizes: 16-bit words of a key and of a value, as `split` returns them.
-        learned_bytes: bytes per head of what the codecs learn.
-    """
+    """Places the words of a key codec and a value codec in rows. Immutable, so caches share it, also when copied."""
 
     def __init__(self, key: Codec, value: Codec) -> None:
         self.key = key
@@ -36,10 +26,10 @@ class RowLayout:
         scales = [0 if codec.scale_dtype is None else codec.scale_dtype.size // 2 for codec in (key, value)]
         self._edges = [0, *accumulate([key.words, value.words, *scales])]  # in 16-bit words
         self._padding = self._edges[-1] % 2
-        self.words = (self._edges[-1] + self._padding) // 2
+        self.words = (self._edges[-1] + self._padding) // 2  # 32-bit words of a row, W
         self.nbytes = 4 * self.words
-        self.split_sizes = key.words + scales[0], value.words + scales[1]
-        self.learned_bytes = key.learned_bytes + value.learned_bytes
+        self.split_sizes = key.words + scales[0], value.words + scales[1]  # 16-bit words that `split` returns
+        self.learned_bytes = key.learned_bytes + value.learned_bytes  # per head
 
     def __deepcopy__(self, memo: object) -> "RowLayout":
         return self
@@ -54,7 +44,6 @@ class RowLayout:
         return self.key.learned, self.value.learned
 
     def restore(self, key: mx.array | None, value: mx.array | None) -> "RowLayout":
-        """Return the layout with what another one has `learned`."""
         return RowLayout(
             self.key if key is None else self.key.restore(key),
             self.value if value is None else self.value.restore(value),
@@ -73,7 +62,6 @@ class RowLayout:
         return Rows(self.join(key, value), mx.stack([clamped, broken]).astype(mx.int32))
 
     def join(self, key: Encoded, value: Encoded) -> mx.array:
-        """Return rows uint32 [..., W] of encoded keys and values."""
         parts = [key.codes, value.codes]
         parts += [scale[..., None].view(mx.uint16) for scale in (key.scale, value.scale) if scale is not None]
         if self._padding:
@@ -81,11 +69,9 @@ class RowLayout:
         return mx.concatenate(parts, axis=-1).view(mx.uint32)
 
     def keys(self, rows: mx.array) -> Encoded:
-        """Return the keys of rows uint32 [..., W]."""
         return self._part(rows, 0, self.key)
 
     def values(self, rows: mx.array) -> Encoded:
-        """Return the values of rows uint32 [..., W]."""
         return self._part(rows, 1, self.value)
 
     def split(self, rows: mx.array) -> tuple[mx.array, mx.array]:
@@ -93,7 +79,7 @@ class RowLayout:
         return _to_words(self.keys(rows)), _to_words(self.values(rows))
 
     def unsplit(self, keys: mx.array, values: mx.array) -> mx.array:
-        """Invert `split`: return rows uint32 [..., W]."""
+        """Invert `split`."""
         return self.join(_from_words(self.key, keys), _from_words(self.value, values))
 
     def split_keys(self, words: mx.array) -> Encoded:

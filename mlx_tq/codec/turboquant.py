@@ -13,21 +13,14 @@ from mlx_tq.errors import ConfigError
 
 @dataclass(frozen=True)
 class Validation:
-    """Compare the measured distortion of unit vectors with theory.
+    """Compare the measured distortion of unit vectors with theory."""
 
-    Attributes:
-        mse: measured E ||u - u_hat||^2.
-        theory: the Beta integral of the levels in use.
-        bound: the rate-distortion bound 4^-bits (TurboQuant, theorem 3).
-    """
-
-    mse: float
-    theory: float
-    bound: float
+    mse: float  # measured E ||u - u_hat||^2
+    theory: float  # integral over the density of rotated coordinates
+    bound: float  # rate-distortion bound 4^-bits (TurboQuant, theorem 3)
 
     @property
     def deviation(self) -> float:
-        """Relative difference between distortion and theory: mse / theory - 1."""
         return self.mse / self.theory - 1
 
 
@@ -67,11 +60,7 @@ class TurboQuant:
         self.codec = TurboCodec(head_dim, bits, CodecOptions(seed, rotation, scale, fp32_scales))
 
     def encode(self, x: mx.array) -> Encoded:
-        """Encode vectors [..., D] into packed codes uint16 [..., D bits / 16] and scales fp16 [...].
-
-        Raises:
-            ConfigError: the last axis is not head_dim.
-        """
+        """Encode vectors [..., D] into packed codes uint16 [..., D bits / 16] and scales fp16 [...]."""
         if x.ndim == 0 or x.shape[-1] != self.head_dim:
             raise ConfigError(f"vectors have shape {x.shape}; the last axis must be head_dim {self.head_dim}.")
         return self.codec.encode(x)

@@ -2,7 +2,7 @@
 
 import copy
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import comb, sqrt
 from typing import Any
@@ -22,6 +22,8 @@ PASS = "PASS"  # noqa: S105  no password
 VOID = "VOID"  # verdict on a needle that the fp16 cache does not find either
 _Z95 = 1.959964  # standard deviations that hold 95 % of a normal distribution
 
+Judge = Callable[[str], tuple[str, float]]  # returns what it reads in an answer, and a score from 0 to 1
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -30,7 +32,7 @@ class Sample:
     key: str  # unique among the samples
     ids: list[int]  # the whole prompt
     expected: str
-    judge: Callable[[str], tuple[str, float]]  # what it read out of the answer, and the score, 0 to 1
+    judge: Judge
     fields: Record = field(default_factory=dict)  # of the records
     shared: int = 0  # length of the prefix that other samples have, too, so that it is prefilled once
     question: int = -1  # first token of the question, which is prefilled in a step of its own
@@ -38,40 +40,23 @@ class Sample:
     stop: str = ""  # text that ends the answer
 
 
-@dataclass
-class Reply:
-    """A generated answer, and what the cache held."""
-
-    text: str = ""
-    tokens: int = 0
-    packed: int = 0  # tokens in the packed region at the end
-    needle: tuple[int, int] = (0, 0)  # needle tokens that the question could attend to, and packed ones
-    eviction: tuple[int, float] = (0, 1.0)  # rounds, and the share of the tokens that is still in the cache
+Prefill = Callable[[Sample], list[Any]]  # returns caches that hold the shared prefix of a sample
 
 
-# Returns caches that hold the shared prefix of a sample.
-Prefill = Callable[[Sample], list[Any]]
-
-
-def prefill(model: Any, ids: list[int], caches: list[Any], step: int) -> None:
-    """Append tokens to the caches, `step` at a time."""
+def prefill(model: Any, ids: list[int], caches: list[Any], step: int) -> list[Any]:
+    """Append tokens to the caches, `step` at a time, and return the caches."""
     with compressed(model):
         for start in range(0, len(ids), step):
             mx.eval(model(mx.array(ids[start : start + step])[None], cache=caches))
+    return caches
 
 
 def share_prefixes(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples with `shared` set to the longest prefix that all of one group have."""
-    groups: dict[str, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.fields["group"], []).append(sample)
-    result = []
-    for group in groups.values():
-        first = group[0].ids
-        limit = max(min(len(sample.ids) for sample in group) - 2, 0)  # the end of a prompt is prefilled by itself
-        shared = next((n for n in range(limit) if any(sample.ids[n] != first[n] for sample in group)), limit)
-        result += [replace(sample, shared=shared if len(group) > 1 else 0) for sample in group]
-    return result
+    """Return the samples of one group with `shared` set to the longest prefix that all of them have."""
+    first = samples[0].ids
+    limit = max(min(len(sample.ids) for sample in samples) - 2, 0)  # the end of a prompt is prefilled by itself
+    shared = next((n for n in range(limit) if any(sample.ids[n] != first[n] for sample in samples)), limit)
+    return [replace(sample, shared=shared if len(samples) > 1 else 0) for sample in samples]
 
 
 def ask_samples(
@@ -93,102 +78,75 @@ def ask_samples(
     Needles that the fp16 cache does not find are void: the other arms are not asked for them. With `ask_void` they
     prefill the question, so that the live tokens of the needle are counted. Random numbers are the same for every arm.
     """
-    _check_positions(model, samples, max_tokens)
+    _check_positions(model, max(len(sample.ids) for sample in samples), max_tokens)
     sampler, records, void = make_sampler(temp), [], set()
     for arm in (OFF, *(arm for arm in arms if not arm.config.is_off)):
-        prefilled = prefill_with(arm) if prefill_with else _fresh(model, arm, step)
-        prefix: list[int] | None = None
-        of_arm = []
+        prefilled = prefill_with(arm) if prefill_with else _fresh_caches(model, arm, step)
+        prefix, of_arm = None, []
         for sample in samples:
-            key = f"{arm.name} {sample.key}"
+            key, is_void = f"{arm.name} {sample.key}", sample.key in void
             if key not in results.rows:
-                reply = Reply()
-                if ask_void or sample.key not in void:
+                held: Record = {"live": 0, "packed": 0, "rounds": 0, "kept": 1.0, "answer": ""}
+                if ask_void or not is_void:
                     if prefix != sample.ids[: sample.shared]:
                         prefix, caches_of_prefix = sample.ids[: sample.shared], prefilled(sample)
                     caches = copy.deepcopy(caches_of_prefix)
-                    limit = 0 if sample.key in void else max_tokens
-                    reply = _ask(model, tokenizer, sample, caches, limit, sampler, step)
+                    held = _answer(model, tokenizer, sample, caches, 0 if is_void else max_tokens, sampler, step)
                     if sample.needle:
                         check_evicted(arm.name, caches)
-                results.add(key, _record(arm, sample, reply, is_void=sample.key in void))
-            record = results.rows[key]
-            if sample.needle and arm is OFF and record["verdict"] != PASS:
+                value, score = sample.judge(held["answer" if sample.needle else "text"])
+                verdict: Record = {"read": value, "score": score}
+                if sample.needle:
+                    verdict = {"needle": sample.needle, "verdict": VOID if is_void else value}
+                results.add(key, {"name": arm.name, **sample.fields, "expected": sample.expected, **verdict, **held})
+            of_arm.append(results.rows[key])
+            if sample.needle and arm is OFF and of_arm[-1]["verdict"] != PASS:
                 void.add(sample.key)
-            of_arm.append(record)
             advance(1)
-        _check_packed(arm, samples, of_arm)
+        if not (arm.config.is_off or samples[0].needle or any(record["packed"] for record in of_arm)):
+            raise ConfigError(
+                f"{arm.name} packed none of the prompts' tokens with sinks {arm.config.sinks} and window "
+                f"{arm.config.window}, so there is nothing to compare. Take a smaller --kv-sinks and --kv-window."
+            )
         records += of_arm
     return records
 
 
-def _fresh(model: Any, arm: Arm, step: int) -> Prefill:
-    make = arm.caches(model)
-
-    def prefilled(sample: Sample) -> list[Any]:
-        caches = make()
-        prefill(model, sample.ids[: sample.shared], caches, step)
-        return caches
-
-    return prefilled
-
-
-def _ask(
-    model: Any, tokenizer: Any, sample: Sample, caches: list[Any], max_tokens: int, sampler: Any, step: int
-) -> Reply:
-    """Prefill the rest of the prompt and generate; without `max_tokens` the prompt is prefilled alone."""
-    reply = Reply()
-    prefill(model, sample.ids[sample.shared : sample.question], caches, step)
-    # A round of eviction comes with the question's pass, so the needle is counted after it.
-    prefill(model, sample.ids[sample.question : -1], caches, len(sample.ids))
-    if sample.needle:
-        reply.needle = count_needle_tokens(caches, sample.needle)
-    if max_tokens:
-        mx.random.seed(zlib.crc32(sample.key.encode()))
-        options = {"max_tokens": max_tokens, "prompt_cache": caches, "sampler": sampler}
-        with compressed(model):
-            for response in stream_generate(model, tokenizer, sample.ids[-1:], **options):
-                reply.text += response.text
-                reply.tokens = response.generation_tokens
-                if sample.stop and sample.stop in reply.text:
-                    reply.text = reply.text.partition(sample.stop)[0]
-                    break
-    reply.packed, reply.eviction = packed_tokens(caches), eviction_counts(caches)
-    return reply
-
-
-def _record(arm: Arm, sample: Sample, reply: Reply, *, is_void: bool) -> Record:
-    value, score = sample.judge(reply.text)
-    record = {"name": arm.name, **sample.fields, "expected": sample.expected}
-    if sample.needle is None:
-        return record | {
-            "read": value,
-            "score": score,
-            "text": reply.text,
-            "tokens": reply.tokens,
-            "packed": reply.packed,
-        }
-    (live, packed), (rounds, live_share) = reply.needle, reply.eviction
-    counts = {"needle": sample.needle, "live": live, "packed": packed, "rounds": rounds, "kept": live_share}
-    return record | counts | {"verdict": VOID if is_void else value, "answer": reply.text}
-
-
-def _check_positions(model: Any, samples: Iterable[Sample], max_tokens: int) -> None:
-    longest, limit = max(len(sample.ids) for sample in samples) + max_tokens, position_limit(model)
-    if limit is not None and longest > limit:
+def _check_positions(model: Any, longest: int, max_tokens: int) -> None:
+    limit = position_limit(model)
+    if limit is not None and longest + max_tokens > limit:
         raise ConfigError(
             f"a prompt and an answer of {max_tokens:,} tokens exceed the model's {limit:,} positions: they take "
-            f"{longest:,}. Take smaller --lengths, fewer --shots or a smaller --max-tokens."
+            f"{longest + max_tokens:,}. Take smaller --lengths, fewer --shots or a smaller --max-tokens."
         )
 
 
-def _check_packed(arm: Arm, samples: Sequence[Sample], records: Sequence[Record]) -> None:
-    if arm.config.is_off or samples[0].needle or any(record["packed"] for record in records):
-        return
-    raise ConfigError(
-        f"{arm.name} packed none of the prompts' tokens with sinks {arm.config.sinks} and window "
-        f"{arm.config.window}, so there is nothing to compare. Take a smaller --kv-sinks and --kv-window."
-    )
+def _fresh_caches(model: Any, arm: Arm, step: int) -> Prefill:
+    make = arm.caches(model)
+    return lambda sample: prefill(model, sample.ids[: sample.shared], make(), step)
+
+
+def _answer(
+    model: Any, tokenizer: Any, sample: Sample, caches: list[Any], max_tokens: int, sampler: Any, step: int
+) -> Record:
+    """Prefill the rest of the prompt and generate an answer; return it with what the cache holds then."""
+    prefill(model, sample.ids[sample.shared : sample.question], caches, step)
+    # A round of eviction comes with the question's pass, so the needle is counted after it.
+    prefill(model, sample.ids[sample.question : -1], caches, len(sample.ids))
+    live, packed = count_needle_tokens(caches, sample.needle) if sample.needle else (0, 0)
+    mx.random.seed(zlib.crc32(sample.key.encode()))
+    options = {"max_tokens": max_tokens, "prompt_cache": caches, "sampler": sampler}
+    text, tokens = "", 0
+    with compressed(model):
+        for response in stream_generate(model, tokenizer, sample.ids[-1:], **options) if max_tokens else ():
+            text, tokens = text + response.text, response.generation_tokens
+            if sample.stop and sample.stop in text:
+                text = text.partition(sample.stop)[0]
+                break
+    if sample.needle is None:
+        return {"text": text, "tokens": tokens, "packed": packed_tokens(caches)}
+    rounds, kept_share = eviction_counts(caches)
+    return {"live": live, "packed": packed, "rounds": rounds, "kept": kept_share, "answer": text}
 
 
 def compare_answers(records: Sequence[Record]) -> list[Record]:

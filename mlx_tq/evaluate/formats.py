@@ -61,7 +61,7 @@ def _measure_storage(model: Any, arm: Arm, recorded: list[Attended]) -> Record:
 
     Bytes are of one token in all layers; errors are squared and relative, and with the cosine means over the layers.
     """
-    full = sum((layer.keys.nbytes + layer.values.nbytes) / _tokens(layer.keys) for layer in recorded)
+    full = sum((kv.keys.nbytes + kv.values.nbytes) / (kv.keys.shape[0] * kv.keys.shape[2]) for kv in recorded)
     if arm.config.is_off:
         return {"nbytes": full, "ratio": 1.0, "key_error": 0.0, "value_error": 0.0, "cosine": 1.0}
     nbytes, rows = 0.0, []
@@ -80,19 +80,11 @@ def _measure_storage(model: Any, arm: Arm, recorded: list[Attended]) -> Record:
         view = cache.append(layer.keys[:, :, past:], layer.values[:, :, past:])
         output = view.attend(layer.queries, layer.scale, layer.mask, layer.sinks)
         keys, values = (handle.materialize() for handle in cache.keys_and_values())
-        errors = [
-            _relative_error(keys[:, :, packed], layer.keys[:, :, packed]),
-            _relative_error(values[:, :, packed], layer.values[:, :, packed]),
-            _cosine(output, layer.output),
-        ]
-        rows.append([float(error) for error in errors])
-    key_error, value_error, cosine = map(float, np.mean(rows, axis=0))
-    errors_by_name = {"key_error": key_error, "value_error": value_error, "cosine": cosine}
-    return {"nbytes": nbytes, "ratio": full / nbytes, **errors_by_name}
-
-
-def _tokens(keys: mx.array) -> int:
-    return int(keys.shape[0] * keys.shape[2])
+        pairs = ((keys, layer.keys), (values, layer.values))
+        errors = [_relative_error(stored[:, :, packed], exact[:, :, packed]) for stored, exact in pairs]
+        rows.append([*map(float, errors), float(_cosine(output, layer.output))])
+    names = ("key_error", "value_error", "cosine")
+    return {"nbytes": nbytes, "ratio": full / nbytes, **dict(zip(names, np.mean(rows, axis=0).tolist(), strict=True))}
 
 
 def _relative_error(stored: mx.array, exact: mx.array) -> mx.array:

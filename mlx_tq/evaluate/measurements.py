@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from mlx_tq.cli.haystack import load_text
 from mlx_tq.cli.loading import load_model
 from mlx_tq.cli.options import Request
+from mlx_tq.cli.prompts import read_file
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, Arm, arms_from_request, region_changes
 from mlx_tq.evaluate.asking import PASS, VOID, Sample, ask_samples, compare_answers
@@ -22,6 +23,17 @@ from mlx_tq.evaluate.results import Columns, Record, Results, progress
 from mlx_tq.evaluate.ruler import ruler_samples
 from mlx_tq.evaluate.teacher_forced import TokenScores, cut_chunks, divergence, perplexity, score_text
 from mlx_tq.evaluate.tools import tool_samples
+
+
+def whole_numbers(text: str, flag: str, least: int = 1) -> list[int]:
+    """Return the whole numbers in the value of a flag such as --lengths."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{flag} is {text!r}; write whole numbers like 500,1000.") from None
+    if min(numbers) < least:
+        raise ConfigError(f"{flag} is {text!r}; each must be {least} or more.")
+    return numbers
 
 
 @dataclass
@@ -41,17 +53,6 @@ class Run:
     @cached_property
     def chunks(self) -> list[list[int]]:
         return cut_chunks(self.model[1], self.text, self.args.chunks, self.args.length)
-
-    def numbers(self, name: str) -> list[int]:
-        """Return the whole numbers of a flag such as --lengths."""
-        text = getattr(self.args, name)
-        try:
-            numbers = [int(part) for part in text.split(",")]
-        except ValueError:
-            raise ConfigError(f"--{name} is {text!r}; write whole numbers like 500,1000.") from None
-        if min(numbers) < 1:
-            raise ConfigError(f"--{name} is {text!r}; each must be 1 or more.")
-        return numbers
 
 
 class Measurement(NamedTuple):
@@ -81,12 +82,7 @@ def run_measurement(request: Request) -> int:
 
 
 def read_text(path: str | None) -> str:
-    if path is None:
-        return load_text()
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the text {path} cannot be read: {error}. Give a UTF-8 file.") from error
+    return load_text() if path is None else read_file("text", path)
 
 
 def settings_of(args: argparse.Namespace, names: tuple[str, ...], arms: list[Arm]) -> Record:
@@ -107,22 +103,19 @@ def _score(run: Run, arms: list[Arm]) -> list[TokenScores]:
         return score_text(run.model[0], run.chunks, arms, run.args.step, advance)
 
 
-def _save(run: Run, records: list[Record]) -> list[Record]:
-    for record in records:
-        run.results.add(record["name"], record)
-    return records
-
-
 def _perplexity(run: Run) -> list[Record]:
-    compressed = [arm for arm in run.arms if not arm.config.is_off]
-    scores = _score(run, compressed)
-    names = [OFF.name, *(arm.name for arm in compressed)]
-    return _save(run, [perplexity(name, score, scores[0].nll) for name, score in zip(names, scores, strict=True)])
+    arms = [OFF, *(arm for arm in run.arms if not arm.config.is_off)]
+    scores = _score(run, arms[1:])
+    for arm, score in zip(arms, scores, strict=True):
+        run.results.add(arm.name, perplexity(arm.name, score, scores[0].nll))
+    return list(run.results.rows.values())
 
 
 def _divergence(run: Run) -> list[Record]:
     _, *scores = _score(run, run.arms)  # the arm `off` is a control: a second fp16 cache
-    return _save(run, [divergence(arm.name, score) for arm, score in zip(run.arms, scores, strict=True)])
+    for arm, score in zip(run.arms, scores, strict=True):
+        run.results.add(arm.name, divergence(arm.name, score))
+    return list(run.results.rows.values())
 
 
 def _formats(run: Run) -> list[Record]:
@@ -144,11 +137,6 @@ def _formats(run: Run) -> list[Record]:
     return sorted(rows, key=lambda row: (row["nbytes"], row["name"]))
 
 
-def _pairs_from_request(request: Request) -> list[Arm]:
-    args = request.args
-    return parse_pairs(args.keys, args.values, args.pairs, **region_changes(request))
-
-
 def _ask(run: Run, samples: list[Sample]) -> list[Record]:
     args, (model, tokenizer) = run.args, run.model
     arms = [arm for arm in run.arms if not arm.config.is_off]
@@ -158,8 +146,9 @@ def _ask(run: Run, samples: list[Sample]) -> list[Record]:
 
 
 def _needle(run: Run) -> list[Record]:
-    lengths, depths = run.numbers("lengths"), [parse_depth(part) for part in run.args.depths.split(",")]
-    samples = needle_samples(run.model[1], run.text, run.arms, lengths, depths, range(run.args.seeds))
+    args = run.args
+    lengths, depths = whole_numbers(args.lengths, "--lengths"), [parse_depth(part) for part in args.depths.split(",")]
+    samples = needle_samples(run.model[1], run.text, run.arms, lengths, depths, range(args.seeds))
     return tabulate_needles(_ask(run, samples))
 
 
@@ -180,13 +169,15 @@ def _reasoning(run: Run) -> list[Record]:
 
 def _tools(run: Run) -> list[Record]:
     args = run.args
-    sizes = {"shots": args.shots, "count": args.samples}
-    return compare_answers(_ask(run, tool_samples(run.model[1], args.data, parser_name=args.tool_parser, **sizes)))
+    samples = tool_samples(run.model[1], args.data, shots=args.shots, count=args.samples, parser_name=args.tool_parser)
+    return compare_answers(_ask(run, samples))
 
 
 def _ruler(run: Run) -> list[Record]:
-    lengths, tasks = run.numbers("lengths"), run.args.tasks.split(",")
-    return compare_answers(_ask(run, ruler_samples(run.model[1], run.text, tasks, lengths, run.args.samples)))
+    args, lengths = run.args, whole_numbers(run.args.lengths, "--lengths")
+    return compare_answers(
+        _ask(run, ruler_samples(run.model[1], run.text, args.tasks.split(","), lengths, args.samples))
+    )
 
 
 def _lm_eval(run: Run) -> list[Record]:
@@ -271,7 +262,9 @@ MEASUREMENTS = {
         "Pairs of formats",
         _select("cache,B/token,ratio,K err,V err,cos,KLD,± KLD,top-1 %,PPL,change %,± change,packed %,needles"),
         (*_TEXT, "needle_length"),
-        _pairs_from_request,
+        arms=lambda request: parse_pairs(
+            request.args.keys, request.args.values, request.args.pairs, **region_changes(request)
+        ),
     ),
     "needle": Measurement(
         _needle, "Needles found", None, ("lengths", "depths", "seeds", "step", "max_tokens"), note=note_on_needles

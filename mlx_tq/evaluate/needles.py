@@ -1,7 +1,9 @@
 """Build the needle test: can the model still find a fact that lies wholly in the packed region?"""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import groupby, product
+from functools import partial
+from itertools import product
 from typing import Any
 
 from mlx_tq.cli.haystack import build_case, judge_answer
@@ -29,41 +31,31 @@ def needle_samples(
     samples = []
     for tokens, depth, seed in product(lengths, depths, seeds):
         case = build_case(tokenizer, text, tokens=tokens, depth=depth, seed=seed, sinks=sinks, window=window)
-        samples.append(
-            Sample(
-                key=f"{tokens} {depth:g} {seed}",
-                ids=case.ids,
-                expected=case.answer,
-                judge=needle_judge(case.answer),
-                fields={"tokens": tokens, "depth": depth, "seed": seed},
-                question=case.question,
-                needle=case.needle,
-            )
-        )
+        key, fields = f"{tokens} {depth:g} {seed}", {"tokens": tokens, "depth": depth, "seed": seed}
+        judge = partial(_judge, case.answer)
+        samples.append(Sample(key, case.ids, case.answer, judge, fields, question=case.question, needle=case.needle))
     return samples
 
 
-def needle_judge(expected: str) -> Any:
-    def judge(answer: str) -> tuple[str, float]:
-        verdict = judge_answer(answer, expected).value
-        return verdict, float(verdict == PASS)
-
-    return judge
+def _judge(expected: str, answer: str) -> tuple[str, float]:
+    verdict = judge_answer(answer, expected).value
+    return verdict, float(verdict == PASS)
 
 
 def tabulate_needles(records: Sequence[Record]) -> list[Record]:
     """Return needles found of those that are not void, with a row for each arm and a key for each length and depth."""
-    rows: dict[str, Record] = {}
+    verdicts: dict[str, dict[str, list[str]]] = {}
     for record in records:
         place = f"{record['tokens']} at {record['depth']:g}"
-        rows.setdefault(record["name"], {"cache": record["name"]}).setdefault(place, []).append(record["verdict"])
+        verdicts.setdefault(record["name"], {}).setdefault(place, []).append(record["verdict"])
     return [
-        {key: passes(value) if isinstance(value, list) else value for key, value in row.items()}
-        for row in rows.values()
+        {"cache": name} | {place: count_found(of_place) for place, of_place in places.items()}
+        for name, places in verdicts.items()
     ]
 
 
-def passes(verdicts: Sequence[str]) -> str:
+def count_found(verdicts: Sequence[str]) -> str:
+    """Return how many needles were found, of how many that are not void."""
     return f"{verdicts.count(PASS)}/{len(verdicts) - verdicts.count(VOID)}"
 
 
@@ -71,11 +63,10 @@ def note_on_needles(records: Sequence[Record]) -> str:
     """Tell how many needles were packed, and how answers failed."""
     packed = [record for record in records if record["packed"]]
     whole = sum(record["packed"] == record["needle"][1] - record["needle"][0] for record in packed)
-    verdicts = sorted(record["verdict"] for record in records)
+    verdicts = Counter(record["verdict"] for record in records)
+    failed = "".join(f"; {name}: {count}" for name, count in sorted(verdicts.items()) if name not in (PASS, VOID))
     note = f"needle entirely in the packed region: {whole} of {len(packed)} answers from compressed caches"
-    note += f"; void: {verdicts.count(VOID)}"
-    others = [name for name in verdicts if name not in (PASS, VOID)]
-    return note + "".join(f"; {name}: {len(list(group))}" for name, group in groupby(others))
+    return f"{note}; void: {verdicts[VOID]}{failed}"
 
 
 def has_missed_needles(records: Sequence[Record]) -> bool:

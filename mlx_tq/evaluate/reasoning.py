@@ -7,12 +7,12 @@ question, as turns of a chat if the model has a template.
 import json
 import random
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from decimal import Decimal
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
+from mlx_tq.cli.prompts import read_file
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.asking import Sample, share_prefixes
 
@@ -22,20 +22,15 @@ _BOXED = re.compile(rf"\\boxed\{{\s*({_NUMBER})")
 _ANY = re.compile(_NUMBER)
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     question: str
     worked_answer: str
     number: Decimal
 
 
 def read_problems(path: str) -> list[Problem]:
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the problems {path} cannot be read: {error}. Give a file in GSM8K's format.") from error
     problems = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read_file("problems", path).splitlines(), start=1):
         if not line.strip():
             continue
         try:
@@ -86,37 +81,29 @@ def problem_samples(
         shuffled = random.Random(seed).sample(worked, len(worked))
         of_seed = []
         for number, problem in enumerate(questions):
-            text = _prompt(tokenizer, shuffled, problem, chat)
-            of_seed.append(
-                Sample(
-                    key=f"{seed} {number}",
-                    ids=list(tokenizer.encode(text, add_special_tokens=not chat)),
-                    expected=str(problem.number),
-                    judge=_judge(tokenizer, problem, text),
-                    fields={"key": f"{seed} {number}", "group": f"{shots}-shot"},
-                    stop="" if chat else "\nQuestion:",
-                )
-            )
+            key, text = f"{seed} {number}", _prompt(tokenizer, shuffled, problem.question, chat)
+            ids = list(tokenizer.encode(text, add_special_tokens=not chat))
+            judge = partial(_judge, tokenizer, text, problem.number)
+            fields = {"key": key, "group": f"{shots}-shot"}
+            of_seed.append(Sample(key, ids, str(problem.number), judge, fields, stop="" if chat else "\nQuestion:"))
         samples += share_prefixes(of_seed)
     return samples
 
 
-def _prompt(tokenizer: Any, worked: Sequence[Problem], problem: Problem, chat: bool) -> str:
-    if chat:
-        turns = []
-        for example in worked:
-            turns.append({"role": "user", "content": example.question})
-            turns.append({"role": "assistant", "content": example.worked_answer})
-        turns.append({"role": "user", "content": problem.question})
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
-    examples = "".join(f"Question: {example.question}\nAnswer: {example.worked_answer}\n\n" for example in worked)
-    return f"{examples}Question: {problem.question}\nAnswer:"
+def _prompt(tokenizer: Any, worked: Sequence[Problem], question: str, chat: bool) -> str:
+    if not chat:
+        examples = "".join(f"Question: {example.question}\nAnswer: {example.worked_answer}\n\n" for example in worked)
+        return f"{examples}Question: {question}\nAnswer:"
+    turns = [
+        {"role": role, "content": content}
+        for example in worked
+        for role, content in (("user", example.question), ("assistant", example.worked_answer))
+    ]
+    turns.append({"role": "user", "content": question})
+    return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
 
 
-def _judge(tokenizer: Any, problem: Problem, prompt: str) -> Callable[[str], tuple[str, float]]:
-    def judge(text: str) -> tuple[str, float]:
-        answer = without_thoughts(tokenizer, prompt, text)
-        number = None if answer is None else final_number(answer)
-        return "" if number is None else str(number), float(number == problem.number)
-
-    return judge
+def _judge(tokenizer: Any, prompt: str, expected: Decimal, text: str) -> tuple[str, float]:
+    answer = without_thoughts(tokenizer, prompt, text)
+    number = None if answer is None else final_number(answer)
+    return "" if number is None else str(number), float(number == expected)

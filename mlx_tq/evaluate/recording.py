@@ -1,5 +1,6 @@
-"""Record the queries, keys and values with which the layers of a model attend."""
+"""Watch the attention of plain KV caches, and record with what it was called."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,16 +11,18 @@ from mlx_tq.cache.view import Handle, make_handles
 from mlx_tq.integration.probe import native_caches
 from mlx_tq.kernels.regions import Mask
 from mlx_tq.prompt_cache.compressed import compressed
-from mlx_tq.prompt_cache.layer_group import cache_parts
+
+# Called with queries [B, Hq, L, Dk], keys [B, H, S, Dk], values [B, H, S, Dv], scale, mask and attention-sink logits.
+Attend = Callable[[mx.array, mx.array, mx.array, float, Mask, mx.array | None], mx.array]
 
 
 @dataclass(frozen=True)
 class Attended:
     """The last step of one layer: L queries over S tokens."""
 
+    queries: mx.array  # [B, Hq, L, Dk]
     keys: mx.array  # [B, H, S, Dk]
     values: mx.array  # [B, H, S, Dv]
-    queries: mx.array  # [B, Hq, L, Dk]
     scale: float
     mask: Mask
     sinks: mx.array | None  # attention-sink logits
@@ -27,54 +30,65 @@ class Attended:
     earlier_queries: mx.array  # [B, Hq, S - L, Dk], of the tokens before the step
 
 
-class _Recording:
-    """A view that attends as mlx-lm does, and records its last call."""
-
+@dataclass
+class _View:
+    keys: mx.array
+    values: mx.array
+    watch: Attend
     wants_queries = False
 
-    def __init__(self, keys: mx.array, values: mx.array) -> None:
-        self._keys, self._values = keys, values
-        self.attended: Attended | None = None
-
     def key_shape(self) -> tuple[int, ...]:
-        return self._keys.shape
+        return self.keys.shape
 
     def value_shape(self) -> tuple[int, ...]:
-        return self._values.shape
+        return self.values.shape
 
-    def notify_before_rope(self, queries: mx.array, rope: Any) -> "_Recording":
+    def notify_before_rope(self, queries: mx.array, rope: Any) -> "_View":
         return self
 
     def attend(self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
-        keys, values = self._keys, self._values
-        output = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-        self.attended = Attended(keys, values, queries, scale, mask, sinks, output, queries[:, :, :0])
-        return output
+        return self.watch(queries, self.keys, self.values, scale, mask, sinks)
 
     def materialize(self) -> tuple[mx.array, mx.array]:
-        return self._keys, self._values
+        return self.keys, self.values
 
 
-class _Recorder(KVCache):  # type: ignore[misc]
+class WatchedCache(KVCache):  # type: ignore[misc]
+    """mlx-lm's cache, whose attention a callback computes while attention is patched."""
+
+    def __init__(self, attend: Attend) -> None:
+        super().__init__()
+        self._attend = attend
+
     def keys_and_values(self) -> tuple[Handle, Handle]:
         keys, values = super().keys_and_values()
-        self.view = _Recording(keys, values)
-        return make_handles(self.view, keys.dtype)
-
-
-def _with_recorders(cache: Any) -> Any:
-    if type(cache) is CacheList:
-        return CacheList(*map(_with_recorders, cache.caches))
-    return _Recorder() if type(cache) is KVCache else cache
+        return make_handles(_View(keys, values, self._attend), keys.dtype)
 
 
 def record_attention(model: Any, ids: list[int], last: int) -> list[Attended]:
     """Prefill `ids` and return how the last `last` tokens attended in each plain KV cache, in the order of a `Plan`."""
-    caches = [_with_recorders(cache) for cache in native_caches(model)]
-    recorders = [part for part in cache_parts(caches) if isinstance(part, _Recorder)]
-    steps = []
+    calls: list[Attended | None] = []  # the last one of each cache
+    caches, steps = [_watch(cache, calls) for cache in native_caches(model)], []
     with compressed(model):
         for part in (ids[:-last], ids[-last:]):
             mx.eval(model(mx.array(part)[None], cache=caches))
-            steps.append([recorder.view.attended for recorder in recorders if recorder.view.attended is not None])
+            steps.append([call for call in calls if call is not None])
     return [replace(step, earlier_queries=before.queries) for before, step in zip(*steps, strict=True)]
+
+
+def _watch(cache: Any, calls: list[Attended | None]) -> Any:
+    if type(cache) is CacheList:
+        return CacheList(*(_watch(part, calls) for part in cache.caches))
+    if type(cache) is not KVCache:
+        return cache
+    number = len(calls)
+    calls.append(None)
+
+    def attend(
+        queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Mask, sinks: mx.array | None
+    ) -> mx.array:
+        output = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+        calls[number] = Attended(queries, keys, values, scale, mask, sinks, output, queries[:, :, :0])
+        return output
+
+    return WatchedCache(attend)

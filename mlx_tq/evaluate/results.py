@@ -24,39 +24,33 @@ STDOUT = "-"
 
 
 class Results:
-    """Records by key, written to a JSON file after each addition.
+    """Records by key, written to `target` after each addition: a JSON file, `-` for stdout at the end, or None.
 
-    Args:
-        target: a file, `-` for stdout at the end, or None.
-        command: the measurement.
-        settings: its settings, as plain data; an existing file with others is refused.
-        resume: continue with the records of an existing file.
+    With `resume` they continue those of an existing file, which is refused if its settings differ.
     """
 
     def __init__(self, target: str | None, command: str, settings: Mapping[str, Any], *, resume: bool = False) -> None:
         self.rows: dict[str, Record] = {}
-        self._lines: dict[str, str] = {}  # the rows as they are written
         self._target = target
+        self._file = None if target in (None, STDOUT) else Path(str(target))
         self._head = {
             "command": command,
             "settings": json.loads(json.dumps(settings)),
             "versions": {"mlx_tq": __version__, "mlx": version("mlx"), "mlx_lm": version("mlx-lm")},
             "blas": blas(),
         }
-        if target in (None, STDOUT):
+        if self._file is None:
             return
-        path = Path(str(target))
-        if not path.parent.is_dir():
-            raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}. Make it first.")
-        if resume and path.exists():
-            for key, row in self._load(path).items():
-                self._store(key, row)
+        if not self._file.parent.is_dir():
+            raise ConfigError(f"{self._file} cannot be written: there is no folder {self._file.parent}. Make it first.")
+        if resume and self._file.exists():
+            self.rows = self._load(self._file)
 
     def _load(self, path: Path) -> dict[str, Record]:
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
             same = all(saved[name] == self._head[name] for name in ("command", "settings"))
-            rows: dict[str, Record] = saved["results"]
+            rows = dict(saved["results"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} holds no results to resume ({error!r}). Remove it or name another.") from error
         if not same:
@@ -64,23 +58,20 @@ class Results:
         return rows
 
     def add(self, key: str, row: Record) -> None:
-        self._store(key, row)
-        if self._target in (None, STDOUT):
+        self.rows[key] = row
+        if self._file is None:
             return
         try:
-            with atomic_write(Path(str(self._target))) as temporary:
+            with atomic_write(self._file) as temporary:
                 temporary.write_text(self.dumps(), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{self._target} cannot be written: {error}. Name another file.") from error
 
-    def _store(self, key: str, row: Record) -> None:
-        self.rows[key] = row
-        self._lines[key] = f"  {json.dumps(key)}: {json.dumps(row)}"
-
     def dumps(self) -> str:
         """Return the JSON text, with a line for each row."""
         head = json.dumps(self._head, indent=1).removesuffix("\n}")
-        return head + ',\n "results": {\n' + ",\n".join(self._lines.values()) + "\n }\n}\n"
+        lines = [f"  {json.dumps(key)}: {json.dumps(row)}" for key, row in self.rows.items()]
+        return head + ',\n "results": {\n' + ",\n".join(lines) + "\n }\n}\n"
 
     def show(self, title: str, columns: Columns, rows: Sequence[Record], note: str = "") -> None:
         """Print the rows as a table, or the JSON where that goes to stdout."""

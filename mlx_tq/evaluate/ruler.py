@@ -7,6 +7,7 @@ most frequent of made-up words. Each has the length that you choose. The score i
 import random
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -31,19 +32,15 @@ def ruler_samples(tokenizer: Any, text: str, tasks: Sequence[str], lengths: Sequ
         key = f"{task} {length} {seed}"
         ids, expected = TASKS[task](tokenizer, text, length, random.Random(key))
         fields = {"key": key, "group": f"{task} {length:,}"}
-        samples.append(Sample(key, ids, " ".join(expected), named_words_judge(expected), fields))
+        samples.append(Sample(key, ids, " ".join(expected), partial(judge_words, expected), fields))
     return samples
 
 
-def named_words_judge(expected: Sequence[str]) -> Callable[[str], tuple[str, float]]:
-    """Return a judge that finds the expected words in an answer, whatever their case."""
-
-    def judge(answer: str) -> tuple[str, float]:
-        words = set(re.findall(r"\w+", answer.lower()))
-        named = [word for word in expected if word.lower() in words]
-        return " ".join(named), len(named) / len(expected)
-
-    return judge
+def judge_words(expected: Sequence[str], answer: str) -> tuple[str, float]:
+    """Find the expected words in an answer, whatever their case; the score is their share."""
+    words = set(re.findall(r"\w+", answer.lower()))
+    named = [word for word in expected if word.lower() in words]
+    return " ".join(named), len(named) / len(expected)
 
 
 Task = tuple[list[int], list[str]]  # the prompt, and the expected words
@@ -54,10 +51,8 @@ def _needles(tokenizer: Any, text: str, length: int, rng: random.Random) -> Task
     names = rng.sample(_NAMES, _FACTS)
     codes = [str(rng.randrange(10_000, 100_000)) for _ in names]
     question = f"What are the access codes of {', '.join(names[:-1])} and {names[-1]}? Name all of them."
-    facts = [
-        Fact(f"The access code of {name} is {code}.", question, code) for name, code in zip(names, codes, strict=True)
-    ]
-    return _planted(tokenizer, text, length, rng, facts), codes
+    sentences = [f"The access code of {name} is {code}." for name, code in zip(names, codes, strict=True)]
+    return _planted(tokenizer, text, length, rng, question, sentences), codes
 
 
 def _variables(tokenizer: Any, text: str, length: int, rng: random.Random) -> Task:
@@ -65,12 +60,14 @@ def _variables(tokenizer: Any, text: str, length: int, rng: random.Random) -> Ta
     names = rng.sample([a + b + c for a in "ABCDE" for b in "KLMNP" for c in "RSTVX"], 1 + _HOPS)
     number = str(rng.randrange(10_000, 100_000))
     question = f"Which variables have the value {number}, at first or second hand? Name all of them."
-    values = [number, *names]
-    facts = [Fact(f"Set {name} = {value}.", question, name) for name, value in zip(names, values, strict=False)]
-    return _planted(tokenizer, text, length, rng, facts), names
+    sentences = [f"Set {name} = {value}." for name, value in zip(names, [number, *names], strict=False)]
+    return _planted(tokenizer, text, length, rng, question, sentences), names
 
 
-def _planted(tokenizer: Any, text: str, length: int, rng: random.Random, facts: list[Fact]) -> list[int]:
+def _planted(
+    tokenizer: Any, text: str, length: int, rng: random.Random, question: str, sentences: list[str]
+) -> list[int]:
+    facts = [Fact(sentence, question, "") for sentence in sentences]
     depths = [(place + 0.5) / len(facts) for place in range(len(facts))]
     scene = build_scene(tokenizer, text, facts, depths, rng, tokens=length, sinks=0, window=0)
     return [*scene.ids, *scene.questions[0]]
@@ -81,11 +78,11 @@ def _common(tokenizer: Any, text: str, length: int, rng: random.Random) -> Task:
     vocabulary = sorted(set(re.findall(r"\b[a-z]{4,8}\b", text)))
     rng.shuffle(vocabulary)
     common, others = vocabulary[:_COMMON], vocabulary[_COMMON:]
+    question = f"Which {_COMMON} words are most common in the list above? Name all of them."
 
     def words(count: int) -> list[str]:
         return common * _OFTEN + others[:count] * _SELDOM
 
-    question = f"Which {_COMMON} words are most common in the list above? Name all of them."
     return _listed(tokenizer, words, len(others), length, question, rng), common
 
 
@@ -105,21 +102,19 @@ def _listed(
     tokenizer: Any, words: Callable[[int], list[str]], limit: int, length: int, question: str, rng: random.Random
 ) -> list[int]:
     """Return a prompt of as many shuffled words as `length` tokens hold, with the question after them."""
+    order = rng.random()
 
     def prompt(count: int) -> list[int]:
         shuffled = words(count)
         random.Random(order).shuffle(shuffled)
         return _frame(tokenizer, f"{' '.join(shuffled)}\n\n{question}")
 
-    order = rng.random()
+    if (least := len(prompt(0))) > length:
+        raise ConfigError(f"{length} tokens are too few for this task; it needs {least}. Take longer --lengths.")
     low, high = 0, limit
     while low < high:  # find the largest count whose prompt fits into the length
         middle = (low + high + 1) // 2
         low, high = (middle, high) if len(prompt(middle)) <= length else (low, middle - 1)
-    if len(prompt(low)) > length:
-        raise ConfigError(
-            f"{length} tokens are too few for this task; it needs {len(prompt(low))}. Take longer --lengths."
-        )
     return prompt(low)
 
 

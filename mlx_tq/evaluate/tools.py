@@ -6,12 +6,11 @@ expected, or null where no function fits. An expected argument lists all right v
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
@@ -22,9 +21,8 @@ from mlx_tq.evaluate.reasoning import without_thoughts
 Call = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class ToolParser:
-    """Marks the begin and the end of a call in a model's text, and parses what is between them."""
+class ToolParser(NamedTuple):
+    """The marks of a call in a model's text, and the function that parses what is between them."""
 
     start: str
     end: str
@@ -89,19 +87,16 @@ def tool_samples(tokenizer: Any, path: str | None, *, shots: int, count: int, pa
     if not questions:
         raise ConfigError(f"the file has {len(cases)} cases; {shots} are shown, and none is left. Take fewer --shots.")
     turns_before = [*([] if parser_name is None else [_system(functions, parser)]), *_examples(examples, parser)]
+    options = {"tools": functions} if parser_name is None else {}
     samples = []
     for number, case in enumerate(questions):
         turns = [*turns_before, {"role": "user", "content": case["ask"]}]
-        text = _render(tokenizer, turns, functions if parser_name is None else None)
-        samples.append(
-            Sample(
-                key=str(number),
-                ids=list(tokenizer.encode(text, add_special_tokens=False)),
-                expected="no call" if case["call"] is None else json.dumps(case["call"]),
-                judge=_judge(parser, functions, case["call"], partial(without_thoughts, tokenizer, text)),
-                fields={"key": str(number), "group": f"{shots} shown"},
-            )
-        )
+        prompt = _render(tokenizer, turns, options)
+        ids = list(tokenizer.encode(prompt, add_special_tokens=False))
+        expected = "no call" if case["call"] is None else json.dumps(case["call"])
+        judge = partial(_judge, tokenizer, prompt, parser, functions, case["call"])
+        fields = {"key": str(number), "group": f"{shots} shown"}
+        samples.append(Sample(str(number), ids, expected, judge, fields))
     return share_prefixes(samples)
 
 
@@ -115,14 +110,11 @@ def is_expected(calls: list[Call] | None, expected: Call | None) -> bool:
 
 
 def _judge(
-    parser: ToolParser, functions: list[Call], expected: Call | None, answer_of: Callable[[str], str | None]
-) -> Callable[[str], tuple[str, float]]:
-    def judge(text: str) -> tuple[str, float]:
-        answer = answer_of(text)
-        calls = None if answer is None else parser.calls(answer, functions)
-        return "unreadable" if calls is None else json.dumps(calls), float(is_expected(calls, expected))
-
-    return judge
+    tokenizer: Any, prompt: str, parser: ToolParser, functions: list[Call], expected: Call | None, text: str
+) -> tuple[str, float]:
+    answer = without_thoughts(tokenizer, prompt, text)
+    calls = None if answer is None else parser.calls(answer, functions)
+    return "unreadable" if calls is None else json.dumps(calls), float(is_expected(calls, expected))
 
 
 def _system(functions: list[Call], parser: ToolParser) -> dict[str, str]:
@@ -138,17 +130,16 @@ def _examples(cases: list[dict[str, Any]], parser: ToolParser) -> list[dict[str,
     """Return cases as turns, with their calls as the model would write them."""
     turns = []
     for case in cases:
-        first = {name: values[0] for name, values in (case["call"] or {"arguments": {}})["arguments"].items()}
         answer = "I have no function for that."
         if case["call"] is not None:
+            first = {name: values[0] for name, values in case["call"]["arguments"].items()}
             answer = f"{parser.start}{json.dumps({'name': case['call']['name'], 'arguments': first})}{parser.end}"
         turns += [{"role": "user", "content": case["ask"]}, {"role": "assistant", "content": answer}]
     return turns
 
 
-def _render(tokenizer: Any, turns: list[dict[str, str]], functions: list[Call] | None) -> str:
+def _render(tokenizer: Any, turns: list[dict[str, str]], options: dict[str, Any]) -> str:
     try:
-        options = {} if functions is None else {"tools": functions}
         return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **options))
     except (TemplateError, ValueError) as error:
         raise ConfigError(f"the model's chat template refuses these turns: {error}. Take --shots 0.") from error

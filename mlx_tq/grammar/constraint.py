@@ -60,7 +60,16 @@ class Constraint:
         self._started = True
         if self._ended or self._after or self.error is not None:
             return logits
-        mask = self._mask()
+        grammar, started = self._grammar, time.perf_counter()
+        mask = self._matcher.compute_bitmask()
+        grammar.mask_seconds += time.perf_counter() - started
+        grammar.mask_budget += _BUDGET_PER_TOKEN_S
+        self._take_error()
+        if self.error is None and grammar.mask_seconds > grammar.mask_budget:
+            self.error = (
+                f"computing token masks took {grammar.mask_seconds:.1f} s, over the limit of {_BASE_BUDGET_S:g} s plus "
+                f"{1000 * _BUDGET_PER_TOKEN_S:g} ms per token; simplify the schema or grammar"
+            )
         if self.error is not None:
             return logits
         allowed = np.unpackbits(np.frombuffer(mask, np.uint8), count=logits.shape[-1], bitorder="little")
@@ -70,20 +79,6 @@ class Constraint:
         """Raise `GrammarError` if the grammar can no longer be followed."""
         if self.error is not None:
             raise GrammarError(f"the answer cannot follow its grammar any further: {self.error}")
-
-    def _mask(self) -> bytes:
-        started = time.perf_counter()
-        mask = self._matcher.compute_bitmask()
-        grammar = self._grammar
-        grammar.mask_seconds += time.perf_counter() - started
-        grammar.mask_budget += _BUDGET_PER_TOKEN_S
-        self._take_error()
-        if self.error is None and grammar.mask_seconds > grammar.mask_budget:
-            self.error = (
-                f"computing token masks took {grammar.mask_seconds:.1f} s, over the limit of {_BASE_BUDGET_S:g} s plus "
-                f"{1000 * _BUDGET_PER_TOKEN_S:g} ms per token; simplify the schema or grammar"
-            )
-        return mask
 
     def _consume(self, token: int) -> None:
         if token in self._eos_ids:
@@ -102,10 +97,7 @@ class Constraint:
 
 
 class Grammars:
-    """Compiles schemas and grammars for mlx-lm's tokenizer.
-
-    Loading a vocabulary of 49,152 tokens takes half a second and holds the GIL.
-    """
+    """Compiles schemas and grammars for mlx-lm's tokenizer, whose vocabulary takes half a second to load."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._eos_ids = frozenset(tokenizer.eos_token_ids)
@@ -122,26 +114,12 @@ class Grammars:
             self._checker = GrammarChecker(text, eos_ids)
 
     async def compile(self, source: GrammarSource) -> CompiledGrammar:
-        """Compile a grammar after a separate process has test-compiled it; raise `GrammarError` if it fails there."""
-        tokenizer = self._tokenizer
-        if tokenizer is None:
+        """Compile a grammar after a separate process has test-compiled it; raise `GrammarError` if it fails there.
+
+        Results of the test are cached, except for exceeded limits.
+        """
+        if self._tokenizer is None or self._checker is None:
             raise GrammarError("this model's tokenizer does not support grammars; ask for plain text")
-        nbytes = await self._check(source)
-        loop = asyncio.get_running_loop()
-        matcher = await loop.run_in_executor(self._compiler, compile_grammar, source, tokenizer)
-        return CompiledGrammar(matcher, nbytes)
-
-    def constraint(self, grammar: CompiledGrammar, *, thinks: bool = False) -> Constraint:
-        """Return a constraint for one answer. With `thinks`, it starts after the reasoning."""
-        return Constraint(grammar, self._eos_ids, self._reasoning_end if thinks else ())
-
-    def close(self) -> None:
-        if self._checker is not None:
-            self._checker.close()
-
-    async def _check(self, source: GrammarSource) -> int:
-        """Return the bytes that the compiled grammar retains. Results are cached, except for exceeded limits."""
-        assert self._checker is not None  # noqa: S101 - tells the type checker
         if source not in self._results:
             self._results[source] = await self._checker.check(source)
             if len(self._results) > _MAX_CACHED:
@@ -150,7 +128,17 @@ class Grammars:
         result = self._results[source]
         if isinstance(result, GrammarError):
             raise GrammarError(str(result), result.path)
-        return result
+        loop = asyncio.get_running_loop()
+        matcher = await loop.run_in_executor(self._compiler, compile_grammar, source, self._tokenizer)
+        return CompiledGrammar(matcher, result)
+
+    def constraint(self, grammar: CompiledGrammar, *, thinks: bool = False) -> Constraint:
+        """Return a constraint for one answer. With `thinks`, it starts after the reasoning."""
+        return Constraint(grammar, self._eos_ids, self._reasoning_end if thinks else ())
+
+    def close(self) -> None:
+        if self._checker is not None:
+            self._checker.close()
 
 
 def _tokenizer_json(tokenizer: Any) -> str:

@@ -47,9 +47,12 @@ class GrammarSource:
             raise GrammarError(f"it has {len(self.text):,} characters; the limit is {MAX_TEXT:,}")
         if self.syntax == "lark" and "%llguidance" in self.text:
             raise GrammarError("%llguidance options are not allowed; remove them")
-        if self.syntax == "json_schema":
-            for path, schema in _all_subschemas(json.loads(self.text)):
-                _check_schema(schema, path)
+        schema = json.loads(self.text) if self.syntax == "json_schema" else None
+        waiting: list[Subschema] = [((), schema)] if isinstance(schema, dict) else []
+        while waiting:
+            path, part = waiting.pop()
+            _check_schema(part, path)
+            waiting += [((*path, *step), inner) for step, inner in subschemas(part)]
 
     @classmethod
     def of_schema(cls, schema: dict[str, Any]) -> "GrammarSource":
@@ -75,15 +78,6 @@ def subschemas(schema: dict[str, Any]) -> Iterator[Subschema]:
     for keyword in ("items", "additionalProperties", "not"):
         if isinstance(part := schema.get(keyword), dict):
             yield (keyword,), part
-
-
-def _all_subschemas(schema: Any) -> Iterator[Subschema]:
-    """Yield a schema and all schemas inside it."""
-    waiting: list[Subschema] = [((), schema)] if isinstance(schema, dict) else []
-    while waiting:
-        path, part = waiting.pop()
-        yield path, part
-        waiting += [((*path, *step), inner) for step, inner in subschemas(part)]
 
 
 def _check_schema(schema: dict[str, Any], path: tuple[str, ...]) -> None:

@@ -77,7 +77,7 @@ class GrammarChecker:
         self._arguments = TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - read again at each restart
         json.dump({"tokenizer": tokenizer, "eos_ids": eos_ids, "limits": asdict(self._limits)}, self._arguments)
         self._arguments.flush()
-        self._control, self._process = self._start()
+        self._start()
 
     @property
     def pid(self) -> int:
@@ -87,18 +87,21 @@ class GrammarChecker:
     async def check(self, source: GrammarSource) -> GrammarError | int:
         """Return the bytes that a compiled grammar retains, or what is wrong with it. Cancelling ends the worker.
 
-        Raises:
-            GrammarLimitError: compiling takes too much time or memory, or crashes.
-            RuntimeError: the fork server cannot be started.
+        Raise `GrammarLimitError` if compiling takes too much time or memory, or crashes.
         """
         for _ in range(2):
             process = self._process
             reply = await self._request(source)
+            if "error" in reply:
+                return GrammarError(reply["error"], tuple(reply.get("path", ())))
+            if "nbytes" in reply:
+                return int(reply["nbytes"])
             if reply:
-                return self._interpret(reply)
+                exceeded = reply.get("exceeded", "compiling crashed or ran out of memory")
+                raise GrammarLimitError(f"{exceeded}; simplify the schema or grammar")
             if self._process is process:
                 self._stop()
-                self._control, self._process = self._start()
+                self._start()
         raise RuntimeError("the process that checks grammars exits right after it starts")
 
     def close(self) -> None:
@@ -110,11 +113,11 @@ class GrammarChecker:
         self._process.kill()
         self._process.wait()
 
-    def _start(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-        control, theirs = socket.socketpair()
+    def _start(self) -> None:
+        self._control, theirs = socket.socketpair()
         self._arguments.seek(0)
         with theirs:
-            process = subprocess.Popen(  # noqa: S603 - ourselves
+            self._process = subprocess.Popen(  # noqa: S603 - ourselves
                 [sys.executable, "-P", "-m", "mlx_tq.grammar.sandbox", str(theirs.fileno())],
                 stdin=self._arguments,
                 stdout=subprocess.DEVNULL,
@@ -123,7 +126,6 @@ class GrammarChecker:
                 env={"PYTHONPATH": str(Path(mlx_tq.__file__).parents[1])},  # and none of the server's secrets
                 start_new_session=True,  # it ends with us, not by Ctrl-C
             )
-        return control, process
 
     async def _request(self, source: GrammarSource) -> dict[str, Any]:
         """Return the merged replies of one worker, or {} if the fork server is dead."""
@@ -147,22 +149,6 @@ class GrammarChecker:
         finally:
             writer.close()
         return replies
-
-    def _interpret(self, reply: dict[str, Any]) -> GrammarError | int:
-        limits, remedy = self._limits, "simplify the schema or grammar"
-        if "error" in reply:
-            return GrammarError(reply["error"], tuple(reply.get("path", ())))
-        if "limit" in reply:
-            exceeded = {
-                "time": f"compiling takes more than {limits.seconds:g} s",
-                "memory": f"compiling takes more than {limits.nbytes / 2**30:g} GB of memory",
-                "retained memory": f"it takes more than {limits.retained_nbytes / 2**20:g} MB of memory when compiled",
-                "mask time": f"computing {_NUM_MASKS} token masks takes more than {limits.mask_seconds:g} s",
-            }
-            raise GrammarLimitError(f"{exceeded[reply['limit']]}; {remedy}")
-        if "valid" not in reply:
-            raise GrammarLimitError(f"compiling crashed or ran out of memory; {remedy}")
-        return int(reply["nbytes"])
 
 
 # The fork server and its workers.
@@ -188,45 +174,45 @@ class Worker:
     def __init__(self, connection: socket.socket, tokenizer: LLTokenizer, limits: CompileLimits) -> None:
         self._connection, self._tokenizer, self._limits = connection, tokenizer, limits
         self._deadline = time.monotonic() + limits.seconds
+        self._max_memory = f"{limits.nbytes / 2**30:g} GB of memory"
         self._error_sent = False
-        self._start_memory = _current_memory()
 
     def run(self) -> NoReturn:
         """Reply and exit. The main thread watches time, memory and the client; llguidance releases the GIL."""
-        _limit_this_process(self._limits)
+        limits, start, exceeded = self._limits, _peak_memory(), f"{self._limits.seconds:g} s"
+        _limit_this_process(limits)
         request = json.loads(self._connection.makefile("rb").readline() or b"null")
         if request is None:
             os._exit(0)
         threading.stack_size(STACK_BYTES)
-        threading.Thread(target=self._compile, args=(GrammarSource(**request),)).start()
-        start = _peak_memory()
-        exceeded = "time"
+        threading.Thread(target=self._compile, args=(GrammarSource(**request), _current_memory())).start()
         while time.monotonic() < self._deadline:
             if select.select([self._connection], [], [], _POLL_S)[0]:  # the client has closed its end
                 os._exit(0)
-            if _peak_memory() - start > self._limits.nbytes:
-                exceeded = "memory"
+            if _peak_memory() - start > limits.nbytes:
+                exceeded = self._max_memory
                 break
         if self._error_sent:  # only its path is missing
             os._exit(0)
-        self._end(limit=exceeded)
+        self._end(exceeded=f"compiling takes more than {exceeded}")
 
-    def _compile(self, source: GrammarSource) -> None:
+    def _compile(self, source: GrammarSource, start_memory: int) -> None:
+        limits = self._limits
         try:
             matcher = compile_grammar(source, self._tokenizer)
         except ValueError as error:
             self._end(error=shorten_message(str(error)))
         except MemoryError:
-            self._end(limit="memory")
+            self._end(exceeded=f"compiling takes more than {self._max_memory}")
         started = time.monotonic()
         message = matcher.get_error() or _compute_random_masks(matcher)
-        retained = _current_memory() - self._start_memory
-        if retained > self._limits.retained_nbytes:
-            self._end(limit="retained memory")
-        if time.monotonic() - started > self._limits.mask_seconds:
-            self._end(limit="mask time")
+        retained = _current_memory() - start_memory
+        if retained > limits.retained_nbytes:
+            self._end(exceeded=f"it takes more than {limits.retained_nbytes / 2**20:g} MB of memory when compiled")
+        if time.monotonic() - started > limits.mask_seconds:
+            self._end(exceeded=f"computing {_NUM_MASKS} token masks takes more than {limits.mask_seconds:g} s")
         if not message:
-            self._end(valid=True, nbytes=max(0, retained))
+            self._end(nbytes=max(0, retained))
         error_text = shorten_message(message)
         self._reply(error=error_text)
         self._error_sent, self._deadline = True, min(self._deadline, time.monotonic() + _LOCATE_S)
@@ -288,20 +274,19 @@ def _current_memory() -> int:
 
 def _find_error(schema: dict[str, Any], error: str) -> tuple[str, ...]:
     """Return the path of the innermost subschema that gives the same error when compiled alone with the definitions."""
+
+    def is_cause(part: dict[str, Any]) -> bool:
+        grammar = GrammarSource.of_schema({**part, **definitions}).to_llguidance()
+        return shorten_message(LLMatcher.validate_grammar(grammar, limits=LIMITS)) == error
+
     definitions: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     part, path = schema, tuple[str, ...]()
     while len(path) < _MAX_DEPTH:
-        inner = (entry for entry in subschemas(part) if _schema_error({**entry[1], **definitions}) == error)
-        step = next(inner, None)
+        step = next((entry for entry in subschemas(part) if is_cause(entry[1])), None)
         if step is None:
             break
         path, part = (*path, *step[0]), step[1]
     return path
-
-
-def _schema_error(schema: dict[str, Any]) -> str:
-    source = GrammarSource.of_schema(schema)
-    return shorten_message(LLMatcher.validate_grammar(source.to_llguidance(), limits=LIMITS))
 
 
 if __name__ == "__main__":

@@ -10,26 +10,23 @@ from mlx_tq.codec.formats.scalar import FullCodec
 from mlx_tq.codec.formats.trellis import TrellisCodec
 from mlx_tq.codec.formats.turbo import TurboCodec
 from mlx_tq.codec.normalization import KeyNormalization
-from mlx_tq.codec.rotation import Rotation, WalshHadamard, hadamard_matrix, split_order
+from mlx_tq.codec.rotation import Rotation, WalshHadamard, hadamard_matrix
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels.gpu import Constant, Constants, UnsupportedByKernelError
 
 _LANES = 32
 _MAX_DIM = 512
-# mlx passes smaller arrays in another address space, and the text would not compile for them.
-MIN_SIZE = 8
+MIN_SIZE = 8  # mlx passes smaller arrays in another address space, for which the text would not compile
 
 
 def can_rotate(rotation: Rotation | None) -> bool:
     """Return whether kernels have a rotation: Walsh-Hadamard, D = m 2^k up to 512, 2^k at most 32 where m > 1."""
     if not isinstance(rotation, WalshHadamard) or rotation.dim > _MAX_DIM:
         return False
-    order, power = split_order(rotation.dim) or (0, 0)
-    return order == 1 or 0 < power <= _LANES
+    return rotation.order == 1 or rotation.power <= _LANES
 
 
 def can_run(layout: RowLayout) -> bool:
-    """Return whether kernels support the key format and the value format of a layout."""
     return _is_supported(layout.key) and _is_supported(layout.value)
 
 
@@ -38,16 +35,16 @@ def _is_supported(codec: Codec) -> bool:
     return codec.has_kernels and fits
 
 
-def check_can_rotate(rotation: Rotation | None) -> None:
-    if not can_rotate(rotation):
+def check_can_rotate(rotation: Rotation) -> WalshHadamard:
+    if not isinstance(rotation, WalshHadamard) or not can_rotate(rotation):
         raise UnsupportedByKernelError(
-            f"kernels cannot rotate by {type(rotation).__name__}({rotation and rotation.dim}); they support the "
+            f"kernels cannot rotate by {type(rotation).__name__}({rotation.dim}); they support the "
             f"Walsh-Hadamard rotation up to head size {_MAX_DIM}. Other rotations need the reference backend."
         )
+    return rotation
 
 
 def check_can_run(layout: RowLayout, *dtypes: mx.Dtype) -> None:
-    """Raise UnsupportedByKernelError for a format, or a dtype of queries, keys or values, that kernels do not have."""
     for part, codec in (("key", layout.key), ("value", layout.value)):
         if not _is_supported(codec):
             raise UnsupportedByKernelError(
@@ -64,40 +61,36 @@ def check_can_run(layout: RowLayout, *dtypes: mx.Dtype) -> None:
 
 
 def layout_constants(layout: RowLayout) -> Constants:
-    """Return the constants KEY_... and VALUE_... of a layout; see `codec_constants`."""
     return (*codec_constants("KEY", layout.key), *codec_constants("VALUE", layout.value))
 
 
 def codec_constants(prefix: str, codec: Codec) -> Constants:
-    order, _ = split_order(codec.head_dim) or (1, 0)
     rule = codec.rule if isinstance(codec, TurboCodec) else SCALE_RULES[0]
     values: dict[str, Constant] = {
         "DIM": codec.head_dim,
-        "ORDER": order if codec.rotation else 1,
+        "ORDER": codec.rotation.order if isinstance(codec.rotation, WalshHadamard) else 1,
         "BITS": 16 * codec.words // codec.head_dim,
         "RULE": SCALE_RULES.index(rule),
         "ROTATED": codec.rotation is not None,
         "WIDE": codec.scale_dtype is not None and codec.scale_dtype == mx.float32,
         "TRELLIS": isinstance(codec, TrellisCodec),
-        # The 16-bit dtype that is stored as it is; any other format ignores it.
+        # The dtype of values that are stored in 16 bits as they are.
         "FULL": codec.dtype if isinstance(codec, FullCodec) and codec.dtype.size == 2 else mx.float16,
     }
     return tuple((f"{prefix}_{name}", value) for name, value in values.items())
 
 
 def normalization_constants(normalization: KeyNormalization | None, dtype: mx.Dtype) -> Constants:
-    """Return NORMALIZED and CLAMPED: weighted keys and queries can exceed fp16, and are clamped to it."""
     normalized = normalization is not None
     return (("NORMALIZED", normalized), ("CLAMPED", normalized and dtype == mx.float16))
 
 
 def trellis_levels(*codecs: Codec) -> list[mx.array]:
-    """Return the input `trellis_levels` of a kernel, if one of its codecs has a trellis."""
     return [trellis.all_levels()] if any(isinstance(codec, TrellisCodec) for codec in codecs) else []
 
 
 def normalization_inputs(normalization: KeyNormalization | None, tokens: int) -> list[mx.array]:
-    """Return the inputs `key_scale`, `key_means` and `mean_index` for the first rows, or none for plain keys."""
+    """Return the inputs `key_scale`, `key_means` and `mean_index`, or none for plain keys."""
     if normalization is None:
         return []
     index = pad_input(normalization.mean_index(tokens))
@@ -110,24 +103,19 @@ def small_input(numbers: list[int] | list[float], dtype: mx.Dtype = mx.int32) ->
 
 
 def pad_input(array: mx.array) -> mx.array:
-    """Return an array with zeros appended to its last axis if it has less than MIN_SIZE values."""
+    """Append zeros to the last axis of an array that has less than MIN_SIZE values."""
     if array.size >= MIN_SIZE:
         return array
     return mx.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, MIN_SIZE - array.size)])
 
 
+@lru_cache(maxsize=1024)
 def sign_flips(rotation: Rotation | None) -> mx.array:
     """Return the bits of sign flips in the layout of metal/rotation.h, uint32 [at least 8]; zeros for no rotation."""
-    return _sign_flips(rotation if isinstance(rotation, WalshHadamard) else None)
-
-
-@lru_cache(maxsize=1024)
-def _sign_flips(rotation: WalshHadamard | None) -> mx.array:
     words: list[int] = []
-    if rotation is not None:
+    if isinstance(rotation, WalshHadamard):
         signs: list[float] = rotation.signs.tolist()  # type: ignore[assignment]
-        order, _ = split_order(rotation.dim) or (1, 0)
-        matrix = hadamard_matrix(order)
+        matrix = hadamard_matrix(rotation.order)
         words = [_negative_bits(signs[start : start + _LANES]) for start in range(0, rotation.dim, _LANES)]
         words += [_negative_bits(row) for row in (*matrix.tolist(), *matrix.T.tolist())]
     return small_input(words, mx.uint32)

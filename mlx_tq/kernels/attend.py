@@ -27,17 +27,9 @@ BLOCK_TOKENS = 4096
 def attend(
     queries: mx.array, regions: Regions, *, scale: float, mask: Mask = None, sinks: mx.array | None = None
 ) -> mx.array:
-    """Attend to sinks, packed region and window of a cache.
+    """Attend to a cache with queries [B, Hq, L, Dk] of its last L tokens, L small: [B, Hq, L, Dv] in their dtype.
 
-    Args:
-        queries: [B, Hq, L, Dk], L small; the last L tokens of the window are theirs.
-        regions: the tokens of the cache.
-        scale: factor of scores, usually Dk ** -0.5.
-        mask: None, "causal", or an array that broadcasts to [B, Hq, L, S]; see `regions.Mask`.
-        sinks: attention-sink logits, [Hq].
-
-    Returns:
-        [B, Hq, L, Dv] in the dtype of the queries.
+    `scale` is the factor of scores, and `sinks` are attention-sink logits [Hq].
     """
     batch, query_heads, length, dim = queries.shape
     heads, full_tokens = regions.full_keys.shape[1], regions.full_tokens
@@ -91,17 +83,7 @@ def _attend_block(start: int, stop: int, q: mx.array, regions: Regions, mask: Ma
 def attend_batch(
     queries: mx.array, batch: Sequence[Regions], *, scale: float, mask: Mask = None, sinks: mx.array | None = None
 ) -> mx.array:
-    """Attend to a batch of caches that have separate buffers and lengths; one GPU call serves up to eight.
-
-    Args:
-        queries: [B, Hq, L, Dk], L small.
-        batch: the tokens of B caches of batch size 1 that share a layout.
-        scale: as in `attend`, like `sinks`.
-        mask: None or "causal".
-
-    Returns:
-        [B, Hq, L, Dv] in the dtype of the queries: what `attend` returns for each cache.
-    """
+    """Return what `attend` returns for each of B caches of batch size 1 that share a layout; a mask is no array."""
     outputs = []
     for i, regions in enumerate(batch):
         run = attend if regions.packed_tokens else prefill
@@ -110,7 +92,7 @@ def attend_batch(
 
 
 class Partial(NamedTuple):
-    """Unnormalized attention over some keys, named as in the literature, in fp32."""
+    """Unnormalized attention over some keys, in fp32."""
 
     m: mx.array  # largest score, [..., 1]
     l: mx.array  # noqa: E741  sum of exp(score - m), [..., 1]
@@ -118,20 +100,13 @@ class Partial(NamedTuple):
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """Merge attention over two sets of keys; both outputs must be in the same space."""
     m = mx.maximum(a.m, b.m)
     weight_a, weight_b = mx.exp(a.m - m), mx.exp(b.m - m)
     return Partial(m, a.l * weight_a + b.l * weight_b, a.o * weight_a + b.o * weight_b)
 
 
 def attend_scores(scores: mx.array, values: list[mx.array], gain: mx.array | None = None) -> Partial:
-    """Attend with given scores.
-
-    Args:
-        scores: fp32 [..., N, S], masked.
-        values: planes of the values along their last axis, fp32 [..., S, Dv / planes] each.
-        gain: factor of each value, fp32 [..., S].
-    """
+    """Attend with masked scores fp32 [..., N, S] to planes of values [..., S, Dv / planes] times `gain` [..., S]."""
     m = scores.max(axis=-1, keepdims=True)
     p = mx.exp(scores - m)
     total = p.sum(axis=-1, keepdims=True)

@@ -1,34 +1,22 @@
 """Attention of a few queries on a GPU: attend.metal and merge.metal, or attend_short.metal for short contexts.
 
-Caches of a batch that have separate buffers attend in one call, as many as Metal can pass arrays: eight, or four with
-normalized keys, and one less of each with trellis codes. Rows that several caches share are read once for all of them:
-the queries of N caches are N times as many queries of one cache, and the result is merged with attention over each
-cache's other rows (Hydragen, Juravsky et al. 2024).
+One call serves as many caches of a batch as Metal can pass arrays: eight, or four with normalized keys, and one less
+with trellis codes. Rows that several caches share are read once: the queries of N caches are N times as many queries of
+one cache, whose result is merged with attention over each cache's other rows (Hydragen, Juravsky et al. 2024).
 """
 
 import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization
-from mlx_tq.codec.rows import RowLayout
-from mlx_tq.kernels import thresholds
-from mlx_tq.kernels.arguments import (
-    MIN_SIZE,
-    check_can_run,
-    codec_constants,
-    layout_constants,
-    pad_input,
-    sign_flips,
-    small_input,
-    trellis_levels,
-)
-from mlx_tq.kernels.gpu import Constants, Kernel
+from mlx_tq.kernels import arguments, thresholds
+from mlx_tq.kernels.gpu import Constants, Kernel, simdgroup_grid
 from mlx_tq.kernels.regions import Mask, Regions
 
 ATTEND = Kernel(
@@ -61,26 +49,22 @@ def launch_attend(
 def launch_attend_batch(
     queries: mx.array, batch: Sequence[Regions], *, scale: float, mask: Mask = None, sinks: mx.array | None = None
 ) -> mx.array:
-    """Attend to one cache of batch size B, or to B caches of batch size 1; a mask array is for one cache."""
+    """Attend to one cache of batch size B, or to B caches of batch size 1, for which a mask is no array."""
     layout = batch[0].layout
-    check_can_run(layout, queries.dtype, batch[0].full_keys.dtype)
+    arguments.check_can_run(layout, queries.dtype, batch[0].full_keys.dtype)
     if isinstance(mask, mx.array) and batch[0].shared:
         batch = [replace(batch[0], packed_rows=batch[0].rows(), shared=())]
     normalized = any(regions.normalization is not None for regions in batch)
-    sources = 1 if len(batch) == 1 else max_sources(layout, normalized=normalized)
+    arrays = max(len(kernel.inputs) + len(kernel.outputs) for kernel in (ATTEND, ATTEND_SHORT))
+    arrays += len(arguments.trellis_levels(layout.key, layout.value))
+    per_source = len(ATTEND.sources) + (len(ATTEND.normalized) if normalized else 0)
+    sources = 1 if len(batch) == 1 else (METAL_ARRAYS - arrays) // per_source
     outputs = []
     for start, stop in _runs(batch, sources):
-        call = _Call(queries if len(batch) == 1 else queries[start:stop], sources, normalized, scale, mask)
-        attend = call.attend_shared if batch[start].shared else call.attend
-        outputs.append(attend(batch[start:stop], sinks))
+        rows = queries if len(batch) == 1 else queries[start:stop]
+        call = _Call(rows, batch[start:stop], sources, normalized, scale, mask, sinks)
+        outputs.append(call.attend_shared() if batch[start].shared else call.attend())
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-
-
-def max_sources(layout: RowLayout, *, normalized: bool) -> int:
-    """Return how many caches one call can serve."""
-    inputs = max(len(kernel.inputs) + len(kernel.outputs) for kernel in (ATTEND, ATTEND_SHORT))
-    per_source = len(ATTEND.sources) + (len(ATTEND.normalized) if normalized else 0)
-    return (METAL_ARRAYS - inputs - len(trellis_levels(layout.key, layout.value))) // per_source
 
 
 def _runs(batch: Sequence[Regions], limit: int) -> list[tuple[int, int]]:
@@ -111,90 +95,85 @@ class _BlockPartials(NamedTuple):
 
 @dataclass(frozen=True)
 class _Call:
-    """Attention of queries over the regions of one cache of batch size B, or of up to `sources` of batch size 1.
+    """Attention of queries over one cache of batch size B, or up to `sources` of batch size 1.
 
     All calls for a batch have the same `sources` and `normalized`, and so run the same text. With `normalized`, plain
-    keys get scales of 1 and means of 0. A mask array is for one cache.
+    keys get scales of 1 and means of 0.
     """
 
     queries: mx.array  # [B, Hq, L, Dk]
+    batch: Sequence[Regions]
     sources: int
     normalized: bool
     scale: float
-    mask: Mask = None
+    mask: Mask
+    sinks: mx.array | None
 
-    def attend(self, batch: Sequence[Regions], sinks: mx.array | None) -> mx.array:
+    def attend(self) -> mx.array:
         """Attend in one kernel up to the threshold of tokens, else in two: [B, Hq, L, Dv]."""
-        layout = batch[0].layout
-        if max(regions.tokens for regions in batch) > thresholds.current().short_tokens:
-            return self.merge(self.attend_blocks(batch), layout, sinks)
+        if max(regions.tokens for regions in self.batch) > thresholds.current().short_tokens:
+            return self.merge(self.attend_blocks())
         simdgroups = _SHORT_SIMDGROUPS if self.queries.shape[3] <= _SHORT_DIM else _SHORT_SIMDGROUPS // 2
-        cuts = [_divide_simdgroups(regions, simdgroups) for regions in batch]
-        output_inputs = [sign_flips(layout.value.rotation), _sink_input(sinks)]
-        inputs, constants, _ = self._arguments(batch, cuts, output_inputs)
+        cuts = [_divide_simdgroups(regions, simdgroups) for regions in self.batch]
+        value = self.batch[0].layout.value
+        inputs, constants, _ = self._arguments(cuts, [arguments.sign_flips(value.rotation), self._sink_input()])
         (attended,) = ATTEND_SHORT.run(
             inputs=inputs,
-            constants=(*constants, ("SINKS", sinks is not None), ("SIMDGROUPS", simdgroups)),
-            grid=(32 * simdgroups, 1, self._tiles(batch[0])[1]),
+            constants=(*constants, ("SINKS", self.sinks is not None), ("SIMDGROUPS", simdgroups)),
+            grid=(32 * simdgroups, 1, self._tiles()[1]),
             threadgroup=(32 * simdgroups, 1, 1),
-            output_shapes=[(*self.queries.shape[:3], layout.value.head_dim)],
+            output_shapes=[(*self.queries.shape[:3], value.head_dim)],
             output_dtypes=[self.queries.dtype],
         )
         return attended
 
-    def attend_blocks(self, batch: Sequence[Regions]) -> _BlockPartials:
-        """Run the first of two kernels."""
-        _, tiles = self._tiles(batch[0])
-        cuts = [_cut_blocks(regions, tiles) for regions in batch]
+    def attend_blocks(self) -> _BlockPartials:
+        _, tiles = self._tiles()
+        cuts = [_cut_blocks(regions, tiles) for regions in self.batch]
         max_blocks = max(blocks for _, blocks in cuts)
-        inputs, constants, sizes = self._arguments(batch, cuts, [])
+        inputs, constants, sizes = self._arguments(cuts, [])
         shape = (*self.queries.shape[:3], max_blocks)
         outputs, maxima, sums = ATTEND.run(
             inputs=inputs,
             constants=constants,
             grid=(32, max_blocks, tiles),
             threadgroup=(32, 1, 1),
-            output_shapes=[(*shape, batch[0].layout.value.head_dim), shape, shape],
+            output_shapes=[(*shape, self.batch[0].layout.value.head_dim), shape, shape],
             output_dtypes=[mx.float32] * 3,
         )
         return _BlockPartials(outputs, maxima, sums, sizes)
 
-    def merge(self, partials: _BlockPartials, layout: RowLayout, sinks: mx.array | None) -> mx.array:
-        """Run the second of two kernels: [B, Hq, L, Dv]."""
+    def merge(self, partials: _BlockPartials) -> mx.array:
         shape, simdgroups = self.queries.shape[:3], thresholds.current().merge_simdgroups
-        value = dict(codec_constants("VALUE", layout.value))
+        value = self.batch[0].layout.value
+        constants = dict(arguments.codec_constants("VALUE", value))
+        *arrays, sizes = partials
         (attended,) = MERGE.run(
-            inputs=[
-                *(partials.outputs, partials.maxima, partials.sums),
-                sign_flips(layout.value.rotation),
-                _sink_input(sinks),
-                small_input(partials.sizes),
-            ],
+            inputs=[*arrays, arguments.sign_flips(value.rotation), self._sink_input(), arguments.small_input(sizes)],
             constants=(
                 ("T", self.queries.dtype),
-                ("SINKS", sinks is not None),
+                ("SINKS", self.sinks is not None),
                 ("SIMDGROUPS", simdgroups),
-                *((name, value[name]) for name in ("VALUE_DIM", "VALUE_ORDER", "VALUE_ROTATED")),
+                *((name, constants[name]) for name in ("VALUE_DIM", "VALUE_ORDER", "VALUE_ROTATED")),
             ),
-            grid=(32 * simdgroups, math.prod(shape), 1),
-            threadgroup=(32 * simdgroups, 1, 1),
-            output_shapes=[(*shape, layout.value.head_dim)],
+            **simdgroup_grid(simdgroups * math.prod(shape), simdgroups),
+            output_shapes=[(*shape, value.head_dim)],
             output_dtypes=[self.queries.dtype],
         )
         return attended
 
-    def attend_shared(self, batch: Sequence[Regions], sinks: mx.array | None) -> mx.array:
-        """Attend to caches with the same shared rows: to each shared buffer once, then to each cache's other rows."""
+    def attend_shared(self) -> mx.array:
+        """Attend to each buffer of rows that the caches share once, then to each cache's other rows."""
         rows, heads, length, dim = self.queries.shape
-        single = len(batch) == 1
+        single, first = len(self.batch) == 1, self.batch[0]
         folded = self.queries if single else self.queries.swapaxes(0, 1).reshape(1, heads, rows * length, dim)
-        shared_call = replace(self, queries=folded, sources=1, mask=None)
         partials, start = [], 0
-        for buffer, tokens in batch[0].shared:
-            part = _packed_part(batch[0], start, tokens, buffer)
-            partials.append(shared_call.attend_blocks([replace(part, sink_tokens=0, full_tokens=0)]))
+        for buffer, tokens in first.shared:
+            part = replace(_packed_part(first, start, tokens, buffer), sink_tokens=0, full_tokens=0)
+            partials.append(replace(self, queries=folded, batch=[part], sources=1, mask=None).attend_blocks())
             start += tokens
-        separate = self.attend_blocks([_packed_part(r, start, r.packed_tokens - start, r.packed_rows) for r in batch])
+        others = [_packed_part(r, start, r.packed_tokens - start, r.packed_rows) for r in self.batch]
+        separate = replace(self, batch=others).attend_blocks()
 
         def unfold(array: mx.array) -> mx.array:  # [1, Hq, B L, ...] -> [B, Hq, L, ...]
             return array if single else array.reshape(heads, rows, length, *array.shape[3:]).swapaxes(0, 1)
@@ -207,52 +186,67 @@ class _Call:
         sizes = list(separate.sizes)
         for entry in range(8, 8 + 8 * rows, 8):  # blocks of shared rows come first
             sizes[entry + 5 : entry + 8] = [count + shared_blocks for count in sizes[entry + 5 : entry + 8]]
-        return self.merge(_BlockPartials(outputs, maxima, sums, sizes), batch[0].layout, sinks)
+        return self.merge(_BlockPartials(outputs, maxima, sums, sizes))
 
-    def _tiles(self, regions: Regions) -> tuple[int, int]:
+    def _sink_input(self) -> mx.array:
+        return (
+            arguments.small_input([], mx.float32)
+            if self.sinks is None
+            else arguments.pad_input(self.sinks.astype(mx.float32))
+        )
+
+    def _tiles(self) -> tuple[int, int]:
         """Return the query rows of a tile, and the number of tiles."""
         rows, query_heads, length, _ = self.queries.shape
-        heads = regions.full_keys.shape[1]
+        heads = self.batch[0].full_keys.shape[1]
         per_head = query_heads // heads * length
         size = min(QUERIES, 1 << (per_head - 1).bit_length())
         return size, rows * heads * -(-per_head // size)
 
     def _arguments(
-        self, batch: Sequence[Regions], cuts: list[_Cut], output_inputs: list[mx.array]
+        self, cuts: list[_Cut], output_inputs: list[mx.array]
     ) -> tuple[list[mx.array], Constants, list[int]]:
-        """Return the inputs of attend.metal or attend_short.metal, their constants, and `attend_sizes`."""
+        """Return the inputs of a kernel, its constants, and `attend_sizes`."""
         rows, query_heads, length, _ = self.queries.shape
-        first, layout = batch[0], batch[0].layout
-        dtype, bias = first.full_keys.dtype, _mask_bias(self.mask, first.tokens)
-        repeats, causal = rows // len(batch), isinstance(self.mask, str)
+        full_keys, layout = self.batch[0].full_keys, self.batch[0].layout
+        dtype, repeats, causal = full_keys.dtype, rows // len(self.batch), isinstance(self.mask, str)
+        bias, bias_strides = _mask_bias(self.mask, self.batch[0].tokens)
         scale_bits = struct.unpack("i", struct.pack("f", self.scale))
-        sizes = [query_heads, first.full_keys.shape[1], length, causal, *scale_bits, *_bias_strides(bias)]
-        sizes += _source_sizes(batch, cuts) * repeats
-        sources = [[_NO_ROWS if r.packed_rows is None else r.packed_rows, r.full_keys, r.full_values] for r in batch]
+        sizes = [query_heads, full_keys.shape[1], length, causal, *scale_bits, *bias_strides]
+        sizes += _source_sizes(self.batch, cuts) * repeats
+        sources = [
+            [_NO_ROWS if r.packed_rows is None else r.packed_rows, r.full_keys, r.full_values] for r in self.batch
+        ]
         if self.normalized:
-            means = [_mean_arguments(regions) for regions in batch]
+            means = [_mean_arguments(regions) for regions in self.batch]
             sources = [[*arrays, *more] for arrays, (more, _) in zip(sources, means, strict=True)]
             sizes += [number for _, numbers in means for number in numbers] * repeats
-        sources += sources[:1] * (self.sources - len(batch))  # placeholders, which the kernel does not read
+        sources += sources[:1] * (self.sources - len(self.batch))  # placeholders, which the kernel does not read
         constants: Constants = (
             ("T", self.queries.dtype),
             ("SOURCES", self.sources),
-            ("QUERIES", self._tiles(first)[0]),
+            ("QUERIES", self._tiles()[0]),
             ("MASKED", isinstance(self.mask, mx.array)),
             ("FULL_BITS", 8 * dtype.size),
             ("FULL_WORD", dtype if dtype.size == 2 else mx.float16),
             ("NORMALIZED", self.normalized),
             ("MEAN_TOKENS", MEAN_TOKENS),
-            *layout_constants(layout),
+            *arguments.layout_constants(layout),
         )
-        inputs = [self.queries, sign_flips(layout.key.rotation), bias, small_input(sizes), *output_inputs]
-        inputs += trellis_levels(layout.key, layout.value)
-        return [*inputs, *(array for arrays in zip(*sources, strict=True) for array in arrays)], constants, sizes
+        inputs = [
+            self.queries,
+            arguments.sign_flips(layout.key.rotation),
+            bias,
+            arguments.small_input(sizes),
+            *output_inputs,
+        ]
+        inputs += arguments.trellis_levels(layout.key, layout.value)
+        return [*inputs, *chain.from_iterable(zip(*sources, strict=True))], constants, sizes
 
 
-# Placeholders for an empty packed region, and for an index where means need none.
-_NO_ROWS = mx.zeros((1, 1, 1, MIN_SIZE), mx.uint32)
-_NO_INDEX = mx.zeros(MIN_SIZE, mx.int32)
+# Placeholders for an empty packed region, and for means without an index.
+_NO_ROWS = mx.zeros((1, 1, 1, arguments.MIN_SIZE), mx.uint32)
+_NO_INDEX = mx.zeros(arguments.MIN_SIZE, mx.int32)
 
 
 def _source_sizes(batch: Sequence[Regions], cuts: list[_Cut]) -> list[int]:
@@ -275,37 +269,29 @@ def _mean_arguments(regions: Regions) -> tuple[list[mx.array], list[int]]:
     if normalization.index is None and normalization.first % 32:  # the kernel takes 32 tokens at once
         normalization = replace(normalization, index=normalization.mean_index(regions.packed_tokens))
     scale, means, given_index = normalization.scale, normalization.means, normalization.index
-    arrays = [scale, means, _NO_INDEX if given_index is None else pad_input(given_index)]
+    arrays = [scale, means, _NO_INDEX if given_index is None else arguments.pad_input(given_index)]
     return arrays, [means.shape[2], normalization.first, given_index is not None]
 
 
 def _packed_part(regions: Regions, start: int, tokens: int, rows: mx.array | None) -> Regions:
-    """Return the regions with only the packed tokens that a buffer has, of which the first is number `start`."""
+    """Return the regions with only the packed tokens of one buffer, of which the first is number `start`."""
     normalization = regions.normalization and regions.normalization.after(start)
     return replace(regions, packed_rows=rows, packed_tokens=tokens, shared=(), normalization=normalization)
 
 
-def _mask_bias(mask: Mask, tokens: int) -> mx.array:
-    """Return a mask array as a bias of scores, fp32 [B, Hq, L, S], with 1 for broadcast axes but the last."""
+def _mask_bias(mask: Mask, tokens: int) -> tuple[mx.array, tuple[int, int, int]]:
+    """Return a mask array as a bias of scores, fp32 [B, Hq, L, S], and its strides; both are 1 and 0 to broadcast."""
     if not isinstance(mask, mx.array):
-        return small_input([], mx.float32).reshape(1, 1, 1, -1)
+        return arguments.small_input([], mx.float32).reshape(1, 1, 1, -1), (0, 0, 0)
     bias = mx.where(mask, 0.0, -mx.inf) if mask.dtype == mx.bool_ else mask
     bias = bias.astype(mx.float32).reshape((1,) * (4 - mask.ndim) + mask.shape)
-    return mx.broadcast_to(bias, (*bias.shape[:3], tokens))
-
-
-def _bias_strides(bias: mx.array) -> tuple[int, int, int]:
-    """Return the strides of a bias along B, Hq and L, 0 for broadcast axes."""
-    batch, heads, length, tokens = bias.shape
-    return (batch > 1) * heads * length * tokens, (heads > 1) * length * tokens, (length > 1) * tokens
-
-
-def _sink_input(sinks: mx.array | None) -> mx.array:
-    return small_input([], mx.float32) if sinks is None else pad_input(sinks.astype(mx.float32))
+    batch, heads, length, _ = bias.shape
+    strides = (batch > 1) * heads * length * tokens, (heads > 1) * length * tokens, (length > 1) * tokens
+    return mx.broadcast_to(bias, (batch, heads, length, tokens)), strides
 
 
 def _cut_blocks(regions: Regions, tiles: int) -> _Cut:
-    """Cut a cache into blocks, so that the tiles of queries keep the GPU busy."""
+    """Cut a cache into blocks, so that the tiles keep the GPU busy."""
     limits = thresholds.current()
     packed, full = (
         min(-(-tokens // limits.min_block), max(1, limits.simdgroups // tiles), limits.max_blocks)

@@ -34,14 +34,8 @@ _state = _State()
 def choose(name: str) -> None:
     """Use a backend from now on, in the whole process.
 
-    Args:
-        name: "auto" uses the GPU that mlx uses, else "reference"; when a kernel cannot be built or run there, it warns
-            and switches to "reference". "metal" and "cuda" raise instead. "reference" runs no kernels: it computes with
-            mlx operations on mlx's default device.
-
-    Raises:
-        ConfigError: the name is not one of `BACKENDS`.
-        KernelUnavailableError: mlx's default device is not that GPU.
+    "auto" uses the GPU that mlx uses, else "reference", to which it also switches, with a warning, when a kernel cannot
+    be built or run. "metal" and "cuda" raise instead. "reference" computes with mlx operations.
     """
     if name not in BACKENDS:
         raise ConfigError(f"unknown backend {name!r}; valid are {', '.join(BACKENDS)}.")
@@ -55,11 +49,7 @@ def choose(name: str) -> None:
 
 @contextmanager
 def using(name: str) -> Iterator[None]:
-    """Use a backend inside a `with` block, then the previous one again.
-
-    Args:
-        name: as in `choose`, which raises the same errors.
-    """
+    """Use a backend inside a `with` block, then the previous one again."""
     previous = _state.choice, _state.failure
     choose(name)
     try:
@@ -69,7 +59,6 @@ def using(name: str) -> Iterator[None]:
 
 
 def current() -> str:
-    """Return the backend in use: "metal", "cuda" or "reference"."""
     if _state.choice in ("metal", "cuda"):
         return _state.choice
     return "reference" if _state.choice == "reference" or _state.failure else gpu.gpu_backend() or "reference"

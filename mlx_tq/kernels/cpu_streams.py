@@ -13,12 +13,8 @@ import mlx.core as mx
 MAX_CORES = 4
 MIN_TOKENS = 512  # fewer packed tokens take less time than waiting for another core
 
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-_STREAMS = [mx.new_thread_local_stream(mx.cpu) for _ in range(min(_cores(), MAX_CORES))]
+_CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+_STREAMS = [mx.new_thread_local_stream(mx.cpu) for _ in range(min(_CORES, MAX_CORES))]
 
 Stream = mx.ThreadLocalStream | mx.Stream
 
@@ -26,8 +22,8 @@ Stream = mx.ThreadLocalStream | mx.Stream
 def split_tokens(tokens: int) -> list[tuple[Stream, int, int]]:
     """Split [0, tokens) into one range per stream: (stream, start, stop).
 
-    There is one range where mlx computes on a GPU, or where the BLAS has several threads: these spin on their cores
-    while they wait for work, and a second stream would cost more than it saves.
+    A BLAS with several threads gets one range: its threads spin while they wait, and another stream would cost more
+    than it saves.
     """
     default = mx.default_stream(mx.default_device())
     if default.device != mx.Device(mx.cpu) or blas_threads() > 1:

@@ -1,11 +1,11 @@
-"""Encoding of keys and values into packed rows."""
+"""Encoding of keys and values into packed rows, and compaction of rows after an eviction."""
 
 import mlx.core as mx
 
 from mlx_tq.codec.normalization import KeyNormalization
 from mlx_tq.codec.rows import RowLayout, Rows
 from mlx_tq.kernels import arguments, backend
-from mlx_tq.kernels.gpu import Kernel
+from mlx_tq.kernels.gpu import Kernel, simdgroup_grid
 from mlx_tq.kernels.wht import wht
 
 ENCODE = Kernel(
@@ -14,10 +14,12 @@ ENCODE = Kernel(
     outputs=("packed_rows", "health_flags"),
     normalized=("key_scale", "key_centers", "mean_index"),
 )
-SIMDGROUPS = 4
+COMPACT = Kernel("compact", inputs=("packed_rows", "kept_rows", "compact_sizes"), outputs=("compacted",))
 
 
-def _launch(keys: mx.array, values: mx.array, layout: RowLayout, normalization: KeyNormalization | None = None) -> Rows:
+def _launch_encode(
+    keys: mx.array, values: mx.array, layout: RowLayout, normalization: KeyNormalization | None = None
+) -> Rows:
     arguments.check_can_run(layout, keys.dtype)
     batch, heads, tokens, _ = keys.shape
     count = batch * heads * tokens
@@ -28,7 +30,7 @@ def _launch(keys: mx.array, values: mx.array, layout: RowLayout, normalization: 
         centers = mx.contiguous(means) if rotation is None else wht(means, rotation, inverse=True)
         inputs += [mx.contiguous(normalization.scale), centers, arguments.pad_input(normalization.mean_index(tokens))]
     levels = arguments.trellis_levels(layout.key, layout.value)
-    simdgroups = 1 if levels else SIMDGROUPS  # a trellis search needs up to 20 KB of threadgroup memory
+    simdgroups = 1 if levels else 4  # a trellis search needs up to 20 KB of threadgroup memory
     words, flags = ENCODE.run(
         inputs=[*inputs, *levels],
         constants=(
@@ -37,8 +39,7 @@ def _launch(keys: mx.array, values: mx.array, layout: RowLayout, normalization: 
             *arguments.normalization_constants(normalization, keys.dtype),
             *arguments.layout_constants(layout),
         ),
-        grid=(32 * simdgroups, -(-count // simdgroups), 2),
-        threadgroup=(32 * simdgroups, 1, 1),
+        **simdgroup_grid(count, simdgroups, 2),
         output_shapes=[(batch, heads, tokens, 2 * layout.words), (2, count)],
         output_dtypes=[mx.uint16, mx.uint8],
     )
@@ -46,17 +47,40 @@ def _launch(keys: mx.array, values: mx.array, layout: RowLayout, normalization: 
     return Rows(words.view(mx.uint32), health)
 
 
-@backend.dispatch(_launch)
+@backend.dispatch(_launch_encode)
 def encode(keys: mx.array, values: mx.array, layout: RowLayout, normalization: KeyNormalization | None = None) -> Rows:
-    """Encode tokens into packed rows, bit for bit the same on every backend.
+    """Encode keys [B, H, S, Dk] and values [B, H, S, Dv], bit for bit the same on every backend.
 
-    Args:
-        keys: [B, H, S, Dk], float16, bfloat16 or float32.
-        values: [B, H, S, Dv], in the same dtype.
-        layout: layout of the rows.
-        normalization: normalization of these keys, whose row s is token s.
-
-    Returns:
-        The rows, uint32 [B, H, S, W], and their health counts.
+    Row s of `normalization` is token s.
     """
     return layout.encode(keys, values, normalization)
+
+
+def _launch_compact(rows: mx.array, kept_rows: mx.array, capacity: int) -> mx.array:
+    batch, heads, _, words = rows.shape
+    shape = (batch, heads, capacity, words)
+    if kept_rows.size == 0:
+        return mx.zeros(shape, mx.uint32)
+    (compacted,) = COMPACT.run(
+        inputs=[rows, kept_rows, arguments.small_input([kept_rows.size, capacity])],
+        constants=(),
+        **simdgroup_grid(kept_rows.size, 8, batch * heads),
+        output_shapes=[shape],
+        output_dtypes=[mx.uint32],
+    )
+    return compacted
+
+
+@backend.dispatch(_launch_compact)
+def compact(rows: mx.array, kept_rows: mx.array, capacity: int) -> mx.array:
+    """Gather the rows [B, H, S, W] that an eviction keeps, ascending int32 [N], into a new buffer [B, H, capacity, W].
+
+    Rows from N on are undefined.
+    """
+    batch, heads, count, words = rows.shape
+    shape = (batch, heads, capacity, words)
+    if kept_rows.size == 0:
+        return mx.zeros(shape, mx.uint32)
+    index = mx.concatenate([kept_rows, mx.zeros(capacity - kept_rows.size, mx.int32)])
+    flat_index = mx.arange(batch * heads, dtype=mx.int32)[:, None] * count + index
+    return mx.take(rows.reshape(-1, words), flat_index, axis=0).reshape(shape)  # along axis 2 it takes 8 times as long

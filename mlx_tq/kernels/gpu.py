@@ -33,6 +33,15 @@ _TYPE_NAMES = {
 }
 
 
+def simdgroup_grid(count: int, simdgroups: int, others: int = 1) -> dict[str, tuple[int, int, int]]:
+    """Return grid and threadgroup for `count` simdgroups, in threadgroups of `simdgroups`, times `others`.
+
+    They lie along x, for CUDA allows no more than 65,535 threadgroups along y and z.
+    """
+    threads = 32 * simdgroups
+    return {"grid": (threads * -(-count // simdgroups), others, 1), "threadgroup": (threads, 1, 1)}
+
+
 class UnsupportedByKernelError(KernelUnavailableError):
     """Kernels do not have this format, rotation, head size or dtype; other calls can still use them."""
 
@@ -46,9 +55,9 @@ class KernelText(NamedTuple):
 class Kernel:
     """A file of metal/ and the names of its arrays.
 
-    The text with the constant NORMALIZED has further arrays, `normalized`. Of each name in `sources` a kernel gets
-    SOURCES arrays (a constant), all of the first name first; TQ_SELECT(name, n) selects one in the text. `normalized`
-    then are sources too. mlx copies arrays of such a kernel that are not contiguous.
+    The text with the constant NORMALIZED has further arrays, `normalized`. Of each name in `sources`, and of
+    `normalized` then, a kernel gets SOURCES arrays (a constant), of which TQ_SELECT(name, n) selects one in the text.
+    mlx copies arrays of such a kernel that are not contiguous.
     """
 
     name: str
@@ -58,26 +67,18 @@ class Kernel:
     normalized: tuple[str, ...] = ()
 
     def input_names(self, constants: Constants) -> list[str]:
-        values = dict(constants)
+        values: dict[str, Any] = dict(constants)
         normalized = self.normalized if values.get("NORMALIZED") else ()
         levels = ["trellis_levels"] if _has_trellis(values) else []
         if not self.sources:
             return [*self.inputs, *normalized, *levels]
-        count = values["SOURCES"]
-        assert isinstance(count, int)  # noqa: S101 - tells the type checker
-        sources = [f"{name}_{i}" for name in (*self.sources, *normalized) for i in range(count)]
+        sources = [f"{name}_{i}" for name in (*self.sources, *normalized) for i in range(values["SOURCES"])]
         return [*self.inputs, *levels, *sources]
 
     def run(self, *, inputs: list[mx.array], constants: Constants, **call: Any) -> list[mx.array]:
         """Run the kernel; its first call with given constants waits for the compiler and the result.
 
-        Args:
-            inputs: arrays in the order of `input_names`.
-            constants: values that the text leaves open.
-            call: `grid`, `threadgroup`, `output_shapes` and `output_dtypes`, as for the objects of `mx.fast`.
-
-        Raises:
-            KernelUnavailableError: there is no GPU, or its compiler rejects the text; the message has the compiler's.
+        Inputs are in the order of `input_names`; `call` has the other arguments of the objects of `mx.fast`.
         """
         device = gpu_backend()
         if device is None:
@@ -100,7 +101,7 @@ _proven: set[Callable[..., list[mx.array]]] = set()
 
 
 def _evaluate(arrays: list[mx.array]) -> bool:
-    """Wait for arrays; return False inside a transformation such as `mx.compile`, which cannot wait."""
+    """Wait for arrays; return False inside `mx.compile`, which cannot wait."""
     try:
         mx.eval(arrays)
     except ValueError:  # a compiler's error would be a RuntimeError
@@ -119,28 +120,26 @@ def gpu_backend() -> str | None:
 def compile_kernel(kernel: Kernel, device: str, constants: Constants) -> Callable[..., list[mx.array]]:
     """Return the object of `mx.fast` for a kernel; the GPU compiles its text at the first call.
 
-    Constants stand in the text: mlx parses `template` values at every call, 2 us for twenty of them. They are in the
-    name too, because mlx keeps one text per name.
+    Constants stand in the text, for mlx would parse `template` values at every call, and in the name, for mlx keeps one
+    text per name.
     """
-    values = dict(constants)
-    sources = values.get("SOURCES", 1)
-    assert isinstance(sources, int)  # noqa: S101 - tells the type checker
-    header, body = kernel_text(
-        kernel.name, device, normalized=bool(values.get("NORMALIZED")), trellis=_has_trellis(values)
-    )
+    values: dict[str, Any] = dict(constants)
+    normalized = bool(values.get("NORMALIZED"))
+    header, body = kernel_text(kernel.name, device, normalized=normalized, trellis=_has_trellis(values))
+    source = _expand_selects(body, values.get("SOURCES", 1))
     make: Any = mx.fast.metal_kernel if device == "metal" else mx.fast.cuda_kernel
     compiled: Callable[..., list[mx.array]] = make(
         name="_".join(["mlx_tq", kernel.name, *(_literal(value, "plain") for value in values.values())]),
         input_names=kernel.input_names(constants),
         output_names=list(kernel.outputs),
         header=header,
-        source="".join(_declare(name, value, device) for name, value in constants) + _expand_selects(body, sources),
+        source="".join(_declare(name, value, device) for name, value in constants) + source,
         ensure_row_contiguous=bool(kernel.sources),
     )
     return compiled
 
 
-def _has_trellis(values: dict[str, Constant]) -> bool:
+def _has_trellis(values: dict[str, Any]) -> bool:
     return bool(values.get("KEY_TRELLIS") or values.get("VALUE_TRELLIS"))
 
 
@@ -164,11 +163,7 @@ def _expand_selects(body: str, sources: int) -> str:
 
 
 def kernels_folder() -> Traversable:
-    """Return metal/, from the wheel or from a checkout.
-
-    Raises:
-        KernelUnavailableError: neither has it.
-    """
+    """Return metal/, from the wheel or from a checkout."""
     checkout = Path(__file__).parents[2] / "metal"
     for folder in (files("mlx_tq") / "metal", checkout):
         if (folder / "tq_compat.h").is_file():
@@ -180,8 +175,8 @@ def kernels_folder() -> Traversable:
 def kernel_text(name: str, device: str = "metal", *, normalized: bool = False, trellis: bool = False) -> KernelText:
     """Return the text of metal/`name`.metal with its includes, each once, and its optional parts resolved.
 
-    mlx copies and compares the text at every call, and searches it for names, in comments too. So comments, indents,
-    empty lines and the other dialect are dropped.
+    Comments, indents, empty lines and the other dialect are dropped: mlx copies and compares the text at every call,
+    and searches all of it for names.
     """
     included: set[str] = set()
     enabled = {"NORMALIZED": normalized, "TRELLIS": trellis}

@@ -4,12 +4,95 @@ The inverse rotation is never applied to a cached token: full-precision keys and
 output is rotated back once.
 """
 
+import math
+from itertools import pairwise
+
 import mlx.core as mx
 
-from mlx_tq.codec.normalization import cast_clamped, normalize_queries
-from mlx_tq.kernels.dequantize import dequantize
+from mlx_tq.codec.formats import Codec
+from mlx_tq.codec.normalization import KeyNormalization, cast_clamped, decode_rotated_keys, normalize_queries
+from mlx_tq.kernels import arguments, backend
+from mlx_tq.kernels.gpu import Kernel
 from mlx_tq.kernels.regions import Mask, Regions, take_columns
 from mlx_tq.kernels.wht import wht
+
+DEQUANTIZE = Kernel(
+    "dequantize",
+    inputs=("packed_rows", "full_keys", "full_values", "key_flips", "value_flips", "dequantize_sizes"),
+    outputs=("keys_out", "values_out"),
+    normalized=("key_scale", "key_means", "mean_index"),
+)
+THREADS = 256
+BLOCK_TOKENS = 256  # packed tokens that the reference implementation decodes at a time
+
+
+def _launch_dequantize(regions: Regions) -> tuple[mx.array, mx.array]:
+    rows, layout, normalization = regions.rows(), regions.layout, regions.normalization
+    batch, heads, tokens, _ = rows.shape
+    dtype, length = regions.full_keys.dtype, regions.full_tokens
+    arguments.check_can_run(layout, dtype)
+    decoding_threads = _round_up(max(_units(layout.key), _units(layout.value)) * batch * heads * tokens)
+    # Without full-precision tokens the kernel reads neither array, but arrays must not be empty.
+    full = (regions.keys, regions.values) if length else (mx.zeros((1, 1, 1, arguments.MIN_SIZE), dtype),) * 2
+    keys, values = DEQUANTIZE.run(
+        inputs=[
+            rows.view(mx.uint16),
+            *full,
+            arguments.sign_flips(layout.key.rotation),
+            arguments.sign_flips(layout.value.rotation),
+            arguments.small_input([length, decoding_threads]),
+            *arguments.normalization_inputs(normalization, tokens),
+            *arguments.trellis_levels(layout.key, layout.value),
+        ],
+        constants=(
+            ("T", dtype),
+            *arguments.normalization_constants(normalization, dtype),
+            *arguments.layout_constants(layout),
+        ),
+        grid=(decoding_threads + _round_up(32 * batch * heads * length), 2, 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[(batch, heads, tokens + length, codec.head_dim) for codec in (layout.key, layout.value)],
+        output_dtypes=[dtype, dtype],
+    )
+    return keys, values
+
+
+def _round_up(threads: int) -> int:
+    return -(-threads // THREADS) * THREADS
+
+
+def _units(codec: Codec) -> int:
+    """Return how many threads decode a vector: one per word, three words of 3-bit codes, or fp32 value."""
+    bits = 16 * codec.words // codec.head_dim
+    return codec.words // {3: 3, 32: 2}.get(bits, 1)
+
+
+@backend.dispatch(_launch_dequantize)
+def dequantize(regions: Regions) -> tuple[mx.array, mx.array]:
+    """Decode the packed region into rotated space, and append the rotated keys and values of sinks and window.
+
+    Keys [B, H, S, Dk] and values [B, H, S, Dv] are in the model's dtype. If keys are normalized, packed ones include
+    their mean and the others are multiplied by the scale.
+    """
+    layout, dtype = regions.layout, regions.full_keys.dtype
+    keys, values = [], []
+    edges = [*range(0, regions.packed_tokens, BLOCK_TOKENS), regions.packed_tokens]
+    for start, stop in pairwise(edges):  # frees the fp32 arrays of a block before the next one
+        rows, normalization = regions.rows(start, stop), regions.normalization and regions.normalization.after(start)
+        keys.append(
+            cast_clamped(decode_rotated_keys(layout.key, layout.keys(rows), normalization), dtype, normalization)
+        )
+        values.append(layout.value.decode_rotated(layout.values(rows)).astype(dtype))
+    keys.append(_rotate(regions.keys, layout.key, regions.normalization))
+    values.append(_rotate(regions.values, layout.value, None))
+    return mx.concatenate(keys, axis=2), mx.concatenate(values, axis=2)
+
+
+def _rotate(x: mx.array, codec: Codec, normalization: KeyNormalization | None) -> mx.array:
+    y = x if normalization is None else x.astype(mx.float32) * normalization.scale[:, :, None]
+    if codec.rotation is not None:
+        y = codec.rotation.forward(y.astype(mx.float32)) / math.sqrt(codec.rotation.dim)
+    return cast_clamped(y, x.dtype, normalization)
 
 
 def prefill(

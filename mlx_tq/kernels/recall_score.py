@@ -16,7 +16,7 @@ from mlx_tq.codec.normalization import KeyNormalization, decode_rotated_keys, no
 from mlx_tq.codec.rotation import rotate
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import arguments, backend
-from mlx_tq.kernels.gpu import Kernel
+from mlx_tq.kernels.gpu import Kernel, simdgroup_grid
 from mlx_tq.kernels.regions import Regions, apply_mask
 
 RECALL_SCORE = Kernel(
@@ -38,11 +38,7 @@ class RecallScores(NamedTuple):
 
 
 def _launch(
-    queries: mx.array,
-    keys: Encoded,
-    layout: RowLayout,
-    normalization: KeyNormalization | None,
-    sizes: Sequence[int],
+    queries: mx.array, keys: Encoded, layout: RowLayout, normalization: KeyNormalization | None, sizes: Sequence[int]
 ) -> RecallScores:
     arguments.check_can_run(layout)
     heads, tokens = keys.codes.shape[1:3]
@@ -67,8 +63,7 @@ def _launch(
             ("NORMALIZED", normalization is not None),
             *arguments.codec_constants("KEY", layout.key),
         ),
-        grid=(32 * SIMDGROUPS, len(sizes), heads),
-        threadgroup=(32 * SIMDGROUPS, 1, 1),
+        **simdgroup_grid(SIMDGROUPS * len(sizes), SIMDGROUPS, heads),
         output_shapes=[(heads, count, len(sizes))] * 2,
         output_dtypes=[mx.float32] * 2,
     )
@@ -77,20 +72,11 @@ def _launch(
 
 @backend.dispatch(_launch)
 def recall_score(
-    queries: mx.array,
-    keys: Encoded,
-    layout: RowLayout,
-    normalization: KeyNormalization | None,
-    sizes: Sequence[int],
+    queries: mx.array, keys: Encoded, layout: RowLayout, normalization: KeyNormalization | None, sizes: Sequence[int]
 ) -> RecallScores:
-    """Score archived keys.
+    """Score archived keys [1, H, S, ...] in blocks of `sizes` tokens.
 
-    Args:
-        queries: queries times the scale of scores, grouped by `group_queries`, fp32 [1, H, N, Dk].
-        keys: encoded keys, [1, H, S, ...].
-        layout: layout of the rows that the keys come from.
-        normalization: normalization of these keys, or None.
-        sizes: tokens of each block, at least 1 each and S in total.
+    Queries fp32 [1, H, N, Dk] are multiplied by the scale of scores and grouped by `group_queries`.
     """
     decoded = decode_rotated_keys(layout.key, keys, normalization)[0]
     scores = np.array(decoded @ mx.contiguous(queries[0].swapaxes(-1, -2)), copy=False)  # [H, S, N]
@@ -100,7 +86,7 @@ def recall_score(
 
 
 def _block_maxima(scores: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    """Return the largest score of each block, [H, S, N] -> [H, blocks, N]; runs of equal sizes are one operation."""
+    """Return the largest score of each block, [H, S, N] -> [H, blocks, N]; blocks of one size are one operation."""
     maxima, start = [], 0
     for size, run in groupby(sizes):
         stop = start + size * len(list(run))
@@ -110,7 +96,7 @@ def _block_maxima(scores: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
 
 
 def _log_sum_exp(scores: np.ndarray, maxima: np.ndarray, axis: int) -> np.ndarray:
-    """Reduce fp32 scores in place; NumPy's vectorized exp takes a tenth of the time of mlx's on a CPU."""
+    """Reduce scores in place; NumPy's vectorized exp takes a tenth of the time of mlx's on a CPU."""
     weights = np.exp(np.subtract(scores, maxima, out=scores), out=scores)
     total: np.ndarray = maxima + np.log(weights.sum(axis=axis, keepdims=True))
     return total.squeeze(axis)
@@ -123,11 +109,9 @@ def group_queries(queries: mx.array, heads: int, layout: RowLayout, normalizatio
 
 
 def log_sum_exp(queries: mx.array, regions: Regions) -> mx.array:
-    """Return the log-sum-exp of the scores of a cache whose last L tokens are the queries', fp32 [H, G L].
+    """Return the log-sum-exp of the scores of a cache of batch size 1, fp32 [H, G L].
 
-    Args:
-        queries: queries times the scale of scores, fp32 [1, Hq, L, Dk].
-        regions: tokens of a cache of batch size 1.
+    Queries fp32 [1, Hq, L, Dk] are multiplied by the scale of scores; the cache's last L tokens are theirs.
     """
     heads, length = regions.full_keys.shape[1], queries.shape[2]
     sinks, packed = regions.sink_tokens, regions.packed_tokens

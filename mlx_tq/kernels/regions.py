@@ -11,11 +11,9 @@ from mlx_tq.codec.normalization import KeyNormalization, decode_keys
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.errors import CacheFormatError
 
-# As mlx-lm passes it to attention: None (one query that sees everything), "causal" (the queries are the last tokens),
-# or an array that broadcasts to [B, Hq, L, S] in logical order: bool, True where visible, or additive.
+# As mlx-lm passes it: None, "causal", or an array that broadcasts to [B, Hq, L, S], bool or additive.
 Mask = mx.array | str | None
-# Stands for minus infinity, so that fully masked scores have finite differences instead of NaN.
-MASKED = -1e30
+MASKED = -1e30  # for minus infinity, so that fully masked scores have finite differences instead of NaN
 
 
 class SharedRows(NamedTuple):
@@ -29,29 +27,18 @@ class SharedRows(NamedTuple):
 class Regions:
     """Keys and values of one layer in logical order: `sinks | packed region | window`.
 
-    Sinks and window are in the model's dtype and lie side by side in one buffer.
-
-    Attributes:
-        packed_rows: buffer of the packed region, uint32 [B, H, capacity, W]; None if it has no rows of its own.
-        packed_tokens: tokens of the packed region, including those of `shared`. Later rows are never read.
-        layout: layout of the packed rows.
-        full_keys: buffer of the keys of sinks and window, [B, H, capacity, Dk].
-        full_values: buffer of their values, [B, H, capacity, Dv].
-        sink_tokens: number of sink tokens, which come first in these buffers.
-        full_tokens: number of sink and window tokens. Later entries of the buffers are never read.
-        normalization: normalization of the packed keys, row by row; None for plain keys.
-        shared: shared rows that precede `packed_rows` in the packed region.
+    Sinks and window are in the model's dtype and lie side by side in one buffer. Spare capacity is never read.
     """
 
-    packed_rows: mx.array | None
-    packed_tokens: int
+    packed_rows: mx.array | None  # uint32 [B, H, capacity, W]; None if all packed tokens are shared, or there are none
+    packed_tokens: int  # including those of `shared`
     layout: RowLayout
-    full_keys: mx.array
-    full_values: mx.array
+    full_keys: mx.array  # of sinks and window, [B, H, capacity, Dk]
+    full_values: mx.array  # [B, H, capacity, Dv]
     sink_tokens: int
-    full_tokens: int
-    normalization: KeyNormalization | None = None
-    shared: tuple[SharedRows, ...] = ()
+    full_tokens: int  # sinks and window
+    normalization: KeyNormalization | None = None  # of the packed keys, row by row; None for plain keys
+    shared: tuple[SharedRows, ...] = ()  # precede `packed_rows` in the packed region
 
     @property
     def tokens(self) -> int:
@@ -59,20 +46,14 @@ class Regions:
 
     @property
     def keys(self) -> mx.array:
-        """The keys of sinks and window, [B, H, full_tokens, Dk]."""
         return self.full_keys[:, :, : self.full_tokens]
 
     @property
     def values(self) -> mx.array:
-        """The values of sinks and window, [B, H, full_tokens, Dv]."""
         return self.full_values[:, :, : self.full_tokens]
 
     def rows(self, start: int = 0, stop: int | None = None) -> mx.array:
-        """Return packed rows [start, stop) in one array, uint32 [B, H, n, W]; by default all of them.
-
-        Raises:
-            CacheFormatError: the packed region is empty.
-        """
+        """Return packed rows [start, stop) in one array, uint32 [B, H, n, W]; by default all of them."""
         if self.packed_rows is None and not self.shared:
             raise CacheFormatError("the packed region is empty. Use mlx's own attention.")
         return rows_between(self.shared, self.packed_rows, start, self.packed_tokens if stop is None else stop)
@@ -108,7 +89,6 @@ def rows_between(shared: Sequence[SharedRows], rows: mx.array | None, start: int
 
 
 def take_columns(mask: mx.array, *ranges: tuple[int, int]) -> mx.array:
-    """Return the columns of some ranges of tokens, side by side."""
     if mask.shape[-1] == 1:
         return mask
     return mx.concatenate([mask[..., start:stop] for start, stop in ranges], axis=-1)

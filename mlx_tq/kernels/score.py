@@ -10,7 +10,7 @@ from mlx_tq.codec.normalization import KeyNormalization, decode_rotated_keys
 from mlx_tq.codec.rotation import Rotation, WalshHadamard, rotate, rotate_back
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import arguments, backend
-from mlx_tq.kernels.gpu import Kernel
+from mlx_tq.kernels.gpu import Kernel, simdgroup_grid
 
 SCORE = Kernel(
     "score",
@@ -49,8 +49,7 @@ def _launch(
             ("NORMALIZED", normalization is not None),
             *arguments.layout_constants(layout),
         ),
-        grid=(32 * SIMDGROUPS, -(-tokens // SIMDGROUPS), batch * heads),
-        threadgroup=(32 * SIMDGROUPS, 1, 1),
+        **simdgroup_grid(tokens, SIMDGROUPS, batch * heads),
         output_shapes=[(batch, heads, queries.shape[1], tokens)],
         output_dtypes=[mx.float32],
     )
@@ -75,8 +74,7 @@ def score(
         layout: layout of the rows.
         queries: virtual queries after RoPE, fp32 [H, G, Dk].
         weights: weights of the norms of RoPE pairs, fp32 [H, G, F]; F may be 0.
-        pairs: the two dims of each pair, int32 [2, F].
-        normalization: normalization of the keys, with one scale for both dims of a pair.
+        pairs: the two dims of each pair, int32 [2, F], which have one scale if keys are normalized.
 
     Returns:
         fp32 [B, H, G, tokens].
@@ -97,7 +95,7 @@ def score(
 
 def _pairs_are_halves(rotation: Rotation | None, pairs: mx.array) -> bool:
     """Return whether the rotation is Sylvester's transform and RoPE pairs dim f with dim f + D / 2, for all dims."""
-    if not isinstance(rotation, WalshHadamard) or not rotation.sylvester:
+    if not isinstance(rotation, WalshHadamard) or rotation.order != 1:
         return False
     return pairs.size == rotation.dim and bool((np.array(pairs).ravel() == np.arange(rotation.dim)).all())
 
@@ -107,9 +105,9 @@ def _score_halves(
 ) -> mx.array:
     """Compute `score` in half the time, without rotating whole keys back.
 
-    The last stage of Sylvester's transform turns the transforms a and b of a key's two halves into (a + b) / sqrt(2)
-    and (a - b) / sqrt(2). The norm of a RoPE pair is then sqrt(a^2 + b^2), over the scale that its dims share: it needs
-    neither that stage nor the signs. The last stage of a and of b, on quarters of a key, is part of `_norms`.
+    The last stage of Sylvester's transform makes (a + b) / sqrt(2) and (a - b) / sqrt(2) of the transforms a and b of a
+    key's halves. The norm of a RoPE pair is sqrt(a^2 + b^2) over its scale: it needs neither that stage nor the signs.
+    The last stage of a and of b, on quarters of a key, is part of `_norms`.
     """
     keys, quarter = decode_rotated_keys(codec, encoded, normalization), codec.head_dim // 4
     if normalization is not None:
@@ -131,7 +129,7 @@ def _norms(a: mx.array, b: mx.array, c: mx.array, d: mx.array) -> list[mx.array]
 
 @cache
 def _hadamard(dim: int) -> mx.array:
-    """Return Sylvester's orthogonal matrix, fp32 [D, D]: on a CPU a product takes half the time of mlx's transform."""
+    """Return Sylvester's matrix, fp32 [D, D]: on a CPU a product takes half the time of mlx's transform."""
     return mx.hadamard_transform(mx.eye(dim))
 
 

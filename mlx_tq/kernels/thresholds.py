@@ -1,7 +1,6 @@
-"""Thresholds of the attention kernels: one built-in table per device, and one measured on this machine.
+"""Thresholds of the attention kernels: tables that follow from a GPU's number of cores, and measured ones.
 
-The built-in tables follow from the number of GPU cores; they are not measured. `mlx_tq.bench --tune` measures a table
-and writes a file, which is used from then on by the chip that it names.
+`mlx_tq.bench --tune` measures a table and writes a file, which is used from then on by the chip that it names.
 """
 
 import json
@@ -36,26 +35,14 @@ RANGES = {
 
 @dataclass(frozen=True)
 class KernelThresholds:
-    """Thresholds that choose an attention kernel and divide its work; they change results only by rounding.
+    """Thresholds that choose an attention kernel and divide its work; they change results only by rounding."""
 
-    Attributes:
-        packed_queries: up to this many queries attend to packed rows; with more, the packed region is decoded first.
-        short_tokens: up to this many tokens are one kernel; more are cut into blocks, which a second kernel merges.
-        simdgroups: tokens are cut into blocks until this many simdgroups have work.
-        min_block: smallest block in tokens.
-        max_blocks: largest number of blocks.
-        merge_simdgroups: simdgroups that merge the blocks of a query row.
-
-    Raises:
-        ConfigError: a value is not an integer in its range.
-    """
-
-    packed_queries: int = 8
-    short_tokens: int = 512
-    simdgroups: int = 1024
-    min_block: int = 64
+    packed_queries: int = 8  # up to this many attend to packed rows; with more, the packed region is decoded first
+    short_tokens: int = 512  # up to this many take one kernel; more are cut into blocks, which a second kernel merges
+    simdgroups: int = 1024  # tokens are cut into blocks until this many have work
+    min_block: int = 64  # smallest block in tokens
     max_blocks: int = 256
-    merge_simdgroups: int = 4
+    merge_simdgroups: int = 4  # that merge the blocks of a query row
 
     def __post_init__(self) -> None:
         for name, (smallest, largest) in RANGES.items():
@@ -87,7 +74,6 @@ class Table(NamedTuple):
 
 
 def file() -> Path:
-    """Return the file that `mlx_tq.bench --tune` writes."""
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Application Support" / "mlx_tq" / "thresholds.json"
     base = os.environ.get("XDG_CONFIG_HOME")
@@ -108,10 +94,6 @@ def chip_class() -> str:
 
 
 def table() -> Table:
-    """Return the table in use: measured on this machine or built in.
-
-    A file that cannot be read causes a `ThresholdsWarning` with the reason, and the built-in table is used.
-    """
     return _table(backend.current())
 
 
@@ -151,11 +133,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def write(values: KernelThresholds) -> Path:
-    """Save the thresholds measured on this machine, next to those of other machines, and return the file.
-
-    Raises:
-        ConfigError: the existing file cannot be read, or the file cannot be written.
-    """
+    """Save the thresholds measured on this machine, next to those of other machines, and return the file."""
     path = file()
     content = {"version": VERSION, "tables": {**_read(path), machine(): asdict(values)}}
     try:
@@ -172,13 +150,11 @@ _overrides: list[KernelThresholds] = []
 
 
 def current() -> KernelThresholds:
-    """Return the thresholds in use."""
     return _overrides[-1] if _overrides else _table(backend.current()).values
 
 
 @contextmanager
 def using(values: KernelThresholds) -> Iterator[None]:
-    """Use these thresholds inside a `with` block."""
     _overrides.append(values)
     try:
         yield

@@ -1,8 +1,7 @@
-"""Measures the thresholds of `kernels.thresholds` on this machine.
+"""Measures the thresholds of `kernels.thresholds` on this machine, one at a time, by the medians of several rounds.
 
-One threshold at a time, with the others fixed: attention with each candidate is timed in turn for several rounds, and
-the smallest median wins. `packed_queries` and `short_tokens` are limits between two ways to attend: they are raised
-while the way below the limit is faster. The reference backend uses `packed_queries` only.
+`packed_queries` and `short_tokens` are limits between two ways to attend: they are raised while the way below the limit
+is faster. The reference backend uses `packed_queries` only.
 """
 
 import statistics
@@ -38,10 +37,8 @@ Step = tuple[str, int, float, KernelThresholds]
 
 
 class Case(NamedTuple):
-    """One way to attend: `attend` or `prefill` of a number of queries, under given thresholds."""
-
     regions: Regions
-    run: Callable[..., mx.array]
+    run: Callable[..., mx.array]  # attend or prefill
     queries: int
     limits: KernelThresholds
 
@@ -49,9 +46,7 @@ class Case(NamedTuple):
 def tune(tokens: list[int], rounds: int) -> Iterator[Step]:
     """Measure each threshold at contexts of these packed tokens (`short_tokens` at its own), tq4 in fp16.
 
-    Yields:
-        Steps. The figure is the seconds summed over the contexts; for `packed_queries` and `short_tokens` it is how
-        many times faster packed rows, or one kernel, are than the other way.
+    The figure of a step is the seconds summed over the contexts; for limits, how many times faster the way below is.
     """
     best = thresholds.current()
     caches = [_make_cache(count) for count in tokens]
@@ -82,7 +77,6 @@ def tune(tokens: list[int], rounds: int) -> Iterator[Step]:
 def _raise_limit(
     name: str, values: tuple[int, ...], best: KernelThresholds, seconds: Callable[[int, KernelThresholds], list[float]]
 ) -> Generator[Step, None, KernelThresholds]:
-    """Raise a limit while the way used below it takes fewer seconds than the way used above it."""
     for value in values:
         below, above = seconds(value, best)
         if below < above:

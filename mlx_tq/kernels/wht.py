@@ -5,9 +5,9 @@ import math
 import mlx.core as mx
 
 from mlx_tq.codec.normalization import KeyNormalization, cast_clamped, normalize_queries
-from mlx_tq.codec.rotation import Rotation, split_order
+from mlx_tq.codec.rotation import Rotation
 from mlx_tq.kernels import arguments, backend
-from mlx_tq.kernels.gpu import Kernel
+from mlx_tq.kernels.gpu import Kernel, simdgroup_grid
 
 WHT = Kernel("wht", inputs=("vectors", "rotation_flips"), outputs=("rotated",), normalized=("key_scale",))
 SIMDGROUPS = 4
@@ -16,23 +16,20 @@ SIMDGROUPS = 4
 def _launch(
     x: mx.array, rotation: Rotation, *, inverse: bool = False, normalization: KeyNormalization | None = None
 ) -> mx.array:
-    arguments.check_can_rotate(rotation)
+    transform = arguments.check_can_rotate(rotation)
     vectors = x.reshape(-1, *x.shape[-3:]) if x.ndim > 4 else x.reshape((1,) * (4 - x.ndim) + x.shape)
-    count = x.size // rotation.dim
-    order, _ = split_order(rotation.dim) or (1, 0)
     scale = [] if normalization is None else [mx.contiguous(normalization.scale)]
     (rotated,) = WHT.run(
         inputs=[vectors, arguments.sign_flips(rotation), *scale],
         constants=(
             ("T", x.dtype),
             ("DIM", rotation.dim),
-            ("ORDER", order),
+            ("ORDER", transform.order),
             ("INVERSE", inverse),
             *arguments.normalization_constants(normalization, x.dtype),
             ("SIMDGROUPS", SIMDGROUPS),
         ),
-        grid=(32 * SIMDGROUPS, -(-count // SIMDGROUPS), 1),
-        threadgroup=(32 * SIMDGROUPS, 1, 1),
+        **simdgroup_grid(x.size // rotation.dim, SIMDGROUPS),
         output_shapes=[x.shape],
         output_dtypes=[x.dtype],
     )
@@ -43,17 +40,7 @@ def _launch(
 def wht(
     x: mx.array, rotation: Rotation, *, inverse: bool = False, normalization: KeyNormalization | None = None
 ) -> mx.array:
-    """Rotate vectors, computing in fp32.
-
-    Args:
-        x: vectors [..., D]; queries [B, Hq, L, D] if `normalization` is given.
-        rotation: the rotation R.
-        inverse: multiply by R^T instead of R.
-        normalization: divide queries by its key scale before the rotation.
-
-    Returns:
-        R x or R^T x, [..., D], in the dtype of `x`.
-    """
+    """Return R x, or R^T x if `inverse`, in the dtype of x [..., D]; with `normalization`, of queries [B, Hq, L, D]."""
     vectors = normalize_queries(x, normalization).astype(mx.float32)
     rotated = rotation.inverse(vectors) if inverse else rotation.forward(vectors) / math.sqrt(rotation.dim)
     return cast_clamped(rotated, x.dtype, normalization)

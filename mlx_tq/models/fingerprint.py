@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-_WHOLE = "_mlx_tq_whole_fingerprint"  # the attribute of a rank's part of a model
+WHOLE = "_mlx_tq_whole_fingerprint"  # the attribute of a rank's part of a model
 
 
 def fingerprint(model: Any) -> str:
@@ -17,7 +17,7 @@ def fingerprint(model: Any) -> str:
 
     A rank's part of a model has the fingerprint of the whole.
     """
-    if (whole := getattr(model, _WHOLE, None)) is not None:
+    if (whole := getattr(model, WHOLE, None)) is not None:
         return str(whole)
     digest = hashlib.sha256()
     weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
@@ -26,12 +26,6 @@ def fingerprint(model: Any) -> str:
         if weight.ndim == 1:
             digest.update(np.array(weight.astype(mx.float32)).tobytes())
     return digest.hexdigest()[:16]
-
-
-def keep_fingerprint(model: Any) -> str:
-    """Return the fingerprint of a model, which it keeps when it is divided."""
-    setattr(model, _WHOLE, whole := fingerprint(model))
-    return whole
 
 
 def exact_fingerprint(model: Any) -> str:

@@ -1,18 +1,212 @@
-"""Load a GGUF file, llama.cpp's format, as mlx-lm's model and tokenizer."""
+"""Load a GGUF file, llama.cpp's format, as mlx-lm's model and tokenizer.
 
+What a hyperparameter means, and which numbers llama.cpp has in its code because no file has them, is taken from
+llama.cpp's convert_hf_to_gguf.py and src/llama-model.cpp.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.nn.layers.quantized import quantize
 
 from mlx_tq.codec.formats.base import dtype_of
-from mlx_tq.errors import ConfigError
-from mlx_tq.models.gguf_architectures import FREQUENCY_FACTORS, Config, architecture_of, make_config
-from mlx_tq.models.gguf_file import GROUP_SIZE, GgufFile, read_gguf
+from mlx_tq.errors import ConfigError, UnsupportedModelError
+from mlx_tq.models.gguf_file import GROUP_SIZE, GgufFile, damaged, read_gguf
 from mlx_tq.models.gguf_tokenizer import write_tokenizer
+
+Config = dict[str, Any]
+
+# Tensors of a layer, behind blk.N. in the file and behind model.layers.N. in mlx-lm.
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_TWO_NORMS = {"ffn_norm": "post_attention_layernorm"}
+_FOUR_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+# If one of these keys is not 0, the model computes something that mlx-lm's model of this name does not.
+_UNSUPPORTED = (
+    "expert_count",
+    "attention.clamp_kqv",
+    "attention.max_alibi_bias",
+    "attention.scale",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "logit_scale",
+    "residual_scale",
+    "embedding_scale",
+)
+# Llama 3.1 and later: the factor on the wavelength of each pair of dims. The four numbers that made it are in no file;
+# the first is the largest factor, the others are the same in all of Meta's models.
+_FREQUENCY_FACTORS = "rope_freqs.weight"
+_LOW, _HIGH, _TRAINED = 1.0, 4.0, 8192
+_SCALING_KEYS = {"none": (), "linear": ("factor",), "yarn": ("factor", "original_context_length")}
+_IGNORED_SCALING_KEYS = ("type", "finetuned")
+
+
+@dataclass(frozen=True)
+class _Architecture:
+    """How a GGUF file of one architecture maps to mlx-lm's model."""
+
+    layer: Mapping[str, str]  # names of a layer's tensors in the file, and in mlx-lm
+    own_config: Callable[[GgufFile, Config], Config]  # the part of the configuration that only this architecture has
+    interleaved: bool = False  # rows of q and k are in pairs (x0, x64, x1, x65 ...); mlx-lm has halves
+    norm_offset: float = 0.0  # added to the weights of norms in the file, which mlx-lm's model adds itself
+
+    def mlx_name(self, tensor: str) -> str | None:
+        """Return mlx-lm's name of a tensor of the file, without its last part, or None for an unknown tensor."""
+        if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", tensor):
+            name = self.layer.get(match[2])
+            return name and f"model.layers.{match[1]}.{name}"
+        return _OUTSIDE.get(tensor.removesuffix(".weight"))
+
+    def interleaved_heads(self, name: str, config: Config) -> int:
+        """Return the number of heads whose rows of a weight are interleaved, or 0."""
+        key = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.rpartition(".")[2])
+        return int(config[key]) if self.interleaved and key else 0
+
+
+def _refuse(file: GgufFile, *keys: str) -> None:
+    """Raise UnsupportedModelError if the file has one of these keys with another value than 0."""
+    for key in keys:
+        if value := file.metadata.get(f"{file.architecture}.{key}"):
+            raise UnsupportedModelError(
+                f"the model {str(file.path)!r} has {file.architecture}.{key} = {str(value)[:40]}, which mlx-lm's "
+                f"{file.architecture} does not compute."
+            )
+
+
+def _llama(file: GgufFile, config: Config) -> Config:
+    _refuse(file, "attention.sliding_window")
+    return {"tie_word_embeddings": "output.weight" not in file.tensors}
+
+
+def _gemma3(file: GgufFile, config: Config) -> Config:
+    # llama.cpp tells the 27B model by its 62 layers; it alone scales queries by the width that a head would have.
+    is_27b = config["num_hidden_layers"] == 62
+    return {
+        "model_type": "gemma3_text",
+        "rope_local_base_freq": file.number("rope.freq_base_swa", 10_000.0),
+        "query_pre_attn_scalar": (
+            config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
+        ),
+        "sliding_window": file.number("attention.sliding_window"),
+        "sliding_window_pattern": file.number("attention.sliding_window_pattern", 6),
+    }
+
+
+_ARCHITECTURES = {
+    "llama": _Architecture(_LAYER | _TWO_NORMS, _llama, interleaved=True),
+    "qwen3": _Architecture(_LAYER | _TWO_NORMS | _HEAD_NORMS, _llama),
+    "gemma3": _Architecture(_LAYER | _FOUR_NORMS | _HEAD_NORMS, _gemma3, norm_offset=1.0),
+}
+
+
+def _architecture_of(file: GgufFile) -> _Architecture:
+    """Return the architecture of a file, or raise UnsupportedModelError if mlx-lm does not have it."""
+    name = file.architecture
+    if name not in _ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"the model {str(file.path)!r} cannot be loaded: its architecture is {name[:40]!r}; GGUF files of "
+            f"{', '.join(_ARCHITECTURES)} can. Convert it for mlx-lm, or take a folder from mlx-community on the hub."
+        )
+    architecture = _ARCHITECTURES[name]
+    for tensor in file.tensors:
+        if tensor != _FREQUENCY_FACTORS and architecture.mlx_name(tensor) is None:
+            raise UnsupportedModelError(
+                f"the model {str(file.path)!r} cannot be loaded: mlx-lm's {name} has no place for its tensor {tensor}."
+            )
+    return architecture
+
+
+def make_config(file: GgufFile) -> Config:
+    """Return the configuration of mlx-lm's model, with the file's numbers, or llama.cpp's defaults."""
+    architecture = _architecture_of(file)
+    _refuse(file, *_UNSUPPORTED)
+    if "token_embd.weight" not in file.tensors:
+        raise damaged(file.path, "it has no token_embd.weight")
+    layers = len({name.split(".")[1] for name in file.tensors if name.startswith("blk.")})
+    if layers != file.number("block_count"):
+        raise damaged(file.path, f"it says that it has {file.number('block_count')} layers, and has {layers}")
+    hidden, heads = file.number("embedding_length"), file.number("attention.head_count")
+    head_dim = file.number("attention.key_length", hidden // heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if (value := file.number(key, head_dim)) != head_dim:
+            raise UnsupportedModelError(
+                f"the model {str(file.path)!r} has {file.architecture}.{key} = {value} and heads of {head_dim}; "
+                f"mlx-lm's {file.architecture} has one number for both."
+            )
+    config = {
+        "model_type": file.architecture,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": file.number("feed_forward_length"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": file.number("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": file.number("attention.layer_norm_rms_epsilon"),
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "max_position_embeddings": file.number("context_length"),
+        "rope_theta": file.number("rope.freq_base", 10_000.0),
+    }
+    return config | {"rope_scaling": _rope_scaling(file, config)} | architecture.own_config(file, config)
+
+
+def _rope_scaling(file: GgufFile, config: Config) -> Config | None:
+    prefix = f"{file.architecture}.rope.scaling."
+    scaling = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    kind = scaling.get("type", "none")
+    if kind not in _SCALING_KEYS or (_FREQUENCY_FACTORS in file.tensors and kind != "none"):
+        raise _unknown(file, f"RoPE scaling {str(kind)[:40]!r}", f"{', '.join(_SCALING_KEYS)} and llama3")
+    required = _SCALING_KEYS[kind]
+    if unknown := scaling.keys() - {*required, *_IGNORED_SCALING_KEYS}:
+        raise _unknown(file, f"{prefix}{min(unknown)} with RoPE scaling {kind!r}", ", ".join(required) or "none")
+    if missing := [key for key in required if not isinstance(scaling.get(key), int | float)]:
+        raise damaged(file.path, f"it has no {prefix}{missing[0]}")
+    if kind == "none":
+        return _llama3_scaling(file, config) if _FREQUENCY_FACTORS in file.tensors else None
+    original = {"original_max_position_embeddings": scaling[required[1]]} if kind == "yarn" else {}
+    return {"type": kind, "factor": scaling["factor"], **original}
+
+
+def _llama3_scaling(file: GgufFile, config: Config) -> Config:
+    factors = np.array(file.read(file.tensors[_FREQUENCY_FACTORS], mx.float32)["weight"], dtype=np.float64)
+    exponents = np.arange(0, config["head_dim"], 2) / config["head_dim"]
+    turns = _TRAINED / (2 * math.pi * config["rope_theta"] ** exponents)  # of each pair over the trained context
+    share = np.clip((turns - _LOW) / (_HIGH - _LOW), 0, 1)
+    largest = float(factors.max())
+    if factors.shape != share.shape or not np.allclose(factors, 1 / ((1 - share) / largest + share), rtol=1e-3):
+        raise _unknown(file, f"factors in {_FREQUENCY_FACTORS}", "those of Llama 3.1 to 3.3")
+    return {
+        "rope_type": "llama3",
+        "factor": largest,
+        "low_freq_factor": _LOW,
+        "high_freq_factor": _HIGH,
+        "original_max_position_embeddings": _TRAINED,
+    }
+
+
+def _unknown(file: GgufFile, what: str, valid: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"the model {str(file.path)!r} has an unknown {what}; valid are {valid}.")
 
 
 def load_gguf(
@@ -22,13 +216,9 @@ def load_gguf(
     tokenizer_config: dict[str, Any] | None = None,
     model_config: dict[str, Any] | None = None,
     adapter_path: str | Path | None = None,
-    trust_remote_code: bool = False,
+    trust_remote_code: bool = False,  # without effect, since the file contains no code
 ) -> tuple[Any, Any, Config]:
-    """Load a model of mlx-lm, its tokenizer and its configuration; options are those of `mlx_lm.load`.
-
-    `trust_remote_code` has no effect, since a GGUF file contains no code. Raises ValueError if shapes of tensors do not
-    fit the configuration.
-    """
+    """Load a model, its tokenizer and its configuration; raise ValueError if the shape of a tensor does not fit."""
     from mlx_lm.utils import load_adapters, load_tokenizer  # imports transformers, which takes a second
 
     if (model_config or {}).get("quantize_activations"):
@@ -62,16 +252,17 @@ def _default_dtype(file: GgufFile) -> mx.Dtype:
 
 def _build_model(file: GgufFile, config: Config, dtype: mx.Dtype) -> Any:
     """Return mlx-lm's model with the file's weights; adds the quantization to `config`."""
-    architecture = architecture_of(file)
+    architecture = _architecture_of(file)
     weights: dict[str, mx.array] = {}
     packed: dict[str, dict[str, int]] = {}
     for tensor in file.tensors.values():
-        if tensor.name == FREQUENCY_FACTORS:
+        if tensor.name == _FREQUENCY_FACTORS:
             continue
         name = str(architecture.mlx_name(tensor.name))
         arrays = file.read(tensor, dtype, minus=architecture.norm_offset if name.endswith("norm") else 0.0)
         if heads := architecture.interleaved_heads(name, config):
-            arrays = {part: _pairs_to_halves(array, heads) for part, array in arrays.items()}
+            for part, rows in arrays.items():  # from [heads, D / 2, 2] to [heads, 2, D / 2]
+                arrays[part] = rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
         weights |= {f"{name}.{part}": array for part, array in arrays.items()}
         if bits := tensor.packed_bits:
             packed[name] = {"group_size": GROUP_SIZE, "bits": bits}
@@ -86,8 +277,3 @@ def _build_model(file: GgufFile, config: Config, dtype: mx.Dtype) -> Any:
     model.load_weights(list(weights.items()))
     mx.eval(model.parameters())
     return model
-
-
-def _pairs_to_halves(rows: mx.array, heads: int) -> mx.array:
-    """Reorder rows [heads, D / 2, 2] of a weight, its scales or biases to [heads, 2, D / 2]."""
-    return rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)

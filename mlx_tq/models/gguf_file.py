@@ -71,6 +71,20 @@ class GgufFile:
     tensors: dict[str, Tensor]
     data: NDArray[np.uint8]
 
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata.get("general.architecture"))
+
+    def number(self, key: str, default: float | None = None) -> Any:
+        """Return a hyperparameter, which is stored under the architecture's name."""
+        name = f"{self.architecture}.{key}"
+        value = self.metadata.get(name, default)
+        if value is None:
+            raise damaged(self.path, f"it has no {name}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise damaged(self.path, f"{name} is {str(value)[:40]}, not one number above 0")
+        return value
+
     def rows(self, tensor: Tensor, block: int, block_bytes: int) -> NDArray[np.uint8]:
         """Return the bytes of a tensor, [rows, bytes per row], whose blocks of `block` values take `block_bytes`."""
         columns, rows = tensor.shape[-1], math.prod(tensor.shape[:-1])
@@ -82,10 +96,7 @@ class GgufFile:
         return self.data[tensor.start : tensor.start + rows * width].reshape(rows, width)
 
     def read(self, tensor: Tensor, dtype: mx.Dtype, minus: float = 0.0) -> dict[str, mx.array]:
-        """Return the arrays of a tensor: `weight`, and if it stays packed `scales` and `biases` of groups of 32.
-
-        Dense weights, scales and biases are of `dtype`; `minus` is subtracted from a dense weight before rounding.
-        """
+        """Return `weight`, and if it stays packed `scales` and `biases`; `minus` is subtracted from a dense weight."""
         if tensor.packed_bits is not None:
             return self._read_packed(tensor, dtype)
         if tensor.kind in _DENSE:

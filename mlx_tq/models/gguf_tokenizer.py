@@ -25,7 +25,7 @@ _PRE_TOKENIZERS = (_GPT2, _SMOLLM, _LLAMA3, _QWEN2)
 
 
 def write_tokenizer(file: GgufFile, folder: Path) -> list[int]:
-    """Write tokenizer.json and tokenizer_config.json, and return the tokens that end a completion."""
+    """Write tokenizer.json and tokenizer_config.json, and return the ids of the ends of text, a turn and a message."""
     vocabulary = _read_vocabulary(file)
     tokenizer = _byte_level(vocabulary) if vocabulary.kind == _BYTE_LEVEL else _sentencepiece(vocabulary)
     _add_special_tokens(tokenizer, vocabulary)
@@ -38,7 +38,10 @@ def write_tokenizer(file: GgufFile, folder: Path) -> list[int]:
     if template := file.metadata.get("tokenizer.chat_template"):
         config["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-    return _end_tokens(vocabulary)
+    ends = {vocabulary.id("eos"), vocabulary.id("eot"), vocabulary.id("eom")}
+    if vocabulary.id("eot") is None:
+        ends |= {vocabulary.ids[token] for token in vocabulary.of_type(_CONTROL) if token in _TURN_ENDS}
+    return sorted(end for end in ends if end is not None)
 
 
 @dataclass(frozen=True)
@@ -158,11 +161,3 @@ def _add_special_tokens(tokenizer: "Tokenizer", vocabulary: _Vocabulary) -> None
         tokenizer.post_processor = TemplateProcessing(
             single=f"{bos}$A {eos}".strip(), pair=f"{bos}$A {bos}$B {eos}".strip(), special_tokens=used
         )
-
-
-def _end_tokens(vocabulary: _Vocabulary) -> list[int]:
-    """Return the ids of the ends of text, of a turn and of a message."""
-    ends = {vocabulary.id("eos"), vocabulary.id("eot"), vocabulary.id("eom")}
-    if vocabulary.id("eot") is None:
-        ends |= {vocabulary.ids[token] for token in vocabulary.of_type(_CONTROL) if token in _TURN_ENDS}
-    return sorted(end for end in ends if end is not None)

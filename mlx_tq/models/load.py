@@ -41,8 +41,9 @@ def load(
     dtype: str | None = None,
     dequantize: bool = False,
     ranks: Ranks = ALONE,
+    return_config: bool = False,
     **options: Any,
-) -> tuple[Any, Any]:
+) -> tuple[Any, ...]:
     """Load a model and its tokenizer.
 
     Args:
@@ -51,10 +52,11 @@ def load(
             weights are quantized is computed in bfloat16, on a CPU in float32, which is ten times faster there.
         dequantize: whether to make quantized weights dense.
         ranks: processes among which the model is divided; each loads its part.
-        options: options of `mlx_lm.load`, such as `adapter_path` or `tokenizer_config`.
+        return_config: whether to return the model's configuration too.
+        options: more options of `mlx_lm.load`, such as `adapter_path` or `tokenizer_config`.
 
     Returns:
-        The model, and mlx-lm's wrapper of the tokenizer.
+        The model, mlx-lm's wrapper of the tokenizer, and the configuration with `return_config`.
 
     Raises:
         ConfigError: the folder, file or hub model does not exist or is damaged; an unknown dtype; a missing package; or
@@ -63,19 +65,6 @@ def load(
             is not supported.
         RankError: ranks have different models.
     """
-    loaded, tokenizer, _ = load_with_config(model, dtype=dtype, dequantize=dequantize, ranks=ranks, **options)
-    return loaded, tokenizer
-
-
-def load_with_config(
-    model: str | Path | None = None,
-    *,
-    dtype: str | None = None,
-    dequantize: bool = False,
-    ranks: Ranks = ALONE,
-    **options: Any,
-) -> tuple[Any, Any, dict[str, Any]]:
-    """Load as `load` does, and return the model's configuration too."""
     if dtype is not None and dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
     source = str(embedded_path() if model is None else smollm2_path() if model == SMOLLM2 else model)
@@ -83,8 +72,8 @@ def load_with_config(
     if not ranks.is_alone:
         check_heads(source, ranks)
     if Path(source).suffix == _GGUF:
-        exact = "float32" if dequantize else dtype  # so that dense weights are rounded once
-        loaded, tokenizer, config = _load_file(Path(source), exact, options)
+        options["dtype"] = "float32" if dequantize else dtype  # so that dense weights are rounded once
+        loaded, tokenizer, config = _load_file(source, options)
     else:
         loaded, tokenizer, config = _load_folder(source, {**options, "lazy": not ranks.is_alone})
     if dequantize:
@@ -95,7 +84,7 @@ def load_with_config(
     if not ranks.is_alone:
         divide(loaded, ranks)
     tokenizer.model_max_length = sys.maxsize  # mlx_tq reports prompts that are too long; transformers would warn too
-    return loaded, tokenizer, config
+    return (loaded, tokenizer, config) if return_config else (loaded, tokenizer)
 
 
 def embedded_path() -> Path:
@@ -134,13 +123,13 @@ def _check_source(source: str, adapter: str | Path | None) -> None:
         )
 
 
-def _load_file(path: Path, dtype: str | None, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+def _load_file(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
     try:
-        return load_gguf(path, dtype=dtype, **options)
+        return load_gguf(Path(source), **options)
     except ConfigError:  # which is a ValueError too
         raise
     except ValueError as error:
-        raise _not_loaded(str(path), str(error), "Download or convert it again.") from error
+        raise _not_loaded(source, str(error), "Download or convert it again.") from error
 
 
 def _load_folder(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:

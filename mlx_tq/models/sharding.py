@@ -9,8 +9,8 @@ import numpy as np
 
 from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import ConfigError, UnsupportedModelError
-from mlx_tq.models.fingerprint import keep_fingerprint
-from mlx_tq.models.gguf_architectures import make_config
+from mlx_tq.models.fingerprint import WHOLE, fingerprint
+from mlx_tq.models.gguf import make_config
 from mlx_tq.models.gguf_file import read_gguf
 
 _RANKS = "_mlx_tq_ranks"  # the attribute of a rank's part of a model
@@ -58,7 +58,8 @@ def divide(model: Any, ranks: Ranks) -> None:
         by_layers = hasattr(getattr(model, "model", None), "pipeline")
         reason = "divides it only by layers, which mlx_tq does not" if by_layers else "does not divide it"
         raise UnsupportedModelError(f"{name} cannot run on {ranks.size} ranks: mlx-lm {reason}. Start one.")
-    ranks.check_equal("the model", np.frombuffer(keep_fingerprint(model).encode(), np.uint8))
+    setattr(model, WHOLE, whole := fingerprint(model))
+    ranks.check_equal("the model", np.frombuffer(whole.encode(), np.uint8))
     try:
         model.shard(ranks.group)
     except ValueError as error:

@@ -23,7 +23,6 @@ class KeyNorm(Policy):
     name: ClassVar[str] = "knorm"
 
     def score(self, tokens: PackedTokens) -> np.ndarray:
-        """Return minus the norm of each key, in units of its head's mean, averaged over heads and layers: [S]."""
         norms: np.ndarray = np.mean([_key_norms(layer, len(tokens.positions)) for layer in tokens.layers], axis=0)
         return -norms
 
@@ -51,7 +50,6 @@ class Random(Policy):
     seed: int = option(0, minimum=0)
 
     def score(self, tokens: PackedTokens) -> np.ndarray:
-        """Return uniform numbers in [0, 1), from the seed and the number of the round: float64 [S]."""
         return np.random.default_rng((self.seed, tokens.round_number)).random(len(tokens.positions))
 
 
@@ -63,7 +61,6 @@ class Recency(Policy):
     segmented: ClassVar[bool] = False
 
     def score(self, tokens: PackedTokens) -> np.ndarray:
-        """Return the position of each token, float64 [S]."""
         return tokens.positions.astype(np.float64)
 
 
@@ -78,5 +75,4 @@ class Streaming(Policy):
     segmented: ClassVar[bool] = False
 
     def score(self, tokens: PackedTokens) -> np.ndarray:
-        """Return the position of each token, or infinity for a sink: float64 [S]."""
         return np.where(tokens.positions < _SINKS, np.inf, tokens.positions.astype(np.float64))

@@ -105,61 +105,49 @@ class Calibrator:
         return self.rope is None or (self._is_open and self._next < stop)
 
     def observe(self, queries: mx.array, start: int, module: Any) -> list[mx.array]:
-        """Count the queries [1, Hq, L, D] at positions from `start` on, before the RoPE `module`.
-
-        Positions that were counted before (after a trim, or by another layer that shares the cache) are skipped. The
-        returned sums are lazy, to be evaluated with the pass.
-        """
+        """Count queries before RoPE [1, Hq, L, D], from position `start`; return arrays to evaluate with the pass."""
         if self.rope is None:
             self.rope = learn_rope(module, queries.shape[-1])
         stop = start + queries.shape[2]
         while self._is_open and self._next < stop:
-            first = max(self._next, start)
+            first = max(self._next, start)  # after a trim, or in a shared cache, positions come twice
             last = min(stop, first + self.warmup - self._count)
-            self._add(self.rope, queries[0, :, first - start : last - start].astype(mx.float32))
+            counted = queries[0, :, first - start : last - start].astype(mx.float32)
+            terms = [counted.sum(axis=1), self.rope.pair_norms(counted).sum(axis=1)]
+            if self.covariance:
+                terms.append(counted.swapaxes(-1, -2) @ counted)
+            self._sums = [a + b for a, b in zip(self._sums, terms, strict=True)] if self._sums else terms
             self._count += last - first
             self._next = last
             if self._count == self.warmup:
                 self._finish_window()
         return [*self._sums, *(self.stats.arrays() if self.stats else [])]
 
-    def _add(self, rope: Rope, queries: mx.array) -> None:
-        terms = [queries.sum(axis=1), rope.pair_norms(queries).sum(axis=1)]
-        if self.covariance:
-            terms.append(queries.swapaxes(-1, -2) @ queries)
-        self._sums = [a + b for a, b in zip(self._sums, terms, strict=True)] if self._sums else terms
-
     def _finish_window(self) -> None:
         _, self.stats = self.open_window
         self._sums, self._count = [], 0
 
     def copy(self) -> "Calibrator":
-        twin = copy.copy(self)
-        twin._sums = list(self._sums)
-        return twin
+        return copy.copy(self)  # what it holds is replaced, never changed
 
     @property
     def state(self) -> dict[str, Any]:
         stats = self.stats.arrays() if self.stats else []
-        return {"stats": stats, "sums": list(self._sums), "count": self._count, "next": self._next}
+        return {"stats": stats, "sums": self._sums, "count": self._count, "next": self._next}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from the `state` of another calibrator, which lacks empty lists if it comes from a file."""
+        """Continue from a `state`, which lacks empty lists if it comes from a file."""
         self.stats = QueryStats(*state["stats"]) if state.get("stats") else None
         self._sums, self._count, self._next = list(state.get("sums", [])), state["count"], state["next"]
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The content of a calibration file.
-
-    The file names the model by the fingerprint of its weights. It holds, for each layer, query statistics and what the
-    layer's RoPE does to fixed vectors, so that the same weights under another RoPE are told apart.
-    """
+    """The content of a calibration file, which names its model by the fingerprint of the weights."""
 
     path: str
     layers: list[QueryStats]
-    ropes: list[mx.array]  # of each layer, see `Rope.fingerprint`, fp32 [3, D]
+    ropes: list[mx.array]  # `Rope.fingerprint` of each layer, as the same weights may run under another RoPE
 
     def check(self, ropes: Sequence[Rope], *, covariance: bool = False) -> list[QueryStats]:
         """Return the statistics for layers with these RoPEs, or raise CacheFormatError if they do not fit."""
@@ -183,9 +171,8 @@ class Calibration:
         if len(ropes) != len(self.layers):
             return f"has {len(self.layers)} layers, the model {len(ropes)}"
         for number, (rope, stats, expected) in enumerate(zip(ropes, self.layers, self.ropes, strict=True)):
-            dim = stats.center.shape[-1]
-            same_dim = dim == 2 * rope.pairs.shape[1] + rope.unrotated.size
-            if not same_dim or float(mx.abs(rope.fingerprint(dim) - expected).max()) > _ROPE_TOLERANCE:
+            same_dim = stats.center.shape[-1] == rope.dim
+            if not same_dim or float(mx.abs(rope.fingerprint() - expected).max()) > _ROPE_TOLERANCE:
                 return f"was made under another RoPE than layer {number} has"
         return ""
 
@@ -195,7 +182,7 @@ def save_calibration(path: str | Path, model: str, ropes: Sequence[Rope], layers
     check_replaceable(path)
     arrays = {}
     for number, (rope, stats) in enumerate(zip(ropes, layers, strict=True)):
-        arrays[f"{number}.rope"] = rope.fingerprint(stats.center.shape[-1])
+        arrays[f"{number}.rope"] = rope.fingerprint()
         for name, array in zip(("center", "amplitude", "moment"), stats.arrays(), strict=False):
             arrays[f"{number}.{name}"] = array
     header = {"format": _FORMAT, "version": _VERSION, "model": model, "layers": str(len(layers))}

@@ -10,8 +10,8 @@ import numpy as np
 from mlx_tq.errors import CacheFormatError
 from mlx_tq.policies.calibration import QueryStats
 from mlx_tq.policies.policy import CalibratedPolicy, PackedLayer
-from mlx_tq.policies.rope import Rope
-from mlx_tq.policies.triattention import OFFSETS, virtual_query, weigh_values
+from mlx_tq.policies.rope import OFFSETS, Rope
+from mlx_tq.policies.triattention import virtual_query, weigh_values
 
 _TOKENS_AT_A_TIME = 1024
 
@@ -30,10 +30,9 @@ class ExpectedAttention(CalibratedPolicy):
     needs_covariance: ClassVar[bool] = True
 
     def score_layer(self, layer: PackedLayer, rope: Rope, stats: QueryStats, tokens: int, last: int) -> np.ndarray:
-        """Return the expected weight of each token times the norm of its value, float64 [S]."""
         heads, dim = layer.rows.shape[1], stats.center.shape[1]
         mean = virtual_query(rope, stats.center, last).reshape(heads, -1, dim)
-        covariance = rotated_covariance(rope, stats, last).reshape(heads, -1, dim, dim)
+        covariance = _rotated_covariance(rope, stats, last).reshape(heads, -1, dim, dim)
         logits = []
         for part in layer.split(tokens, _TOKENS_AT_A_TIME):
             keys = part.keys()[0][:, None]  # [H, 1, S, D]
@@ -44,7 +43,7 @@ class ExpectedAttention(CalibratedPolicy):
         return weigh_values(mx.concatenate(logits, axis=-1), layer.value_norms(tokens))
 
 
-def rotated_covariance(rope: Rope, stats: QueryStats, last: int) -> mx.array:
+def _rotated_covariance(rope: Rope, stats: QueryStats, last: int) -> mx.array:
     """Return the covariance of queries, averaged over the positions `last` + OFFSETS: fp32 [Hq, D, D]."""
     if stats.moment is None:
         raise CacheFormatError(

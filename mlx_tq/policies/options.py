@@ -1,6 +1,6 @@
 """Options of dataclasses: checked, and parsed from and written as text such as `trigger=64:warmup=512`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, fields
 from types import NoneType
 from typing import Any, get_args, get_type_hints
@@ -26,10 +26,7 @@ def option(
 
 
 def check_options(settings: Any) -> None:
-    """Raise ConfigError if a field of a dataclass has the wrong type or a value that its `option` excludes.
-
-    A whole number serves as a float.
-    """
+    """Raise ConfigError if a field has the wrong type (a float may be a whole number) or a value that is excluded."""
     hints = get_type_hints(type(settings))
     for field_ in fields(settings):
         name, value, hint = field_.name, getattr(settings, field_.name), hints[field_.name]
@@ -46,10 +43,13 @@ def check_options(settings: Any) -> None:
             raise ConfigError(f"{name} is {value}; it must be {valid}.")
 
 
-def split_spec(text: str) -> tuple[str, dict[str, str]]:
-    """Return the name at the start of `NAME:OPTION=VALUE:...`, and the texts of its options."""
+def parse_spec(text: str, kind: str, classes: Mapping[str, type]) -> tuple[type, dict[str, Any]]:
+    """Return the class that is named at the start of `NAME:OPTION=VALUE:...`, and the values of its options."""
     name, *parts = text.split(_SEPARATOR)
-    values: dict[str, str] = {}
+    if name not in classes:
+        raise unknown_name(kind, name, classes)
+    hints, valid = get_type_hints(classes[name]), sorted(field_.name for field_ in fields(classes[name]))
+    values: dict[str, Any] = {}
     for part in parts:
         key, equals, value = part.partition("=")
         if not equals:
@@ -58,28 +58,19 @@ def split_spec(text: str) -> tuple[str, dict[str, str]]:
             )
         if key in values:
             raise ConfigError(f"{key} occurs twice in {text!r}; keep one.")
-        values[key] = value
-    return name, values
-
-
-def parse_options(cls: type, name: str, texts: dict[str, str]) -> dict[str, Any]:
-    """Return the values of options of the dataclass `cls`, which errors call `name`."""
-    hints, valid = get_type_hints(cls), sorted(field_.name for field_ in fields(cls))
-    values = {}
-    for key, text in texts.items():
         if key not in valid:
             raise unknown_name(f"option of {name}", key, valid)
         types = [part for part in (get_args(hints[key]) or (hints[key],)) if part is not NoneType]
         parse, expected = _PARSERS[types[0]]
         try:
-            values[key] = parse(text)
+            values[key] = parse(value)
         except (KeyError, ValueError):
-            raise ConfigError(f"{key}={text} does not fit {name}: {key} takes {expected}.") from None
-    return values
+            raise ConfigError(f"{key}={value} does not fit {name}: {key} takes {expected}.") from None
+    return classes[name], values
 
 
 def format_spec(name: str, settings: Any) -> str:
-    """Return the text of a name and its options that are not defaults, as `split_spec` and `parse_options` take it."""
+    """Return the text of a name and its options that are not defaults, as `parse_spec` takes it."""
     parts = [name]
     for field_ in fields(settings):
         value = getattr(settings, field_.name)

@@ -16,9 +16,9 @@ import numpy as np
 
 from mlx_tq.codec.normalization import KeyNormalization, decode_keys
 from mlx_tq.codec.rows import RowLayout
-from mlx_tq.errors import ConfigError, unknown_name
+from mlx_tq.errors import ConfigError
 from mlx_tq.policies.calibration import Calibrator, QueryStats
-from mlx_tq.policies.options import check_options, format_spec, option, parse_options, split_spec
+from mlx_tq.policies.options import check_options, format_spec, option, parse_spec
 from mlx_tq.policies.rope import Rope
 
 ENTRY_POINTS = "mlx_tq.policies"
@@ -168,7 +168,7 @@ class CalibratedPolicy(Policy):
         for layer in tokens.layers:
             if layer.queries is None or layer.rope is None:
                 raise ConfigError(
-                    f"{self.name} needs calibrated queries, and a layer has none. Run the model inside "
+                    f"{self.name} needs calibrated queries, and a layer lacks them. Run the model inside "
                     "`with mlx_tq.compressed(model):`."
                 )
             total += self.score_layer(layer, layer.rope, layer.queries, len(total), tokens.offset - 1)
@@ -210,10 +210,6 @@ def parse_policy(text: str, **defaults: Any) -> Policy:
     Raises:
         ConfigError: an unknown policy, option or value; the message names the valid ones.
     """
-    name, texts = split_spec(text)
-    policies = _registry()
-    if name not in policies:
-        raise unknown_name("policy", name, policies)
-    policy = policies[name]
-    values = {field.name: defaults[field.name] for field in fields(policy) if field.name in defaults}
-    return policy(**{**values, **parse_options(policy, name, texts)})
+    policy, values = parse_spec(text, "policy", _registry())
+    names = [field.name for field in fields(policy)]
+    return policy(**{name: value for name, value in defaults.items() if name in names} | values)  # type: ignore[no-any-return]

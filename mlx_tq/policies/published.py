@@ -70,13 +70,14 @@ class Published(TriAttention):
         return _WindowCalibrator(self.warmup, rope=rope, stats=stats, ema=self.ema, recalibrate=self.recalibrate)
 
     def score(self, tokens: PackedTokens) -> np.ndarray:
-        """Return the score of each token, combined over heads and layers as configured: float64 [S]."""
         scores = super().score(replace(tokens, layers=tokens.layers[self.skip_layers :]))
         return -scores if self.evict == "highest" else scores
 
     def score_layer(self, layer: PackedLayer, rope: Rope, stats: QueryStats, tokens: int, last: int) -> np.ndarray:
         if self.aggregation == "v3":
-            stats = _mean_over_groups(stats, layer.rows.shape[1])
+            heads = layer.rows.shape[1]  # the mean query of each group serves its KV head
+            means = [x.reshape(heads, -1, x.shape[1]).mean(axis=1) for x in (stats.center, stats.amplitude)]
+            stats = QueryStats(*means)
         scores = score_heads(layer, rope, stats, tokens, last, unrotated=self.score_unrotated_dims)  # [H, G, S]
         if self.aggregation == "weight":
             return weigh_values(scores / layer.layout.key.head_dim**0.5, layer.value_norms(tokens))
@@ -103,12 +104,6 @@ class Published(TriAttention):
             return pooled
         blocks = np.split(scores, starts[1:])
         return np.array([np.sort(block)[-max(1, len(block) // 8) :].mean() for block in blocks])
-
-
-def _mean_over_groups(stats: QueryStats, heads: int) -> QueryStats:
-    """Return one mean query for each KV head instead of one for each query head."""
-    means = [x.reshape(heads, len(x) // heads, x.shape[1]).mean(axis=1) for x in (stats.center, stats.amplitude)]
-    return QueryStats(*means)
 
 
 class _WindowCalibrator(Calibrator):

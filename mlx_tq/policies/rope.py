@@ -1,7 +1,7 @@
 """The dims that a model's RoPE rotates, learned by running it, so that no variant is known by name."""
 
-from dataclasses import dataclass, field
-from functools import reduce
+from dataclasses import dataclass
+from functools import cached_property, reduce
 from typing import Any
 
 import mlx.core as mx
@@ -9,7 +9,8 @@ import numpy as np
 
 from mlx_tq.errors import UnsupportedModelError
 
-_OFFSETS = (65536, 100003)  # every rotated pair has moved at one of them at least
+OFFSETS = tuple(1 << i for i in range(17))  # distances of later queries behind the last token
+_PROBED_OFFSETS = (65536, 100003)  # every rotated pair has moved at one of them at least
 _FAR = 1 << 20
 _DISTANCE = 1000
 _TOLERANCE = 0.05  # relative to norms: above fp32's error of angles at _FAR, far below the effect of other frequencies
@@ -24,7 +25,6 @@ class Rope:
     pairs: mx.array  # dims that rotate together, int32 [2, F]
     gain: mx.array  # growth of each pair's norm (YaRN's mscale), fp32 [F]
     unrotated: mx.array  # dims that it leaves alone, int32 [D - 2 F]
-    _mean_rotations: dict[tuple[int, ...], mx.array] = field(default_factory=dict, init=False, repr=False)
 
     def __deepcopy__(self, memo: object) -> "Rope":
         return self
@@ -34,41 +34,39 @@ class Rope:
         flat = x.reshape(1, -1, 1, x.shape[-1])
         return self.module(flat, offset=offset).reshape(x.shape)  # type: ignore[no-any-return]
 
-    def mean_rotation(self, x: mx.array, offsets: tuple[int, ...]) -> mx.array:
-        """Return the mean of vectors [..., D] rotated to each of `offsets`, without the gain.
+    @property
+    def dim(self) -> int:
+        return 2 * self.gain.size + self.unrotated.size
 
-        A mean of rotations is one matrix for each pair, which the module computes once.
-        """
-        if not self.pairs.size:
-            return x
-        first, second = self.pairs
-        if offsets not in self._mean_rotations:
-            probe = mx.zeros(x.shape[-1])
-            probe[first] = 1 / self.gain
-            mean = reduce(mx.add, (self.rotate(probe, offset) for offset in offsets)) / len(offsets)
-            self._mean_rotations[offsets] = mx.stack([mean[first], mean[second]])
-        cosine, sine = self._mean_rotations[offsets]
+    @cached_property
+    def _mean_rotation(self) -> tuple[mx.array, mx.array]:
+        """Cosine and sine of each pair, averaged over OFFSETS, without the gain: fp32 [F]."""
+        probe = mx.zeros(self.dim)
+        probe[self.pairs[0]] = 1 / self.gain
+        mean = reduce(mx.add, (self.rotate(probe, offset) for offset in OFFSETS)) / len(OFFSETS)
+        return mean[self.pairs[0]], mean[self.pairs[1]]
+
+    def mean_rotated(self, x: mx.array, last: int) -> mx.array:
+        """Return the mean of vectors [..., D] rotated to the positions `last` + OFFSETS."""
         rotated = mx.array(x)
-        rotated[..., first] = cosine * x[..., first] - sine * x[..., second]
-        rotated[..., second] = sine * x[..., first] + cosine * x[..., second]
-        return rotated
+        if self.pairs.size:
+            (first, second), (cosine, sine) = self.pairs, self._mean_rotation
+            rotated[..., first] = cosine * x[..., first] - sine * x[..., second]
+            rotated[..., second] = sine * x[..., first] + cosine * x[..., second]
+        return self.rotate(rotated, last)
 
     def pair_norms(self, x: mx.array) -> mx.array:
         """Return the norm of each pair of vectors [..., D]: [..., F]."""
         return mx.sqrt(mx.square(x[..., self.pairs[0]]) + mx.square(x[..., self.pairs[1]]))
 
-    def fingerprint(self, dim: int) -> mx.array:
+    def fingerprint(self) -> mx.array:
         """Return three rotated vectors that differ between RoPEs: fp32 [3, D]."""
-        probe = mx.array(_probe(dim, seed=1))
+        probe = mx.array(_probe(self.dim, seed=1))
         return mx.stack([self.rotate(probe, offset) for offset in _FINGERPRINT_OFFSETS])
 
 
 def learn_rope(module: Any, dim: int) -> Rope:
-    """Return the pairs of a RoPE module of head size `dim` whose angles depend only on the distance of two tokens.
-
-    Raises:
-        UnsupportedModelError: the angles depend on more (dynamic NTK), or dims are not rotated in pairs.
-    """
+    """Return the pairs of a RoPE module of head size `dim`; raise UnsupportedModelError if its frequencies change."""
     rope = find_pairs(module, dim)
     a, b = (mx.array(_probe(dim, seed)) for seed in (2, 3))
     near, far = ((rope.rotate(a, start + _DISTANCE) * rope.rotate(b, start)).sum().item() for start in (0, _FAR))
@@ -81,13 +79,9 @@ def learn_rope(module: Any, dim: int) -> Rope:
 
 
 def find_pairs(module: Any, dim: int) -> Rope:
-    """Return the pairs of a RoPE module of head size `dim`, whatever its angles depend on.
-
-    Raises:
-        UnsupportedModelError: dims are not rotated in pairs.
-    """
+    """Return the pairs of a RoPE module of head size `dim`; raise UnsupportedModelError if it rotates no pairs."""
     rope = Rope(module, mx.zeros((2, 0), mx.int32), mx.zeros(0), mx.arange(dim))
-    rotated = [np.abs(np.array(rope.rotate(mx.eye(dim), offset))) for offset in _OFFSETS]
+    rotated = [np.abs(np.array(rope.rotate(mx.eye(dim), offset))) for offset in _PROBED_OFFSETS]
     off_diagonal = np.maximum(*rotated) * (1 - np.eye(dim))
     partner = np.where(off_diagonal.max(axis=1) > 1e-6, off_diagonal.argmax(axis=1), -1)
     first = np.flatnonzero(partner > np.arange(dim))

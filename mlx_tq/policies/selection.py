@@ -21,19 +21,10 @@ class PositionRange(NamedTuple):
 def select(
     scores: np.ndarray, positions: np.ndarray, count: int, eligible_range: PositionRange, policy: Policy
 ) -> np.ndarray:
-    """Choose the tokens to evict: those with the lowest scores, the older ones of equals.
+    """Return the indices, ascending, of the `count` tokens with the lowest scores, the older ones of equals.
 
-    With a granularity above 1, whole aligned blocks are evicted, up to one more than `count` requires.
-
-    Args:
-        scores: the score of each packed token, [S].
-        positions: the position of each, ascending, int [S].
-        count: how many tokens to choose, or all eligible ones if they are fewer.
-        eligible_range: where tokens may be evicted.
-        policy: with its granularity and segments.
-
-    Returns:
-        Indices into `positions`, ascending.
+    `positions` are ascending, int [S]. With a granularity above 1, whole aligned blocks are chosen, up to one more than
+    `count` requires.
     """
     is_eligible = (positions >= eligible_range.start) & (positions < eligible_range.stop)
     blocks = positions // policy.granularity
@@ -56,11 +47,13 @@ def select(
     return indices
 
 
-def _choose_blocks(order: np.ndarray, sizes: np.ndarray, segments: np.ndarray, count: int) -> np.ndarray:
-    """Return whether each block is evicted, bool [N]: the share of every segment, then the lowest of the rest.
-
-    `order` sorts blocks by score, lowest first; `sizes` are their tokens; `segments` the number of each one's segment.
-    """
+def _choose_blocks(
+    order: np.ndarray,  # of blocks by score, lowest first
+    sizes: np.ndarray,  # tokens of each block
+    segments: np.ndarray,  # number of each one's segment
+    count: int,
+) -> np.ndarray:
+    """Return whether each block is evicted, bool [N]: the share of every segment, then the lowest of the rest."""
     total = int(sizes.sum())
     evicted = np.zeros(len(order), bool)
     for segment in np.unique(segments):

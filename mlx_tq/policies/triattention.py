@@ -11,8 +11,6 @@ from mlx_tq.policies.calibration import QueryStats
 from mlx_tq.policies.policy import CalibratedPolicy, PackedLayer
 from mlx_tq.policies.rope import Rope
 
-OFFSETS = tuple(1 << i for i in range(17))  # distances of later queries behind the last token
-
 
 @dataclass(frozen=True, kw_only=True)
 class TriAttention(CalibratedPolicy):
@@ -31,17 +29,13 @@ class TriAttention(CalibratedPolicy):
     name: ClassVar[str] = "triattention"
 
     def score_layer(self, layer: PackedLayer, rope: Rope, stats: QueryStats, tokens: int, last: int) -> np.ndarray:
-        """Return the expected attention weight of each token times the norm of its value, float64 [S]."""
         scores = score_heads(layer, rope, stats, tokens, last)
         return weigh_values(scores / layer.layout.key.head_dim**0.5, layer.value_norms(tokens))
 
 
 def virtual_query(rope: Rope, center: mx.array, last: int, *, unrotated: bool = True) -> mx.array:
-    """Return the mean of `center` [..., D] rotated to the positions `last` + OFFSETS: fp32 [..., D].
-
-    Without `unrotated`, the dims that RoPE leaves alone are zero.
-    """
-    query = rope.rotate(rope.mean_rotation(center, OFFSETS), last)
+    """Return the mean of later queries around `center`, [..., D]; `unrotated` counts dims that RoPE leaves alone."""
+    query = rope.mean_rotated(center, last)
     if not unrotated and rope.unrotated.size:
         query[..., rope.unrotated] = 0
     return query

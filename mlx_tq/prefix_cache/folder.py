@@ -34,11 +34,7 @@ _FUTURE = _AHEAD // 2  # tells them from records that a wrong clock wrote
 class Record(NamedTuple):
     time: int  # of the last use in nanoseconds; `_AHEAD` more if the record is protected
     size: int
-    filename: str
-
-    @property
-    def path(self) -> Path:
-        return Path(self.filename)
+    path: Path
 
     @property
     def is_protected(self) -> bool:
@@ -154,7 +150,7 @@ class Folder:
                     with suppress(OSError):  # evicted meanwhile
                         status = entry.stat()
                         if not entry.name.startswith("."):  # else it is being written
-                            records.append(Record(status.st_mtime_ns, status.st_size, entry.path))
+                            records.append(Record(status.st_mtime_ns, status.st_size, Path(entry.path)))
         return sorted(records)
 
     def check(self) -> tuple[int, int]:

@@ -42,10 +42,7 @@ _MAX_REMEMBERED = 100_000  # checkpoints whose continuations are counted
 
 
 def open_folder(name: str | Folder | None, limit: int = LIMIT, ranks: Ranks = ALONE) -> Folder | None:
-    """Open the folder that a user names; "auto" is in the user's cache folder, "off" is none.
-
-    Each of several ranks has a folder inside that one, as it has other heads of the same tokens.
-    """
+    """Open the folder that a user names, or a rank's own inside it; "auto" is in the cache folder, "off" is none."""
     if isinstance(name, Folder):
         return name
     if name in (None, OFF):
@@ -128,17 +125,10 @@ def reuse_prefix(
 
 
 class PrefixCache:
-    """KV caches of prompt prefixes on disk, for one model and one plan.
+    """KV caches of prompt prefixes on disk, for one model, all of whose weights are read once, and one plan.
 
-    Any process may use the same folder. What is restored has the same bits as a fresh prefill in the same steps.
-    Prefixes that include evicted tokens are not stored.
-
-    Args:
-        model: model of mlx-lm. All its weights are read once, to identify it.
-        plan: how its caches are stored, from `plan_caches`.
-        folder: folder of the records, from `open_folder`.
-        warn: called with a message when prompts cannot be stored, once until they can be again.
-        salt: prefixes that were stored with another salt never match.
+    Any process may use the same folder. Prefixes that include evicted tokens are not stored, and those that were stored
+    with another `salt` never match. `warn` is called when prompts cannot be stored, once until they can be again.
     """
 
     def __init__(self, model: Any, plan: Plan, folder: Folder, warn: Callable[[str], None], salt: str = "") -> None:
@@ -149,10 +139,7 @@ class PrefixCache:
         self._continuations: dict[str, set[str]] = {}
 
     def prompt(self, segments: list[list[int]], step: int, system: int = 0) -> "CachedPrompt":
-        """Return a prompt to restore and store, prefilled in steps of `step` tokens; each segment begins a step.
-
-        Any conversation may begin with the first `system` tokens, so these are evicted later than others.
-        """
+        """Return a prompt whose segments are prefilled in steps of `step` tokens; the first `system` are shared."""
         return CachedPrompt(self, step_keys(self.root, segments, step), step, system)
 
     @property

@@ -21,7 +21,7 @@ ROWS = 256
 
 
 def _growing_arrays(caches: list[Any]) -> dict[str, int]:
-    """Return the paths of state arrays that grow with the packed tokens, along axis 2, and the tokens of an entry."""
+    """Return the paths, in the states of all caches, of arrays that grow along axis 2, and the tokens of an entry."""
     layers: dict[str, Any] = {}
     for index, cache in enumerate(caches):
         if isinstance(cache, CacheList):

@@ -8,9 +8,10 @@ import json
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from mlx_tq.errors import RescueError
@@ -82,49 +83,44 @@ class CircuitBreaker:
     def is_open(self) -> bool:
         return self._failures >= MAX_FAILURES and self.pause > 0
 
-    def record_success(self) -> None:
-        self._failures, self._next_try = 0, 0.0
-
-    def record_failure(self) -> None:
-        self._failures += 1
-        self._next_try = self._clock() + min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self._failures - 1, 30))
+    def record(self, *, success: bool) -> None:
+        self._failures = 0 if success else self._failures + 1
+        pause = 0.0 if success else FIRST_PAUSE * 2 ** min(self._failures - 1, 30)
+        self._next_try = self._clock() + min(LONGEST_PAUSE, pause)
 
 
-class RescueClient:
+class RescueClient(AbstractContextManager["RescueClient"]):
     """Sends spans of any number of sessions to one service and queries it; safe to call from any thread.
 
     It stops a private service when it is closed. Spans beyond `max_queued` bytes of text are dropped.
     """
 
     def __init__(self, service: ServiceLocator, *, max_queued: int = MAX_QUEUED) -> None:
-        self._service = service
-        self._max_queued = max_queued
+        self._service, self._max_queued = service, max_queued
         self._locating = threading.Lock()  # guards the service and the HTTP client
         self._http: Any = None
-        self._changed = threading.Condition()  # its lock guards what follows
-        self._queue: deque[tuple[str, TextSpan]] = deque()
-        self._queued_bytes = 0
-        self._sending: str | None = None  # session whose batch, the first of the queue, is on its way
-        self._accepted = self._settled = 0  # spans queued so far; those acknowledged, refused or forgotten
         self._breaker = CircuitBreaker()
-        self._stats = RescueStats()
+        self._changed = threading.Condition()  # its lock guards what follows
+        self._queue: list[tuple[str, TextSpan]] = []
+        self._sending: str | None = None  # session whose batch, the first of the queue, is on its way
+        self._settled = 0  # spans acknowledged, refused or forgotten so far
+        self._counts: Counter[str] = Counter()
         self._warning: str | None = None
-        self._has_warned = False
-        self._is_closed = self._is_stopping = False
+        self._has_warned = self._is_closed = False
         threading.Thread(target=self._run, name="mlx_tq rescue", daemon=True).start()
 
     def write(self, session_id: str, spans: Sequence[TextSpan]) -> None:
         """Queue spans for the service and return at once."""
         dropped = 0
         with self._changed:
+            room = self._max_queued - sum(_queued_size(span) for _, span in self._queue)
             for span in spans if not self._is_closed else ():
                 size = _queued_size(span)
-                if self._queued_bytes + size > self._max_queued:
+                if size > room:
                     dropped += 1
                 else:
                     self._queue.append((session_id, span))
-                    self._queued_bytes += size
-                    self._accepted += 1
+                    room -= size
             self._changed.notify_all()
         if dropped:
             self._count(dropped=dropped)
@@ -148,15 +144,16 @@ class RescueClient:
 
         def query_service() -> list[RetrievedSpan]:
             self.flush(timeout / 2)  # the query may need earlier spans only
-            return self._request("POST", "/evict/retrieve", parse_retrieved, body)
+            return self._request("POST", "/evict/retrieve", parse_retrieved, body)[:top_k]
 
         self._count(queries=1)
-        spans = None if self._breaker.is_open else self._try(query_service, timeout)
-        if spans is None:
-            self._count(unanswered=1)
-            return []
-        self._count(retrieved=len(spans[:top_k]))
-        return spans[:top_k]
+        with suppress(RescueError):  # is reported
+            if not self._breaker.is_open:
+                spans = self._attempt(query_service, timeout)
+                self._count(retrieved=len(spans))
+                return spans
+        self._count(unanswered=1)
+        return []
 
     def embed(self, texts: Sequence[str]) -> Embeddings:
         """Return vectors of up to `MAX_CHUNKS` texts, which the service does not store; raises RescueError."""
@@ -168,16 +165,16 @@ class RescueClient:
         try:
             run_in_thread(self._locate).result(timeout)
         except TimeoutError:
-            self._fail(f"the rescue service did not answer within {timeout:g} s")
+            self._report(_late(timeout))
             return False
         return True
 
     def flush(self, timeout: float = CLOSE_S) -> bool:
         """Wait until all spans queued so far are acknowledged; return False if they are not in time."""
         with self._changed:
-            goal = self._accepted
-            self._changed.wait_for(lambda: self._settled >= goal or self._is_stopping, timeout)
-            return self._settled >= goal and not self._is_stopping
+            goal = self._settled + len(self._queue)
+            self._changed.wait_for(lambda: self._settled >= goal or self._is_closed, timeout)
+            return self._settled >= goal and not self._is_closed
 
     def forget(self, session_id: str, timeout: float = CLOSE_S) -> bool:
         """Delete a session from the service; return False if it did not confirm that in time."""
@@ -185,11 +182,10 @@ class RescueClient:
         def delete() -> bool:
             with self._changed:
                 # A batch on its way would arrive after the deletion.
-                self._changed.wait_for(lambda: self._sending != session_id or self._is_stopping)
+                self._changed.wait_for(lambda: self._sending != session_id or self._is_closed)
                 remaining = [entry for entry in self._queue if entry[0] != session_id]
                 self._settled += len(self._queue) - len(remaining)
-                self._queue = deque(remaining)
-                self._queued_bytes = sum(_queued_size(span) for _, span in remaining)
+                self._queue = remaining
                 self._changed.notify_all()
             try:
                 return self._request("DELETE", f"/sessions/{session_id}", lambda _: True)
@@ -198,12 +194,14 @@ class RescueClient:
                     raise
                 return True
 
-        return self._try(delete, timeout) or False
+        with suppress(RescueError):  # is reported
+            return self._attempt(delete, timeout)
+        return False
 
     @property
     def stats(self) -> RescueStats:
         with self._changed:
-            return replace(self._stats, queued=len(self._queue))
+            return RescueStats(**self._counts, queued=len(self._queue))
 
     def take_warning(self) -> str | None:
         """Return the first fault, once, for the caller to show."""
@@ -213,80 +211,69 @@ class RescueClient:
 
     def close(self, timeout: float = CLOSE_S) -> None:
         """Try to write what is queued, then end the worker, and the service if it is private."""
-        with self._changed:
-            if self._is_closed:
-                return
-            self._is_closed = True
         self.flush(timeout)
         with self._changed:
-            self._is_stopping = True
+            self._is_closed = True
             self._changed.notify_all()
         self._service.stop()
-
-    def __enter__(self) -> "RescueClient":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self) -> None:
-        try:
-            self._locate()  # a private service starts before it is needed
-        except RescueError as error:
-            self._report(str(error))
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._is_stopping)
-                if self._is_stopping:
-                    break
-                session_id, batch = self._next_batch()
-                self._sending = session_id
-            is_settled = self._send(session_id, batch)
+        self._can_locate()  # a private service starts before it is needed
+        while batch := self._take_batch():
+            is_settled = self._can_locate() and self._send(*batch)
             with self._changed:
                 self._sending = None
-                for span in batch if is_settled else ():
-                    self._queue.popleft()
-                    self._queued_bytes -= _queued_size(span)
-                    self._settled += 1
+                if is_settled:
+                    self._settled += len(batch[1])
+                    del self._queue[: len(batch[1])]
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._is_stopping, self._breaker.pause)
+                self._changed.wait_for(lambda: self._is_closed, self._breaker.pause)
         if self._http is not None:
             self._http.close()
 
-    def _next_batch(self) -> tuple[str, list[TextSpan]]:
-        """Return the oldest spans of one session, as many as one call takes."""
-        batch: list[TextSpan] = []
-        first, size = self._queue[0][0], 0
-        for session_id, span in self._queue:
-            size += _queued_size(span)
-            if session_id != first or len(batch) == MAX_CHUNKS or (batch and size > MAX_BATCH):
-                break
-            batch.append(span)
-        return first, batch
+    def _take_batch(self) -> tuple[str, list[TextSpan]] | None:
+        """Wait for spans, and return the oldest of one session, as many as one call takes; None after the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._is_closed)
+            if self._is_closed:
+                return None
+            self._sending, size, batch = self._queue[0][0], 0, list[TextSpan]()
+            for session_id, span in self._queue:
+                size += _queued_size(span)
+                if session_id != self._sending or len(batch) == MAX_CHUNKS or (batch and size > MAX_BATCH):
+                    break
+                batch.append(span)
+            return self._sending, batch
 
     def _send(self, session_id: str, batch: list[TextSpan]) -> bool:
         """Write spans; return whether they are settled, so that they leave the queue."""
         body = write_body(session_id, batch)
         try:
-            self._locate()  # unlike the call, a start of the service may take a minute
-        except RescueError as error:
-            self._fail(str(error))
-            return False
-        try:
             self._attempt(lambda: self._request("POST", "/evict/write", parse_accepted, body), CALL_S)
-        except RefusedError as error:
+        except RefusedError:
             self._count(refused=len(batch))
-            self._report(str(error))
         except RescueError:
             return False
         else:
             self._count(written=len(batch))
         return True
 
+    def _can_locate(self) -> bool:
+        """Locate the service in this thread: unlike a call, its start may take a minute."""
+        try:
+            self._locate()
+        except RescueError as error:
+            self._report(error)
+            return False
+        return True
+
     def _locate(self) -> Address:
         """Return the address of the service, which is started if it is private; one thread at a time does that."""
         with self._locating:
-            if self._is_stopping:
+            if self._is_closed:
                 raise RescueError("the client of the rescue service is closed")
             if self._http is None:
                 import httpx2  # a quarter of a second, which no caller waits for
@@ -307,11 +294,10 @@ class RescueClient:
         import httpx2  # loaded by `_locate`
 
         address, deadline = self._locate(), time.monotonic() + seconds
-        headers = {**address.headers, "Content-Type": "application/json", "Accept-Encoding": "identity"}
-        content = None if body is None else json.dumps(body).encode()
+        headers = {**address.headers, "Accept-Encoding": "identity"}
         received = bytearray()
         try:
-            request = self._http.stream(method, address.url + path, content=content, headers=headers, timeout=seconds)
+            request = self._http.stream(method, address.url + path, json=body, headers=headers, timeout=seconds)
             with request as response:
                 for part in response.iter_raw():
                     received += part
@@ -325,38 +311,24 @@ class RescueClient:
         return parse(bytes(received))
 
     def _attempt(self, call: Callable[[], T], timeout: float) -> T:
-        """Make a call in another thread, so that the wait for it is bounded whatever the server does."""
+        """Make a call in another thread, so that the wait for it is bounded; report a failure and raise RescueError."""
         try:
             result = run_in_thread(call).result(timeout)
-        except RefusedError:
-            self._breaker.record_success()
-            raise
         except TimeoutError:
-            raise self._fail(f"the rescue service did not answer within {timeout:g} s") from None
+            error = _late(timeout)
+            self._report(error)
+            raise error from None
         except RescueError as error:
-            raise self._fail(str(error)) from error
-        self._breaker.record_success()
+            self._report(error)
+            raise
+        self._breaker.record(success=True)
         return result
 
-    def _try(self, call: Callable[[], T], timeout: float) -> T | None:
-        try:
-            return self._attempt(call, timeout)
-        except RefusedError as error:
-            self._report(str(error))
-        except RescueError:
-            pass  # is reported
-        return None
-
-    def _fail(self, message: str) -> RescueError:
-        """Record a failure and return the error to raise."""
-        with self._changed:
-            self._breaker.record_failure()
-        self._report(message)
-        return RescueError(message)
-
-    def _report(self, message: str) -> None:
+    def _report(self, error: RescueError) -> None:
+        """Count a failed call; a refusal shows that the service works."""
+        self._breaker.record(success=isinstance(error, RefusedError))
         self._count(failures=1)
-        self._warn(message)
+        self._warn(str(error))
 
     def _warn(self, message: str) -> None:
         with self._changed:
@@ -366,8 +338,11 @@ class RescueClient:
 
     def _count(self, **more: int) -> None:
         with self._changed:
-            sums = {name: getattr(self._stats, name) + count for name, count in more.items()}
-            self._stats = replace(self._stats, **sums)
+            self._counts.update(more)
+
+
+def _late(seconds: float) -> RescueError:
+    return RescueError(f"the rescue service did not answer within {seconds:g} s")
 
 
 def _check_status(status: int, body: bytes | bytearray, address: Address) -> None:

@@ -76,7 +76,6 @@ class ServiceLocator:
         self._address = None if url is None else Address(url, token)
         self._token = token
         self._process: subprocess.Popen[bytes] | None = None
-        self._private = Address("", secrets.token_urlsafe(32))
         self._folder: Path | None = None
         self._fault: str | None = None
         self._end: Callable[[], object] = lambda: None
@@ -84,40 +83,34 @@ class ServiceLocator:
 
     def address(self, http: Any) -> Address:
         """Return the address; start a private service if needed, and raise RescueError if that fails."""
-        default = Address(DEFAULT_URL, self._token)
-        if self._address is None and self._process is None and _answers(http, default):
-            self._address = default
-        if self._address is not None:
-            return self._address
         if self._fault is not None:
             raise RescueError(self._fault)
-        if self._process is None or self._process.poll() is not None:
-            log = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the process
-            self._process = self._start(log)
-            try:
-                self._private = self._private._replace(url=_wait_for_url(self._process, log))
-            except RescueError as error:
-                self._fault = str(error)  # it would fail again
-                raise
-        return self._private
+        if self._address is None:
+            default = Address(DEFAULT_URL, self._token)
+            self._address = default if _answers(http, default) else self._start()
+        elif self._process is not None and self._process.poll() is not None:
+            self._address = self._start()
+        return self._address
 
     def stop(self) -> None:
         """Stop a private service, also while it starts."""
         self._is_stopped = True  # first: `_start` looks at it after it has set `_end`
         self._end()
 
-    def _start(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    def _start(self) -> Address:
+        """Start a private service and wait until it listens; a failed start is not repeated."""
         if self._folder is None or not self._folder.exists():  # one that ended regularly has deleted it
             self._folder = Path(tempfile.mkdtemp(prefix="mlx-tq-rescue-"))
+        token, log = secrets.token_urlsafe(32), tempfile.TemporaryFile()  # noqa: SIM115  open as long as the process
         environment = {"RESCUE_QUERY_TIMEOUT_S": _QUERY_S}
         environment |= {name: value for name, value in os.environ.items() if name not in _RESERVED}
         environment |= {
             "RESCUE_DATA_DIR": str(self._folder),
             "RESCUE_PORT": "0",
-            TOKEN_VARIABLE: str(self._private.token),
+            TOKEN_VARIABLE: token,
             "RESCUE_EPHEMERAL": "true",
         }
-        process = subprocess.Popen(  # noqa: S603  our own module
+        process = self._process = subprocess.Popen(  # noqa: S603  our own module
             _COMMAND,
             env=environment,
             stdin=subprocess.PIPE,
@@ -128,7 +121,11 @@ class ServiceLocator:
         self._end = weakref.finalize(self, _end, process, self._folder, log)  # runs when the interpreter ends, too
         if self._is_stopped:
             self._end()
-        return process
+        try:
+            return Address(_wait_for_url(process, log), token)
+        except RescueError as error:
+            self._fault = str(error)
+            raise
 
 
 def _answers(http: Any, address: Address) -> bool:
@@ -152,8 +149,10 @@ def _wait_for_url(process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
             text = os.pread(log.fileno(), os.fstat(log.fileno()).st_size, 0)
         lines = text.decode("utf-8", errors="replace").split("\n")[:-1]
         for line in lines:
-            if url := _url_in(line):
-                return url
+            with suppress(ValueError, KeyError, TypeError):  # another line
+                record = json.loads(line)
+                if record["event"] == "listening":
+                    return str(record["url"])
         if has_ended:
             last = lines[-1] if lines else f"exit code {process.returncode}"
             raise RescueError(
@@ -165,14 +164,6 @@ def _wait_for_url(process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
         f"the private rescue service did not start within {_START_S:.0f} s; start one with `mlx-tq-rescue serve` and "
         "see its log, or choose --rescue off."
     )
-
-
-def _url_in(line: str) -> str | None:
-    try:
-        record = json.loads(line)
-        return str(record["url"]) if record["event"] == "listening" else None
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 def _end(process: subprocess.Popen[bytes], folder: Path, log: IO[bytes]) -> None:

@@ -1,11 +1,139 @@
 """`mlx_tq.server`: an OpenAI-compatible server whose concurrent requests all run on compressed KV caches."""
 
+import argparse
+import json
+import logging
+import os
+import socket
+import sys
 from collections.abc import Sequence
+from typing import Any
 
-from mlx_tq.cli.runner import run_command
-from mlx_tq.server.serve import build_parser, run
+from mlx_tq.cli.options import API_KEY_VARIABLE, Request, parse_size
+from mlx_tq.cli.parser import (
+    CommandParser,
+    add_cache_arguments,
+    add_model_arguments,
+    add_sampling_arguments,
+    command_parser,
+)
+from mlx_tq.cli.runner import DONE, run_command
+from mlx_tq.errors import ConfigError
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
     return run_command(build_parser(), run, words)
+
+
+def build_parser() -> CommandParser:
+    """Return the parser: the flags of mlx_lm.server that have a meaning here, and ours."""
+    parser = command_parser("server", "Serve a model over OpenAI's API on compressed KV caches.")
+    add_cache_arguments(parser, recall=True, prefix_cache=True, rescue=True)
+    add_model_arguments(parser.add_argument_group("model"))
+    add = parser.add_argument_group("server").add_argument
+    add("--host", default="127.0.0.1", help="address to listen on; any but loopback needs an API key")
+    add("--port", type=int, default=8080, metavar="N", help="port to listen on; 0 takes a free one")
+    add("--api-key", metavar="KEY", help=f"key that clients must send; {API_KEY_VARIABLE} is safer (default: none)")
+    add(
+        "--allowed-origins",
+        type=lambda text: [name for name in text.split(",") if name],
+        default=[],
+        metavar="A,B,...",
+        help="origins of web pages that may call, comma-separated (default: none)",
+    )
+    levels = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+    add("--log-level", default="INFO", choices=levels, help="logging level")
+
+    add = (group := parser.add_argument_group("answers", "defaults for what a request does not set")).add_argument
+    add("--chat-template", metavar="TEXT", help="chat template (default: the tokenizer's)")
+    add(
+        "--chat-template-args",
+        type=_json_object,
+        default="{}",
+        metavar="JSON",
+        help="options of the template, such as '{\"enable_thinking\":false}'",
+    )
+    add_sampling_arguments(group)
+    add("--max-tokens", type=int, default=512, metavar="N", help="maximum tokens to generate")
+
+    _add_limits(parser)
+    return parser
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("limits").add_argument
+    add("--decode-concurrency", type=int, default=32, metavar="N", help="answers generated at once")
+    add("--prompt-concurrency", type=int, default=8, metavar="N", help="prompts prefilled at once")
+    add("--prefill-step-size", type=int, default=2048, metavar="N", help="prompt tokens per prefill step")
+    add("--max-queue", type=int, default=64, metavar="N", help="waiting requests; more are refused with status 429")
+    add(
+        "--max-body",
+        type=parse_size,
+        metavar="SIZE",
+        help="maximum request size in bytes (default: 32 per token of context length, at least 2MB; 10MB if the model "
+        "states no context length)",
+    )
+    add("--allow-lark", action="store_true", help="accept Lark grammars in response_format from clients")
+    add("--prompt-cache-size", type=int, default=10, metavar="N", help="prompts whose caches stay in memory")
+    add(
+        "--prompt-cache-bytes",
+        type=parse_size,
+        metavar="SIZE",
+        help="bytes of those caches (default: the rest of --kv-memory-limit)",
+    )
+    add(
+        "--kv-memory-limit",
+        type=parse_size,
+        metavar="SIZE",
+        help="bytes of all KV caches, such as 4GB (default: the free memory)",
+    )
+    add(
+        "--prefix-cache-share",
+        action="store_true",
+        help="share stored prefixes between servers with different API keys",
+    )
+    add("--sessions", type=int, default=16, metavar="N", help="maximum number of sessions")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal ends it; return the exit code."""
+    request = Request.from_args(args)
+    try:
+        from mlx_tq.server import guard, process  # their packages are an extra, which may not be installed
+    except ImportError as error:
+        raise ConfigError(f"the server needs {error.name}: pip install 'mlx-tq[server]'.") from error
+    from http_limits.connections import open_listener
+    from http_limits.log_limit import LogLimit
+    from mlx_tq.cli.loading import open_prefix_folder
+    from mlx_tq.cli.ranks import join_ranks
+
+    ranks = join_ranks(request)
+    folder = open_prefix_folder(request, ranks)
+    log = logging.StreamHandler(sys.stderr)
+    log.addFilter(LogLimit())
+    logging.basicConfig(level=args.log_level, format="%(asctime)s %(levelname)s %(message)s", handlers=[log])
+    api_key = args.api_key or os.environ.get(API_KEY_VARIABLE)
+
+    def listen() -> socket.socket:
+        if not api_key and not guard.is_loopback(args.host):
+            raise ConfigError(f"refusing to listen on {args.host} without an API key. Set {API_KEY_VARIABLE}.")
+        try:
+            return open_listener(args.host, args.port)
+        except OSError as error:
+            message = f"cannot listen on {args.host} port {args.port} ({error.strerror}); give another --port."
+            raise ConfigError(message) from error
+
+    listener = ranks.run_on_first(listen)
+    if listener is None:
+        process.follow(request, folder, ranks)
+    else:
+        with listener:
+            process.serve(request, api_key, folder, listener, ranks)
+    return DONE
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value

@@ -5,19 +5,15 @@ one job (the leader) prefills it and the others follow.
 """
 
 import sys
-from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from threading import Condition
 from typing import Any
 
 from mlx_tq.cache.packed_rows import SharedBuffers
 from mlx_tq.prompt_cache.layer_group import compressed_caches
 from mlx_tq.prompt_cache.plan import Plan
-from mlx_tq.server.api_errors import QueueFullError, UnavailableError
-from mlx_tq.server.job import Job, RunningJob, SessionResult, remaining_segments
-from mlx_tq.server.metrics import Metrics
+from mlx_tq.server.job import Job, RunningJob
 from mlx_tq.server.sessions import Sessions
 from mlx_tq.server.stored_prompts import StoredPrompts
 
@@ -35,50 +31,6 @@ class EngineLimits:
     memory: int | None = None
     stalled_s: float = 120.0  # a longer step makes the server unhealthy
     metrics_interval_s: float = 0.1  # measuring memory reads the size of every array
-
-
-class JobQueue:
-    """Waiting jobs. `changed` guards `jobs` and `stopping`."""
-
-    def __init__(self, limit: int, metrics: Metrics) -> None:
-        self._limit, self._metrics = limit, metrics
-        self.jobs: deque[Job] = deque()
-        self.stopping = False
-        self.changed = Condition()
-
-    def put(self, jobs: Sequence[Job]) -> None:
-        """Append jobs, all or none; must run on their event loop.
-
-        Raises:
-            QueueFullError, UnavailableError
-        """
-        with self.changed:
-            if self.stopping:
-                raise UnavailableError("the server is stopping; try again when it is back")
-            for job in [job for job in self.jobs if job.cancelled.is_set()]:
-                self.jobs.remove(job)
-                job.session_result.put_nowait(SessionResult())
-            if len(self.jobs) + len(jobs) > self._limit:
-                raise QueueFullError(f"{self._limit} requests are waiting, the limit; try again later")
-            self.jobs.extend(jobs)
-            self.measure()
-            self.changed.notify()
-
-    def stop(self) -> None:
-        with self.changed:
-            self.stopping = True
-            self.changed.notify()
-
-    def drain(self) -> list[Job]:
-        """Take all jobs, and accept no more."""
-        with self.changed:
-            self.stopping = True
-            jobs = list(self.jobs)
-            self.jobs.clear()
-            return jobs
-
-    def measure(self) -> None:
-        self._metrics.waiting.set(len(self.jobs))
 
 
 class Admission:
@@ -118,7 +70,7 @@ class Admission:
         """
         if self._plan is None or self._plan.recalls or job.continues_session:
             return None
-        ends = set(self.step_ends(remaining_segments(job.prompt, cached_tokens)[0], cached_tokens))
+        ends = set(self.step_ends(job.prompt.remaining_segments(cached_tokens)[0], cached_tokens))
         best = None
         for candidate in running:
             shortest = max(candidate.prefilled, best[1] if best else 0)
@@ -155,7 +107,9 @@ class Admission:
         total, buffers = sum(map(self._peak_nbytes, joining)), set()
         for other in running:
             total += self._answer_nbytes(other.job) + self._others_nbytes(other.pending)
-            total += sum(self._peak_nbytes(job) - self.shared_nbytes(job, stop) for job, stop in other.followers)
+            total += sum(
+                self._peak_nbytes(job) - self.shared_nbytes(job, stop) for job, stop in other.followers.items()
+            )
             for reference, nbytes in other.shared:
                 buffer = reference()
                 if buffer is not None and len(buffer.owners) > 1:
@@ -191,5 +145,5 @@ def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _num_answers(running: Collection[RunningJob]) -> int:
-    followers = sum(len(job.answers) for other in running for job, _ in other.followers)
+    followers = sum(len(job.answers) for other in running for job in other.followers)
     return followers + sum(1 + len(other.pending) for other in running)

@@ -2,6 +2,18 @@
 
 from typing import Any
 
+# Codes of invalid requests by status. A context that is too long and an unknown model have codes of their own.
+CODES = {
+    400: "invalid_value",
+    401: "invalid_api_key",
+    403: "origin_not_allowed",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "body_timeout",
+    413: "body_too_large",
+}
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "5"}}
+
 
 class ApiError(Exception):
     """Base class: an HTTP response with an error status.
@@ -9,21 +21,27 @@ class ApiError(Exception):
     `kind` and `code` are OpenAI's `type` and `code`; `param` is the request argument at fault, or None.
     """
 
-    status = 500
-    kind = "server_error"
-    code = "internal_error"
-    headers: dict[str, str] = {}  # noqa: RUF012 - never changed
+    status, kind, code = 500, "server_error", "internal_error"
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return _HEADERS.get(self.status, {})
 
     def body(self) -> dict[str, Any]:
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
 
 class InvalidRequestError(ApiError):
-    status, kind, code = 400, "invalid_request_error", "invalid_value"
+    status, kind, code = 400, "invalid_request_error", CODES[400]
+
+    def __init__(self, message: str, param: str | None = None, *, status: int | None = None) -> None:
+        super().__init__(message, param)
+        if status is not None:
+            self.status, self.code = status, CODES[status]
 
 
 class ContextLengthError(InvalidRequestError):
@@ -32,40 +50,12 @@ class ContextLengthError(InvalidRequestError):
     code = "context_length_exceeded"
 
 
-class UnauthorizedError(InvalidRequestError):
-    status, code = 401, "invalid_api_key"
-    headers = {"WWW-Authenticate": "Bearer"}  # noqa: RUF012 - never changed
-
-
-class ForeignOriginError(InvalidRequestError):
-    """The request came from a web page, or through a host name, that may not call this server."""
-
-    status, code = 403, "origin_not_allowed"
-
-
-class NotFoundError(InvalidRequestError):
-    status, code = 404, "not_found"
-
-
 class ModelNotFoundError(InvalidRequestError):
     status, code = 404, "model_not_found"
 
 
-class MethodNotAllowedError(InvalidRequestError):
-    status, code = 405, "method_not_allowed"
-
-
-class BodyTooSlowError(InvalidRequestError):
-    status, code = 408, "body_timeout"
-
-
-class BodyTooLargeError(InvalidRequestError):
-    status, code = 413, "body_too_large"
-
-
 class QueueFullError(ApiError):
     status, kind, code = 429, "rate_limit_error", "queue_full"
-    headers = {"Retry-After": "1"}  # noqa: RUF012 - never changed
 
 
 class ClientDisconnectedError(ApiError):
@@ -76,7 +66,6 @@ class ClientDisconnectedError(ApiError):
 
 class UnavailableError(ApiError):
     status, code = 503, "unavailable"
-    headers = {"Retry-After": "5"}  # noqa: RUF012 - never changed
 
 
 class ModelFailedError(ApiError):

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, MutableMapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +12,7 @@ from mlx_tq.distributed.group import Ranks
 from mlx_tq.prompt_cache.layer_group import layer_group_of
 from mlx_tq.server.job import Job, SessionCaches, SessionStart
 from mlx_tq.server.prompt_builder import Prompt
+from mlx_tq.server.sampling import Sampler
 from mlx_tq.session.transcript import SearchHits
 
 
@@ -37,7 +39,8 @@ class OrderBroadcast:
         self._count = 0
         self._released: list[int] = []  # on the first rank: numbers of caches that no session holds any more
         self._caches: dict[int, SessionCaches] = {}  # on the others, by number
-        self._samplers: MutableMapping[int, _FirstRanksSampler] = weakref.WeakValueDictionary()
+        # Placeholders for the first rank's: one object per sampler, so that mlx-lm batches rows as there.
+        self._samplers: MutableMapping[int, Sampler] = weakref.WeakValueDictionary()
 
     def share(self, decide: Callable[[], Orders], *, idle: bool) -> Orders:
         """Return what `decide` returns on the first rank, which alone calls it. If `idle`, it may wait for a job."""
@@ -82,26 +85,23 @@ class OrderBroadcast:
         self, prompt: dict[str, Any], max_tokens: list[int], samplers: list[int], session: dict[str, Any] | None
     ) -> Job:
         """Return a job whose tokens the first rank samples, and whose events nobody receives."""
-        start = None if session is None else self._session_start(**session)
-        answers = [
+        start = None
+        if session is not None:
+            hits = SearchHits(tuple(map(tuple, session["hit_ranges"])), session["hit_limit"])
+            caches = None if session["caches"] is None else self._caches[session["caches"]]
+            start = SessionStart(caches, session["cached_tokens"], session["user_start"], hits)
+        first, *others = (
             Job(
                 Prompt(**prompt),
                 count,
-                self._samplers.setdefault(sampler, _FirstRanksSampler()),
+                self._samplers.setdefault(sampler, partial(mx.argmax, axis=-1)),
                 [],
                 index=index,
                 session=start,
             )
             for index, (count, sampler) in enumerate(zip(max_tokens, samplers, strict=True))
-        ]
-        return replace(answers[0], others=tuple(answers[1:]))
-
-    def _session_start(
-        self, caches: int | None, cached_tokens: int, user_start: int, search_hits: dict[str, Any]
-    ) -> SessionStart:
-        ranges = tuple((start, stop) for start, stop in search_hits["ranges"])
-        held = None if caches is None else self._caches[caches]
-        return SessionStart(held, cached_tokens, user_start, SearchHits(ranges, search_hits["limit"]))
+        )
+        return replace(first, others=tuple(others))
 
 
 def _job_message(job: Job) -> dict[str, Any]:
@@ -116,13 +116,7 @@ def _job_message(job: Job) -> dict[str, Any]:
             "caches": None if start.caches is None else start.caches.number,
             "cached_tokens": start.cached_tokens,
             "user_start": start.user_start,
-            "search_hits": asdict(start.search_hits),
+            "hit_ranges": start.search_hits.ranges,
+            "hit_limit": start.search_hits.limit,
         },
     }
-
-
-class _FirstRanksSampler:
-    """Placeholder for a sampler of the first rank: one object per sampler, so that mlx-lm batches rows as there."""
-
-    def __call__(self, logprobs: mx.array) -> mx.array:
-        return mx.argmax(logprobs, axis=-1)

@@ -8,7 +8,7 @@ from starlette.concurrency import run_in_threadpool
 
 from mlx_tq.errors import RescueError
 from mlx_tq.rescue import RescueClient
-from mlx_tq.server.api_errors import InvalidRequestError, ModelNotFoundError, NotFoundError, UnavailableError
+from mlx_tq.server.api_errors import InvalidRequestError, ModelNotFoundError, UnavailableError
 from mlx_tq.server.schemas import EmbeddingRequest
 
 _BATCH = 32  # texts of a call; a longer call would delay other users of the service
@@ -17,7 +17,8 @@ _BATCH = 32  # texts of a call; a longer call would delay other users of the ser
 async def embed(request: EmbeddingRequest, client: RescueClient | None, default_model: str) -> dict[str, Any]:
     """Return the embeddings in OpenAI's shape; `default_model` is a name that stands for any embedder."""
     if client is None:
-        raise NotFoundError("embeddings need the rescue service; start this server with --rescue auto")
+        message = "embeddings need the rescue service; start this server with --rescue auto"
+        raise InvalidRequestError(message, status=404)
     texts = [request.input] if isinstance(request.input, str) else request.input
     vectors: list[list[float]] = []
     try:

@@ -3,9 +3,10 @@
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
-from threading import Thread
+from threading import Condition, Thread
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -21,26 +22,16 @@ from mlx_tq.prompt_cache.compressed import compressed
 from mlx_tq.prompt_cache.layer_group import batch_row
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.statistics import cache_stats
-from mlx_tq.server.admission import Admission, EngineLimits, JobQueue
-from mlx_tq.server.api_errors import ApiError, ModelFailedError, UnavailableError
+from mlx_tq.server.admission import Admission, EngineLimits
+from mlx_tq.server.api_errors import ApiError, ModelFailedError, QueueFullError, UnavailableError
 from mlx_tq.server.broadcast import OrderBroadcast, Orders
-from mlx_tq.server.job import (
-    Event,
-    Failed,
-    Job,
-    Piece,
-    Progress,
-    Quoted,
-    RunningJob,
-    SessionResult,
-    Started,
-    remaining_segments,
-)
-from mlx_tq.server.job_recall import JobRecall, end_answer
+from mlx_tq.server.job import Event, Job, Piece, Progress, Quoted, RunningJob, SessionResult, Started
+from mlx_tq.server.job_recall import JobRecall
 from mlx_tq.server.metrics import Metrics
-from mlx_tq.server.sampling import GuardedSampler
+from mlx_tq.server.sampling import Guarded, guarded_sampler
 from mlx_tq.server.sessions import Sessions
 from mlx_tq.server.stored_prompts import PromptSource, StoredPrompts, is_worth_storing
+from mlx_tq.session.restore import evict_before_question, release
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +72,9 @@ class Engine:
         self._ranks = ranks_of(model)
         self._broadcast = OrderBroadcast(self._ranks)
         self.limits, self.metrics = limits, metrics
-        self._queue = JobQueue(limits.queue, metrics)
+        self._changed = Condition()  # guards the next two
+        self._waiting: deque[Job] = deque()
+        self._stopping = False
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._step_started: float | None = None  # None while idle
@@ -93,7 +86,7 @@ class Engine:
         step = limits.prefill_step_size
         self._stored_prompts = StoredPrompts(limits.prompt_cache_size, limits.prompt_cache_bytes, prefix_cache, step)
         self._admission = Admission(plan, limits, self._stored_prompts, sessions)
-        self._samplers: MutableMapping[int, GuardedSampler] = WeakValueDictionary()  # by id of the job's sampler
+        self._samplers: MutableMapping[int, Guarded] = WeakValueDictionary()  # by id of the job's sampler
         self._recall = JobRecall(model, tokenizer, plan, step)
         self._measured_at = 0.0
 
@@ -106,7 +99,9 @@ class Engine:
 
     def stop(self) -> None:
         """End running answers with an error and refuse further jobs. Returns at once."""
-        self._queue.stop()
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
 
     def join(self, timeout: float) -> None:
         self.stop()
@@ -115,7 +110,7 @@ class Engine:
 
     @property
     def is_healthy(self) -> bool:
-        return self._thread.is_alive() and not self._queue.stopping
+        return self._thread.is_alive() and not self._stopping
 
     @property
     def is_stalled(self) -> bool:
@@ -124,14 +119,18 @@ class Engine:
         return started is not None and time.monotonic() - started > self.limits.stalled_s
 
     def submit(self, *jobs: Job) -> None:
-        """Put jobs into the queue, all or none.
-
-        Raises:
-            QueueFullError, UnavailableError
-        """
-        if not self.is_healthy:
-            raise UnavailableError("the server is stopping; try again when it is back")
-        self._queue.put(jobs)
+        """Put jobs into the queue, all or none, from their event loop; raise `QueueFullError` if it has no room."""
+        with self._changed:
+            if not self.is_healthy:
+                raise UnavailableError("the server is stopping; try again when it is back")
+            for job in [job for job in self._waiting if job.cancelled.is_set()]:
+                self._waiting.remove(job)
+                job.session_result.put_nowait(SessionResult())
+            if len(self._waiting) + len(jobs) > self.limits.queue:
+                raise QueueFullError(f"{self.limits.queue} requests are waiting, the limit; try again later")
+            self._waiting.extend(jobs)
+            self.metrics.waiting.set(len(self._waiting))
+            self._changed.notify()
 
     def cancel(self, job: Job) -> None:
         """Cancel a job and the other answers to its prompt; running ones leave the batch before the next token."""
@@ -161,8 +160,9 @@ class Engine:
                 while self._update_batch():
                     self._step()
             finally:
-                running = [job for other in self._running.values() for job in (other.job, *_jobs(other.followers))]
-                for job in (*running, *self._queue.drain()):
+                self.stop()  # nothing is added to the queue after this
+                running = [job for other in self._running.values() for job in (other.job, *other.followers)]
+                for job in (*running, *self._waiting):
                     self._fail(job, UnavailableError("the server is stopping"))
                 self._send_events()
                 self._batch.close()
@@ -191,7 +191,7 @@ class Engine:
 
     def _update_batch(self) -> bool:
         """Remove and admit jobs; return False to end the thread."""
-        orders = self._broadcast.share(self._decide, idle=not (self._queue.jobs or self._running))
+        orders = self._broadcast.share(self._decide, idle=not (self._waiting or self._running))
         with self._on_error("the batch failed", self._fail_batch):
             self._remove(orders)
         for job in orders.admitted:
@@ -202,13 +202,12 @@ class Engine:
 
     def _decide(self) -> Orders:
         """Wait until there is work; return which jobs leave and which join."""
-        queue = self._queue
-        with queue.changed:
-            while not (queue.stopping or queue.jobs or self._running):
+        with self._changed:
+            while not (self._stopping or self._waiting or self._running):
                 self._step_started = None
-                queue.changed.wait()
+                self._changed.wait()
             self._step_started = time.monotonic()
-            if queue.stopping:
+            if self._stopping:
                 return Orders(keep_running=False)
             finished, self._finished = self._finished, []
             failed = [uid for uid, job in self._running.items() if job.failed]
@@ -216,21 +215,21 @@ class Engine:
             cancelled = [u for u, job in self._running.items() if job.job.cancelled.is_set() and u not in leaving]
             leaving.update(cancelled)
             remaining = [job for uid, job in self._running.items() if uid not in leaving]
-            orphans = [job for uid in leaving for job in _jobs(self._running[uid].followers)]
-            admitted: list[Job] = []
-            while queue.jobs:
-                job = queue.jobs[0]
+            joining = [job for uid in leaving for job in self._running[uid].followers]
+            num_orphans = len(joining)
+            while self._waiting:
+                job = self._waiting[0]
                 with self._fail_on_admission_error(job):
-                    if not self._admission.fits(job, remaining, [*orphans, *admitted]):
+                    if not self._admission.fits(job, remaining, joining):
                         break
                     if job.cancelled.is_set():
                         self._emit(job, SessionResult())
                     else:
-                        admitted.append(job)
-                queue.jobs.popleft()
-            queue.measure()
-        room = self._admission.room_for_stored_prompts(remaining, [*orphans, *admitted])
-        return Orders(admitted, finished, cancelled, failed, room)
+                        joining.append(job)
+                self._waiting.popleft()
+            self.metrics.waiting.set(len(self._waiting))
+        room = self._admission.room_for_stored_prompts(remaining, joining)
+        return Orders(joining[num_orphans:], finished, cancelled, failed, room)
 
     def _remove(self, orders: Orders) -> None:
         """Remove jobs from the batch and store their caches, unless they failed."""
@@ -257,7 +256,7 @@ class Engine:
     def _admit_followers(self, removed: Iterable[RunningJob]) -> None:
         """Admit jobs that waited for the prefill of removed jobs."""
         for running in removed:
-            for job in _jobs(running.followers):
+            for job in running.followers:
                 self._admit(job)
 
     def _admit(self, job: Job) -> None:
@@ -269,13 +268,13 @@ class Engine:
         """Insert a job into the batch, or let it follow one that prefills the prefix that both share."""
         leader = self._admission.find_leader(job, source.cached_tokens, self._running.values())
         if leader is not None:
-            leader[0].followers.append((job, leader[1]))
+            leader[0].followers[job] = leader[1]
             return
         caches, cached_tokens, stored = source.caches, source.cached_tokens, source.stored
         if caches is None and stored is not None:
             caches, cached_tokens = stored.restore(), stored.restored
         self._ranks.check_equal("what they have read", np.array([cached_tokens, self._stored_prompts.nbytes]))
-        segments, kinds = remaining_segments(job.prompt, cached_tokens)
+        segments, kinds = job.prompt.remaining_segments(cached_tokens)
         # A session stores its own caches.
         running = self._new_running(job, cached_tokens, kinds if job.session is None else [], stored)
         if not job.continues_session:
@@ -285,7 +284,8 @@ class Engine:
             segments, caches = self._recall.split_question(running, question, segments, caches)
         self._insert(running, segments, caches, job.prompt.ids[:cached_tokens])
         self._emit(job, Started(cached_tokens))
-        self._emit_quoted(running)
+        if running.quotation.ids:
+            self._emit(job, Quoted(len(running.quotation.ids)))
         self.metrics.prompt_tokens.inc(len(running.prompt_ids))
         self.metrics.cached_tokens.inc(cached_tokens)
         self.metrics.restored_tokens.inc(0 if stored is None else stored.restored)
@@ -295,7 +295,7 @@ class Engine:
     ) -> RunningJob:
         sampler = self._samplers.get(id(job.sampler))
         if sampler is None:
-            sampler = self._samplers[id(job.sampler)] = GuardedSampler(job.sampler)
+            sampler = self._samplers[id(job.sampler)] = guarded_sampler(job.sampler)
         return RunningJob(job, cached_tokens, kinds, self._tokenizer.detokenizer, sampler, stored)
 
     def _insert(
@@ -324,10 +324,6 @@ class Engine:
         running.pending = []
         return others
 
-    def _emit_quoted(self, running: RunningJob) -> None:
-        if running.quotation.ids:
-            self._emit(running.job, Quoted(len(running.quotation.ids)))
-
     # A step: one token for each job that decodes, one prefill step for the others.
 
     def _step(self) -> None:
@@ -345,49 +341,40 @@ class Engine:
 
     def _after_prefill(self, responses: list[Any], passes: list[list[Any]]) -> None:
         """Process prefill responses. The first of the passes is of the jobs that begin their answers, if any do."""
-        at_segment_end, at_question, begun = [], [], 0
+        begun = 0
         for response in responses:
-            running = self._running[response.uid]
-            done, total = response.progress
+            running, (done, total) = self._running[response.uid], response.progress
             before, running.prefilled = running.prefilled, len(running.prompt_ids) - total + done
             self.metrics.prefill_tokens.inc(running.prefilled - before)
             self._emit(running.job, Progress(done, total))
-            is_at_question = running.question and total - done == len(running.question)
-            if is_at_question:
-                at_question.append(response.uid)
-            stores = running.cached_kinds and not (is_at_question and running.splits_segment)
-            if stores and response.end_of_segment and not response.end_of_prompt:
-                at_segment_end.append(response.uid)
             if response.end_of_prompt:
                 with self._fail_job_on_error(response.uid):
                     self._recall.begin_answer(running, batch_row(passes[0], begun))
                 begun += 1
         for response in responses:
-            running = self._running[response.uid]
             with self._fail_job_on_error(response.uid):
-                if running.stored is not None and is_worth_storing(running.stored, running.prefilled):
-                    running.stored.store(running.prefilled, self._extract(response.uid)[0])
-        for response in responses:
-            running = self._running[response.uid]
-            if any(stop <= running.prefilled for _, stop in running.followers):
-                with self._fail_job_on_error(response.uid):
-                    self._release_followers(running, self._extract(response.uid)[0])
-        for uid in at_segment_end:
-            with self._fail_job_on_error(uid):
-                running = self._running[uid]
-                caches, tokens = self._extract(uid)
-                running.shared = self._admission.shared_rows(running.job, caches)
-                self._stored_prompts.insert(tokens, caches, running.cached_kinds.pop())
-        for uid in at_question:
-            with self._fail_job_on_error(uid):
-                self._recall_for_question(uid, *self._extract(uid))
-        one_left = [response.uid for response in responses if response.progress[1] - response.progress[0] == 1]
-        for uid in [uid for uid in one_left if uid in self._running and self._running[uid].pending]:
-            with self._fail_job_on_error(uid):
-                running = self._running[uid]
-                caches, tokens = self._extract(uid)
-                for other in self._take_others(running):
-                    self._insert(other, [running.prompt_ids[-1:]], caches, tokens)
+                self._use_prefilled(response)
+
+    def _use_prefilled(self, response: Any) -> None:
+        """Store what a job has prefilled, let others continue from it, and recall before the question."""
+        uid, running = response.uid, self._running[response.uid]
+        unread = len(running.prompt_ids) - running.prefilled
+        is_at_question = running.question and unread == len(running.question)
+        if running.stored is not None and is_worth_storing(running.stored, running.prefilled):
+            running.stored.store(running.prefilled, self._extract(uid)[0])
+        if any(stop <= running.prefilled for stop in running.followers.values()):
+            self._release_followers(running, self._extract(uid)[0])
+        stores = running.cached_kinds and not (is_at_question and running.splits_segment)
+        if stores and response.end_of_segment and not response.end_of_prompt:
+            caches, tokens = self._extract(uid)
+            running.shared = self._admission.shared_rows(running.job, caches)
+            self._stored_prompts.insert(tokens, caches, running.cached_kinds.pop())
+        if is_at_question:
+            self._recall_for_question(uid, running)
+        if unread == 1 and running.pending and uid in self._running:
+            caches, tokens = self._extract(uid)
+            for other in self._take_others(running):
+                self._insert(other, [running.prompt_ids[-1:]], caches, tokens)
 
     def _extract(self, uid: int) -> tuple[list[Any], list[int]]:
         """Return copies of a job's caches, and the tokens that they hold."""
@@ -395,20 +382,23 @@ class Engine:
         return caches, tokens
 
     def _release_followers(self, running: RunningJob, caches: list[Any]) -> None:
-        """Let followers continue from copies of the leader's caches."""
+        """Let followers whose shared prefix is prefilled continue from copies of the leader's caches."""
         running.shared = self._admission.shared_rows(running.job, caches)
-        for job, stop in running.release_followers():
-            if stop != running.prefilled:
+        followers, running.followers = running.followers, {}
+        for job, stop in followers.items():
+            if stop > running.prefilled:
+                running.followers[job] = stop
+            elif stop < running.prefilled:
                 self._admit(job)
-                continue
-            with self._fail_on_admission_error(job):
-                stored = self._stored_prompts.follow(job.prompt, running.stored, stop)
-                self._begin(job, [], PromptSource(caches, stop, stored))
+            else:
+                with self._fail_on_admission_error(job):
+                    stored = self._stored_prompts.follow(job.prompt, running.stored, stop)
+                    self._begin(job, [], PromptSource(caches, stop, stored))
 
-    def _recall_for_question(self, uid: int, caches: list[Any], tokens: list[int]) -> None:
+    def _recall_for_question(self, uid: int, running: RunningJob) -> None:
         """Recall evicted tokens before the question, which alone remains of the prompt, and insert the job again."""
-        running = self._running[uid]
-        if not self._recall.is_needed(running, caches):
+        caches, tokens = self._extract(uid)
+        if not (running.job.continues_session or evict_before_question(caches, len(running.question))):
             running.question = []
             return
         question = self._recall.before_question(running, caches)
@@ -416,7 +406,8 @@ class Engine:
         self._batch.remove([uid])
         del self._running[uid]
         self.metrics.prompt_tokens.inc(len(running.quotation.ids))
-        self._emit_quoted(running)
+        if running.quotation.ids:
+            self._emit(running.job, Quoted(len(running.quotation.ids)))
 
     def _after_decode(self, responses: list[Any]) -> None:
         for response in responses:
@@ -437,8 +428,8 @@ class Engine:
         if finish_reason is not None:
             self._emit(running.job, event)
             self._store_answer(running, response.all_tokens, response.prompt_cache)
-        elif isinstance(event, Failed):
-            self._report_failure(running, event.error)
+        elif isinstance(event, ApiError):
+            self._report_failure(running, event)
         else:
             self._emit(running.job, event)
             if event.finish_reason is not None:
@@ -450,7 +441,7 @@ class Engine:
         if job.session is None:
             self._stored_prompts.insert(tokens, caches, "assistant")
             return
-        end_answer(caches)
+        release(caches)  # evicts recalled rows again
         stats, registered = cache_stats(caches, self._plan), self._broadcast.register(caches)
         recalled, quotation = running.total_recalled, running.quotation
         self._emit(job, SessionResult(registered, list(tokens), stats, recalled, quotation, running.quotation_start))
@@ -458,13 +449,13 @@ class Engine:
     # Errors: of one job, of the whole batch, and of a job that cannot join it.
 
     def _fail(self, job: Job, error: ApiError) -> None:
-        self._emit(job, Failed(error), SessionResult())
+        self._emit(job, error, SessionResult())
 
     def _report_failure(self, running: RunningJob, error: ApiError) -> None:
         """Send an error to the client; the job leaves the batch before the next step."""
         if not running.failed:
             running.failed = True
-            self._emit(running.job, Failed(error))
+            self._emit(running.job, error)
 
     def _forget(self, uid: int) -> None:
         """Forget a job that is out of the batch. If it failed, release its session unchanged."""
@@ -528,10 +519,6 @@ class Engine:
 
 def _model_failed(error: Exception) -> ModelFailedError:
     return ModelFailedError(f"the model failed: {error}")
-
-
-def _jobs(followers: Iterable[tuple[Job, int]]) -> list[Job]:
-    return [job for job, _ in followers]
 
 
 def _deliver(events: list[tuple[Job, Event | SessionResult]]) -> None:

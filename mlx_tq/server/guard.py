@@ -10,13 +10,7 @@ from urllib.parse import urlsplit
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
-from mlx_tq.server.api_errors import (
-    BodyTooLargeError,
-    BodyTooSlowError,
-    ForeignOriginError,
-    QueueFullError,
-    UnauthorizedError,
-)
+from mlx_tq.server.api_errors import InvalidRequestError, QueueFullError
 
 _MAX_BODY = 10**7  # if the model states no context length
 _MIN_DEFAULT_MAX_BODY = 2 * 10**6  # room for tools, schemas and several prompts
@@ -56,23 +50,22 @@ class Guard:
         """
         origin, host = request.headers.get("origin"), request.headers.get("host", "")
         if origin is not None and origin not in self._origins and not (host and origin.partition("://")[2] == host):
-            raise ForeignOriginError("web pages may not call this server; allow one with --allowed-origins")
+            message = "web pages may not call this server; allow one with --allowed-origins"
+            raise InvalidRequestError(message, status=403)
         if self._api_key is None:
             if not is_loopback(urlsplit(f"//{host}").hostname or ""):
-                raise ForeignOriginError("without an API key the server answers to localhost only; use that name")
+                message = "without an API key the server answers to localhost only; use that name"
+                raise InvalidRequestError(message, status=403)
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not secrets.compare_digest(key.strip().encode(), self._api_key):
-            raise UnauthorizedError("the API key is missing or wrong; send `Authorization: Bearer KEY`")
+            raise InvalidRequestError("the API key is missing or wrong; send `Authorization: Bearer KEY`", status=401)
 
     async def read_body(self, request: Request) -> bytes:
-        """Read the body, up to its limits of size and time.
-
-        Raises:
-            BodyTooLargeError, BodyTooSlowError, QueueFullError, ClientDisconnect
-        """
+        """Read the body, up to its limits of size and time."""
         length = request.headers.get("content-length", "")
-        too_large = BodyTooLargeError(f"the body is over {self._max_body} bytes; shorten it, or raise --max-body")
+        message = f"the body is over {self._max_body} bytes; shorten it, or raise --max-body"
+        too_large = InvalidRequestError(message, status=413)
         if length.isdigit() and int(length) > self._max_body:
             raise too_large
         if self._arriving >= self._max_bodies:
@@ -86,7 +79,8 @@ class Guard:
                     if len(body) > self._max_body:
                         raise too_large
         except TimeoutError:
-            raise BodyTooSlowError(f"the body took longer than {BODY_TIMEOUT_S:.0f} s to arrive") from None
+            message = f"the body took longer than {BODY_TIMEOUT_S:.0f} s to arrive"
+            raise InvalidRequestError(message, status=408) from None
         finally:
             self._arriving -= 1
         return bytes(body)

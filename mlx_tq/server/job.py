@@ -19,7 +19,7 @@ from mlx_tq.prefix_cache.prefix_cache import CachedPrompt
 from mlx_tq.prompt_cache.statistics import CacheStats
 from mlx_tq.server.api_errors import ApiError, InvalidRequestError, ModelFailedError
 from mlx_tq.server.prompt_builder import Prompt
-from mlx_tq.server.sampling import GuardedProcessors, GuardedSampler, Sampler
+from mlx_tq.server.sampling import Guarded, Sampler, guarded_processors
 from mlx_tq.session.restore import RecallDuringDecode, RecallResult
 from mlx_tq.session.transcript import NO_HITS, NO_QUOTATION, Quotation, SearchHits
 
@@ -59,25 +59,17 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Piece:
-    """A generated token, with the text that is certain now.
-
-    `text` may be empty while it could still become a stop sequence. `recalled` comes with the last token.
-    """
+    """A generated token, with the text that is certain now: none while it could still become a stop sequence."""
 
     text: str
     logprob: TokenLogprob | None = None
     top_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None
     index: int = 0  # of the answer, where a prompt has several
-    recalled: RecallResult | None = None
+    recalled: RecallResult | None = None  # with the last token
 
 
-@dataclass(frozen=True)
-class Failed:
-    error: ApiError
-
-
-Event = Started | Progress | Quoted | Piece | Failed
+Event = Started | Progress | Quoted | Piece | ApiError
 
 
 class SessionCaches(list[Any]):
@@ -88,22 +80,14 @@ class SessionCaches(list[Any]):
 
 @dataclass(frozen=True)
 class SessionStart:
-    """The state from which a session's job continues.
+    """The state from which a session's job continues; `quote` quotes the search hits that are not archived."""
 
-    Attributes:
-        caches: hold the first `cached_tokens` of the prompt and stay unchanged; None for a new session.
-        user_start: index, among the new tokens, of the user's words; the quotation goes there.
-        search_hits: positions that the rescue service found; archived ones are recalled as rows.
-        quote: makes the quotation of the other hits.
-        max_quotation: upper bound of its tokens.
-    """
-
-    caches: SessionCaches | None
+    caches: SessionCaches | None  # of the first `cached_tokens`, never changed; None for a new session
     cached_tokens: int
-    user_start: int = 0
+    user_start: int = 0  # index, among the new tokens, of the user's words; the quotation goes there
     search_hits: SearchHits = NO_HITS
     quote: Quote = lambda live, recalled_tokens: NO_QUOTATION
-    max_quotation: int = 0
+    max_quotation: int = 0  # tokens
 
 
 @dataclass(frozen=True)
@@ -120,30 +104,21 @@ class SessionResult:
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One answer to generate. The engine's thread only reads it.
-
-    Attributes:
-        logprobs: how many top log-probabilities to report per token; None reports none at all.
-        others: further answers to the same prompt, which start when it is prefilled; they share `events`.
-        events: results in order; only the event loop may use this and the next two.
-        session_result: receives the end of a session's job, once.
-        events_closed: set when the web side stops reading events.
-        cancelled: set by `Engine.cancel`.
-    """
+    """One answer to generate. The engine's thread only reads it; only the event loop uses the queues."""
 
     prompt: Prompt
     max_tokens: int
     sampler: Sampler
     processors: list[Any]
     stops: list[str] = field(default_factory=list)
-    logprobs: int | None = None
+    logprobs: int | None = None  # how many top log-probabilities to report per token; None reports none at all
     constraint: Constraint | None = None
     index: int = 0
-    others: "tuple[Job, ...]" = ()
+    others: "tuple[Job, ...]" = ()  # further answers to the prompt, with the same `events`; they start when it is read
     session: SessionStart | None = None
-    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
-    session_result: asyncio.Queue[SessionResult] = field(default_factory=asyncio.Queue)
-    events_closed: asyncio.Event = field(default_factory=asyncio.Event)
+    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)  # an error is the last
+    session_result: asyncio.Queue[SessionResult] = field(default_factory=asyncio.Queue)  # one, also after an error
+    events_closed: asyncio.Event = field(default_factory=asyncio.Event)  # nobody reads events any more
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -166,21 +141,7 @@ class Job:
 
 
 class RunningJob:
-    """A job in the batch. Only the engine's thread uses it.
-
-    Attributes:
-        prompt_ids: the prompt, with the quotation once that is made.
-        cached_kinds: kinds of the segments at whose ends the cache is stored, the next one last.
-        question: tokens at the end of the prompt before which evicted tokens may be recalled; empty afterwards.
-        splits_segment: the last segment was split before the question.
-        prefilled, generated: numbers of tokens.
-        stored: the prompt in the prefix cache while it is prefilled; `restored_point` keeps its shared rows alive.
-        pending: other answers that wait for the prefill.
-        step_ends: positions where prefill steps end.
-        followers: jobs that wait until `position` tokens are prefilled here, as (job, position).
-        shared: rows shared with other jobs.
-        failed: the client has the error; the job leaves the batch before the next step.
-    """
+    """A job in the batch. Only the engine's thread uses it."""
 
     def __init__(
         self,
@@ -188,28 +149,28 @@ class RunningJob:
         cached_tokens: int,
         cached_kinds: list[str],
         detokenizer: Any,
-        sampler: GuardedSampler,
+        sampler: Guarded,
         stored: CachedPrompt | None = None,
     ) -> None:
-        self.job, self.stored, self.prompt_ids = job, stored, job.prompt.ids
-        self.restored_point = None if stored is None else stored.checkpoint
-        self.cached_kinds = cached_kinds[::-1]
-        self.question: list[int] = []
-        self.splits_segment = False
-        self.detokenizer = detokenizer
-        self.stop_state = TextStateMachine({"normal": [(stop, None) for stop in job.stops]}).make_state()
-        self.prefilled, self.generated = cached_tokens, 0
+        self.job, self.prompt_ids = job, job.prompt.ids  # with the quotation once that is made
+        self.prefilled, self.generated = cached_tokens, 0  # numbers of tokens
+        self.cached_kinds = cached_kinds[::-1]  # of the segments at whose ends the cache is stored, the next one last
+        self.stored = stored  # the prompt in the prefix cache, while it is prefilled
+        self.restored_point = None if stored is None else stored.checkpoint  # keeps its shared rows alive
+        self.step_ends: list[int] = []  # positions where prefill steps end
+        self.pending = list(job.others)  # other answers, which wait for the prefill
+        self.followers: dict[Job, int] = {}  # jobs that wait until this many tokens are prefilled here
+        self.shared: SharedBuffers = []  # rows shared with other jobs
+        self.question: list[int] = []  # last tokens of the prompt, before which evicted ones may be recalled; once
+        self.splits_segment = False  # the last segment was split before the question
         self.recalled = RecallResult()
         self.looks: RecallDuringDecode | None = None
         self.quotation, self.quotation_start = NO_QUOTATION, 0
-        self.pending = list(job.others)
-        self.step_ends: list[int] = []
-        self.followers: list[tuple[Job, int]] = []
-        self.shared: SharedBuffers = []
         processors = [*job.processors] if job.constraint is None else [*job.processors, job.constraint]
-        self.processors = [GuardedProcessors(processors)] if processors else []
-        self.sampler = sampler
-        self.failed = False
+        self.processors = [guarded_processors(processors)] if processors else []
+        self.sampler, self._detokenizer = sampler, detokenizer
+        self._stop_state = TextStateMachine({"normal": [(stop, None) for stop in job.stops]}).make_state()
+        self.failed = False  # the client has the error; the job leaves the batch before the next step
 
     @property
     def is_decoding(self) -> bool:
@@ -225,14 +186,7 @@ class RunningJob:
         """The error that this job's processors or sampler raised in the last step."""
         if not self.is_decoding:  # the shared sampler failed for another job
             return None
-        errors = [self.sampler.error, *(guard.error for guard in self.processors)]
-        return next((error for error in errors if error is not None), None)
-
-    def release_followers(self) -> list[tuple[Job, int]]:
-        """Return the followers whose shared prefix is prefilled, and forget them."""
-        ready = [follower for follower in self.followers if follower[1] <= self.prefilled]
-        self.followers = [follower for follower in self.followers if follower[1] > self.prefilled]
-        return ready
+        return next((guard.error for guard in (self.sampler, *self.processors) if guard.error is not None), None)
 
     def close_stored(self) -> None:
         """Finish storing the prompt, in a thread of its own: no answer waits for the disk."""
@@ -240,15 +194,15 @@ class RunningJob:
             threading.Thread(target=self.stored.close, name="store").start()
             self.stored = None
 
-    def next_event(self, response: Any) -> Piece | Failed:
+    def next_event(self, response: Any) -> Piece | ApiError:
         """Turn a response of mlx-lm's batch into a piece of the answer, or the error that prevents it."""
         try:
             return self._piece(response)
         except ApiError as error:
-            return Failed(error)
+            return error
         except Exception as error:
             log.exception("cannot decode the text of an answer")
-            return Failed(ModelFailedError(f"the model failed: {error}"))
+            return ModelFailedError(f"the model failed: {error}")
 
     def _piece(self, response: Any) -> Piece:
         self.generated += 1
@@ -270,27 +224,16 @@ class RunningJob:
     def _decode(self, token: int, finish_reason: str | None) -> tuple[str, bool]:
         """Return the text that is certain after a token, and whether a stop sequence ended it."""
         if finish_reason != "stop":  # the token that ends an answer is no text
-            self.detokenizer.add_token(token)
+            self._detokenizer.add_token(token)
         if finish_reason is not None:
-            self.detokenizer.finalize()
-        self.stop_state, segments = TextStateMachine.split(self.stop_state, self.detokenizer.last_segment)
+            self._detokenizer.finalize()
+        self._stop_state, segments = TextStateMachine.split(self._stop_state, self._detokenizer.last_segment)
         text = "".join(part for state, part in segments if state is not None)
-        stopped = self.stop_state[0] is None
+        stopped = self._stop_state[0] is None
         if finish_reason is not None and not stopped:
-            self.stop_state, rest, _ = TextStateMachine.flush(self.stop_state)
+            self._stop_state, rest, _ = TextStateMachine.flush(self._stop_state)
             text += rest
         return text, stopped
-
-
-def remaining_segments(prompt: Prompt, cached_tokens: int) -> tuple[list[list[int]], list[str]]:
-    """Return what the segments hold after the first `cached_tokens`, and their kinds."""
-    segments, kinds = [], []
-    for segment, kind in zip(prompt.segments, prompt.kinds, strict=True):
-        if len(segment) > cached_tokens:
-            segments.append(segment[cached_tokens:])
-            kinds.append(kind)
-        cached_tokens = max(0, cached_tokens - len(segment))
-    return segments, kinds
 
 
 def token_logprobs(response: Any, count: int | None) -> tuple[TokenLogprob | None, tuple[TokenLogprob, ...]]:
@@ -298,9 +241,6 @@ def token_logprobs(response: Any, count: int | None) -> tuple[TokenLogprob | Non
     if count is None:
         return None, ()
     logprobs = response.logprobs.astype(mx.float32)
-    chosen = TokenLogprob(response.token, logprobs[response.token].item())
-    if count == 0:
-        return chosen, ()
-    best = mx.argsort(-logprobs)[:count]
-    top = (TokenLogprob(int(token), logprobs[token].item()) for token in best)
+    best: Any = mx.argsort(-logprobs)[:count].tolist() if count else []
+    chosen, *top = (TokenLogprob(token, logprobs[token].item()) for token in [response.token, *best])
     return chosen, tuple(entry for entry in top if entry.logprob > -math.inf)  # a constraint may allow fewer tokens

@@ -11,14 +11,7 @@ from mlx_tq.models import ranks_of
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.recall import MAX_QUESTION
 from mlx_tq.server.job import Job, RunningJob
-from mlx_tq.session.restore import (
-    RecallDuringDecode,
-    evict_before_question,
-    release,
-    restore_context,
-    split_question,
-    take_archive_warning,
-)
+from mlx_tq.session.restore import RecallDuringDecode, restore_context, split_question, take_archive_warning
 from mlx_tq.session.transcript import NO_HITS, Quotation
 
 log = logging.getLogger(__name__)
@@ -62,10 +55,6 @@ class JobRecall:
         caches = copy.deepcopy(caches) if self._compresses else caches
         return [self.before_question(running, caches)], caches
 
-    def is_needed(self, running: RunningJob, caches: list[Any]) -> bool:
-        """Run the eviction round that the question makes due; return whether `before_question` has work to do."""
-        return running.job.continues_session or evict_before_question(caches, len(running.question))
-
     def before_question(self, running: RunningJob, caches: list[Any]) -> list[int]:
         """Recall what the question needs into `caches`. Return the rest of the prompt, with the quotation.
 
@@ -102,17 +91,6 @@ class JobRecall:
         if self._recalls:
             running.looks = RecallDuringDecode(row, running.recalled, quoted=running.quotation.ranges)
             running.looks.start()
-
-
-def end_answer(caches: list[Any]) -> None:
-    """Evict recalled rows again, and unpin the quotation."""
-    release(caches)
-
-
-def prepare_to_store(caches: list[Any]) -> None:
-    """Evict recalled rows again, and log a failure of the archive once."""
-    release(caches)
-    log_archive_warning(caches)
 
 
 def log_archive_warning(caches: list[Any]) -> None:

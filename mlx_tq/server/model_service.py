@@ -1,22 +1,33 @@
 """`ModelService`: what the server offers, without HTTP. Requests become jobs, and an answer for their events."""
 
 import asyncio
-from dataclasses import dataclass, field, replace
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
+from mlx_tq.cli.options import Request
 from mlx_tq.cli.preflight import check_memory, check_positions
+from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import ConfigError
 from mlx_tq.grammar.constraint import CompiledGrammar, Grammars
+from mlx_tq.integration.probe import position_limit
+from mlx_tq.models import EMBEDDED
+from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.plan import Plan
-from mlx_tq.rescue import RescueClient
-from mlx_tq.server.answers import Answer, MessageReader, TextReader
+from mlx_tq.rescue import OFF, RescueClient, open_service
+from mlx_tq.server.admission import EngineLimits
+from mlx_tq.server.answers import Answer, Choice
 from mlx_tq.server.api_errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from mlx_tq.server.engine import Engine
 from mlx_tq.server.guard import LargeRequests
 from mlx_tq.server.job import Event, Job, SessionResult
 from mlx_tq.server.metrics import Metrics
-from mlx_tq.server.prompt_builder import Prompt, PromptBuilder
+from mlx_tq.server.prompt_builder import PromptBuilder
 from mlx_tq.server.response_formats import ResponseFormats
 from mlx_tq.server.sampling import Sampling, logits_processors
 from mlx_tq.server.schemas import ChatRequest, CompletionRequest
@@ -24,29 +35,51 @@ from mlx_tq.server.sessions import HEADER, ServerSession, Sessions, SessionTurn
 
 DEFAULT_MODEL = "default_model"  # what clients of mlx-lm's server call the model that it was started with
 
-Prepared = tuple[list[Job], Answer, SessionTurn | None]
+AnyRequest = ChatRequest | CompletionRequest
 
 
-@dataclass(frozen=True)
 class ModelService:
     """One model, and the defaults of its requests. `plan` and `memory` are None where nothing is compressed."""
 
-    name: str
-    created: int  # seconds since 1970
-    tokenizer: Any
-    prompt_builder: PromptBuilder
-    grammars: Grammars
-    response_formats: ResponseFormats
-    sessions: Sessions
-    rescue: RescueClient | None
-    engine: Engine
-    metrics: Metrics
-    sampling: Sampling
-    max_tokens: int
-    positions: int | None
-    plan: Plan | None
-    memory: int | None
-    large_requests: LargeRequests = field(default_factory=LargeRequests)
+    def __init__(
+        self,
+        request: Request,
+        model: Any,
+        tokenizer: Any,
+        plan: Plan | None,
+        memory: int | None,
+        prefix_cache: PrefixCache | None,
+        ranks: Ranks,
+    ) -> None:
+        args, service, self.metrics = request.args, request.rescue.service, Metrics()
+        self.name, self.created = _public_name(args.model), int(time.time())
+        self._tokenizer, self._plan, self._memory = tokenizer, plan, memory
+        self.positions = position_limit(model)
+        self._prompt_builder = PromptBuilder(tokenizer, args.chat_template_args, self.positions)
+        self.rescue = ranks.run_on_first(lambda: None if service == OFF else RescueClient(open_service(service)))
+        self.sessions = Sessions(
+            args.sessions,
+            args.max_queue,
+            self._prompt_builder,
+            request.rescue,
+            self.rescue,
+            self.positions,
+            self.metrics,
+        )
+        self._grammars = Grammars(tokenizer)
+        self.response_formats = ResponseFormats(self._grammars, args.max_queue, allow_lark=args.allow_lark)
+        limits = engine_limits(args, memory)
+        self.engine = Engine(model, tokenizer, request.config, plan, limits, self.metrics, self.sessions, prefix_cache)
+        self._sampling = Sampling(args.temp, args.top_p, args.top_k, args.min_p)
+        self._max_tokens = args.max_tokens
+        self.large_requests = LargeRequests()
+
+    def close(self) -> None:
+        self.sessions.close()
+        self._grammars.close()
+
+    def model_object(self) -> dict[str, Any]:
+        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "mlx_tq"}
 
     def check_model(self, name: str | None) -> None:
         """Refuse the name of another model: requests never choose what is loaded."""
@@ -56,70 +89,75 @@ class ModelService:
 
     def prepare(
         self,
-        request: ChatRequest | CompletionRequest,
+        request: AnyRequest,
+        make_answer: Callable[..., Answer],
         session: ServerSession | None = None,
         grammar: CompiledGrammar | None = None,
-    ) -> Prepared:
+    ) -> tuple[list[Job], Answer, SessionTurn | None]:
         """Return a job for each prompt, their answer, still empty, and the turn of the session."""
         self.check_model(request.model)
-        if session is not None:
-            _check_session_request(request)
-        turn, constraint, logprobs, count = None, None, None, request.n or 1
-        prompts: list[Prompt]
-        readers: list[MessageReader | TextReader]
+        turn = None if session is None else self._begin_turn(session, request)
+        start, quotation = (None, 0) if turn is None else (turn.start, turn.start.max_quotation)
+        count, constraint, logprobs = request.n or 1, None, None
+        make_choice: Callable[[], Choice] = Choice
         if isinstance(request, ChatRequest):
-            turn = None if session is None else self._begin_turn(session, request)
-            prompts = [prompt := self.prompt_builder.chat_prompt(request) if turn is None else turn.prompt]
+            prompts = [prompt := self._prompt_builder.chat_prompt(request) if turn is None else turn.prompt]
             logprobs = (request.top_logprobs or 0) if request.logprobs else None
             tools = [tool.model_dump() for tool in request.tools or []]
+            make_choice = partial(Choice, self._tokenizer, prompt.state, tools, constrained=grammar is not None)
             if grammar is not None:
-                constraint = self.grammars.constraint(grammar, thinks=prompt.state == "reasoning")
-            readers = [
-                MessageReader(self.tokenizer, prompt.state, tools, constrained=grammar is not None)
-                for _ in range(count)
-            ]
+                constraint = self._grammars.constraint(grammar, thinks=prompt.state == "reasoning")
         else:
-            prompts = [self.prompt_builder.completion_prompt(prompt) for prompt in request.prompts]
-            readers = [TextReader() for _ in range(count * len(prompts))]
+            prompts = [self._prompt_builder.completion_prompt(prompt) for prompt in request.prompts]
         events: asyncio.Queue[Event] = asyncio.Queue()  # of all jobs
-        sampling, vocabulary = self.sampling.updated(request), self.prompt_builder.vocabulary
+        sampling, vocabulary = self._sampling.updated(request), self._prompt_builder.vocabulary
         jobs = []
         for number, prompt in enumerate(prompts):
-            quotation = 0 if turn is None else turn.start.max_quotation
+            max_tokens = self._answer_tokens(len(prompt.ids) + quotation, request)
             answers = [
                 Job(
                     prompt,
-                    self._answer_tokens(len(prompt.ids) + quotation, request),
+                    max_tokens,
                     sampling.sampler(vocabulary, None if request.seed is None else (request.seed + choice) % 2**64),
                     logits_processors(request, vocabulary),
                     stops=request.stops,
                     logprobs=logprobs,
-                    constraint=None if constraint is None else constraint.copy(),
+                    constraint=constraint and constraint.copy(),
                     index=number * count + choice,
-                    session=None if turn is None else turn.start,
+                    session=start,
                     events=events,
                 )
                 for choice in range(count)
             ]
             jobs.append(replace(answers[0], others=tuple(answers[1:])))
-        rescued_tokens = None if turn is None else 0
-        answer = Answer(self.name, readers, sum(len(prompt.ids) for prompt in prompts), rescued_tokens)
+        choices = [make_choice() for _ in range(count * len(prompts))]
+        prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
+        answer = make_answer(self.name, choices, prompt_tokens, self._tokenizer.decode, None if turn is None else 0)
         return jobs, answer, turn
 
-    def _begin_turn(self, session: ServerSession, request: ChatRequest) -> SessionTurn:
-        """Continue the session, or start it again if too few positions remain."""
+    def _begin_turn(self, session: ServerSession, request: AnyRequest) -> SessionTurn:
+        """Continue the session, or start it again if too few positions remain.
+
+        Requests after whose answer a session could not continue are refused.
+        """
+        if not isinstance(request, ChatRequest):
+            raise InvalidRequestError(f"sessions are for /v1/chat/completions; leave {HEADER} out", HEADER)
+        if (request.n or 1) > 1:
+            raise InvalidRequestError(f"a session has one answer per turn; leave n or {HEADER} out", "n")
+        if request.prefill is not None:
+            raise InvalidRequestError(f"a session cannot continue a partial answer; leave {HEADER} out", "messages")
         turn = self.sessions.begin(session, request)
         try:
             tokens = self._answer_tokens(len(turn.prompt.ids) + turn.start.max_quotation, request)
         except ContextLengthError:
             tokens = 0
-        if turn.start.caches is None or tokens >= min(request.answer_tokens or 1, self.max_tokens):
+        if turn.start.caches is None or tokens >= min(request.answer_tokens or 1, self._max_tokens):
             return turn
         return self.sessions.begin(session, request, restart=True)
 
-    def _answer_tokens(self, prompt_tokens: int, request: ChatRequest | CompletionRequest) -> int:
+    def _answer_tokens(self, prompt_tokens: int, request: AnyRequest) -> int:
         """Return how many tokens to generate at most; refuse what exceeds the context length or the memory."""
-        tokens, count = request.answer_tokens or self.max_tokens, request.n or 1
+        tokens, count = request.answer_tokens or self._max_tokens, request.n or 1
         if count > self.engine.limits.concurrency:
             raise InvalidRequestError(
                 f"n is {count}; this server generates at most {self.engine.limits.concurrency}", "n"
@@ -128,9 +166,9 @@ class ModelService:
             check_positions(prompt_tokens, self.positions)
             if self.positions is not None:
                 tokens = min(tokens, self.positions - prompt_tokens)
-            if self.plan is not None and self.memory is not None:
-                shared = (count - 1) * self.plan.shared_nbytes(prompt_tokens - 1, prompt_tokens + tokens)
-                check_memory(self.plan, prompt_tokens + tokens, (self.memory + shared) // count)
+            if self._plan is not None and self._memory is not None:
+                shared = (count - 1) * self._plan.shared_nbytes(prompt_tokens - 1, prompt_tokens + tokens)
+                check_memory(self._plan, prompt_tokens + tokens, (self._memory + shared) // count)
         except ConfigError as error:
             param = "messages" if isinstance(request, ChatRequest) else "prompt"
             raise ContextLengthError(str(error), param) from error
@@ -141,11 +179,30 @@ class ModelService:
         return {
             "model": self.name,
             "context_length": self.positions,
-            "temperature": self.sampling.temperature,
-            "max_tokens": self.max_tokens,
+            "temperature": self._sampling.temperature,
+            "max_tokens": self._max_tokens,
             "sessions": self.sessions.limit,
-            "rescue": self.sessions.has_rescue,
-            "plan": None if self.plan is None else _plan_report(self.plan),
+            "rescue": self.rescue is not None,
+            "plan": self._plan and self._plan_report(self._plan),
+        }
+
+    def _plan_report(self, plan: Plan) -> dict[str, Any]:
+        groups = groupby(plan.layers, key=lambda layer: (layer.spec.keys, layer.spec.value))
+        spec, eviction = plan.layers[0].spec, plan.eviction
+        return {
+            "layers": [{"count": len(list(layers)), "key": key, "value": value} for (key, value), layers in groups],
+            "other_layers": len(plan.classes) - len({layer.slot.index for layer in plan.layers}),
+            "sinks": spec.sinks,
+            "window": spec.window,
+            "dtype": str(plan.layers[0].slot.dtype),
+            "ranks": plan.ranks.size,
+            "eviction": None
+            if eviction is None
+            else {
+                "policy": eviction.config.policy.name,
+                "budget": eviction.budget.tokens if eviction.budget.share is None else eviction.config.budget,
+                "recall": eviction.config.recalls,
+            },
         }
 
     def session_report(self, result: SessionResult) -> dict[str, Any]:
@@ -171,31 +228,20 @@ class ModelService:
         }
 
 
-def _check_session_request(request: ChatRequest | CompletionRequest) -> None:
-    """Refuse requests after whose answer a session could not continue."""
-    if not isinstance(request, ChatRequest):
-        raise InvalidRequestError(f"sessions are for /v1/chat/completions; leave {HEADER} out", HEADER)
-    if (request.n or 1) > 1:
-        raise InvalidRequestError(f"a session has one answer per turn; leave n or {HEADER} out", "n")
-    if request.prefill is not None:
-        raise InvalidRequestError(f"a session cannot continue a partial answer; leave {HEADER} out", "messages")
+def engine_limits(args: Any, memory: int | None) -> EngineLimits:
+    return EngineLimits(
+        concurrency=args.decode_concurrency,
+        prompt_concurrency=args.prompt_concurrency,
+        queue=args.max_queue,
+        prefill_step_size=args.prefill_step_size,
+        prompt_cache_size=args.prompt_cache_size,
+        prompt_cache_bytes=args.prompt_cache_bytes or sys.maxsize,
+        memory=memory,
+    )
 
 
-def _plan_report(plan: Plan) -> dict[str, Any]:
-    groups = groupby(plan.layers, key=lambda layer: (layer.spec.keys, layer.spec.value))
-    spec, eviction = plan.layers[0].spec, plan.eviction
-    return {
-        "layers": [{"count": len(list(layers)), "key": key, "value": value} for (key, value), layers in groups],
-        "other_layers": len(plan.classes) - len({layer.slot.index for layer in plan.layers}),
-        "sinks": spec.sinks,
-        "window": spec.window,
-        "dtype": str(plan.layers[0].slot.dtype),
-        "ranks": plan.ranks.size,
-        "eviction": None
-        if eviction is None
-        else {
-            "policy": eviction.config.policy.name,
-            "budget": eviction.budget.tokens if eviction.budget.share is None else eviction.config.budget,
-            "recall": eviction.config.recalls,
-        },
-    }
+def _public_name(model: str | None) -> str:
+    """Return the model's name for clients; of a folder, not where it is."""
+    if model is None:
+        return EMBEDDED
+    return Path(model).resolve().name if Path(model).exists() else model

@@ -36,15 +36,15 @@ class Prompt:
     kinds: list[str]
     state: str = "normal"
 
-
-@dataclass(frozen=True)
-class TurnParts:
-    """New tokens of a conversation: before and after the user's last words, which are None if another role is last."""
-
-    before: list[int]
-    words: str | None
-    after: list[int]
-    state: str
+    def remaining_segments(self, cached_tokens: int) -> tuple[list[list[int]], list[str]]:
+        """Return what the segments hold after the first `cached_tokens`, and their kinds."""
+        segments, kinds = [], []
+        for segment, kind in zip(self.segments, self.kinds, strict=True):
+            if len(segment) > cached_tokens:
+                segments.append(segment[cached_tokens:])
+                kinds.append(kind)
+            cached_tokens = max(0, cached_tokens - len(segment))
+        return segments, kinds
 
 
 class PromptBuilder:
@@ -107,12 +107,15 @@ class PromptBuilder:
             raise InvalidRequestError("the model's chat template has no tools; leave them out", "tools")
         return messages, {**self._template_args, **kwargs, "tools": tools or None}
 
-    def split_turn(self, messages: list[Message], options: dict[str, Any], cached_messages: int) -> TurnParts | None:
-        """Return the tokens after the first `cached_messages`, the last of which is an answer without tool calls.
+    def split_turn(
+        self, messages: list[Message], options: dict[str, Any], cached_messages: int
+    ) -> tuple[list[int], str, list[int], str] | None:
+        """Split what follows the first `cached_messages`, the last of which is an answer without tool calls.
 
-        Returns None if the template does not show that answer unchanged.
+        Returns the tokens before the user's last words, these words, the tokens after them, and the state at the end;
+        or None if the template does not show that answer unchanged. Without words of the user, the first part has all.
         """
-        marker, words = secrets.token_hex(8), None  # no template trims it and no message contains it
+        marker, words = secrets.token_hex(8), ""  # no template trims it and no message contains it
         marked = list(messages)
         if cached_messages:
             marked[cached_messages - 1] = {**marked[cached_messages - 1], "content": f"Q{marker}H"}
@@ -125,11 +128,11 @@ class PromptBuilder:
             if not separator:
                 return None
         before, separator, after = text.partition(f"Q{marker}W")
-        if words is not None and not separator:
+        if messages[-1]["role"] == "user" and not separator:
             raise InvalidRequestError("the model's chat template does not show the last user message", "messages")
-        self._check_length(len(text) + len(words or ""), "messages")
+        self._check_length(len(text) + len(words), "messages")
         before_ids, after_ids = (self._encode(part, "messages") for part in (before, after))
-        return TurnParts(before_ids, words, after_ids, self._state(before_ids + after_ids))
+        return before_ids, words, after_ids, self._state(before_ids + after_ids)
 
     def _check_length(self, characters: int, param: str) -> None:
         try:

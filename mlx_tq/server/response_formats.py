@@ -28,11 +28,7 @@ class ResponseFormats:
         self._live: WeakSet[CompiledGrammar] = WeakSet()
 
     async def compile(self, request: ChatRequest, client: str) -> CompiledGrammar | None:
-        """Compile the grammar of a request from the address `client`; return None if any text is allowed.
-
-        Raises:
-            InvalidRequestError, QueueFullError
-        """
+        """Compile the grammar of a request from the address `client`; return None if any text is allowed."""
         response_format = request.response_format
         if response_format is None or isinstance(response_format, TextFormat):
             return None

@@ -1,7 +1,7 @@
 """Samplers and logits processors of requests, and guards that isolate their errors from the rest of the batch."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -14,7 +14,6 @@ from mlx_tq.server.schemas import GenerationRequest
 Sampler = Callable[[mx.array], mx.array]  # log-probabilities [B, V] -> tokens [B]
 
 _MAX_TOKEN_ID_DIGITS = 10  # int() raises ValueError above 4,300 digits
-_SETTINGS = ("temperature", "top_p", "top_k", "min_p")
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,8 @@ class Sampling:
 
     def updated(self, request: GenerationRequest) -> "Sampling":
         """Return these settings with those that the request sets."""
-        values = {name: getattr(request, name) for name in _SETTINGS}
-        return Sampling(**{name: getattr(self, name) if values[name] is None else values[name] for name in _SETTINGS})
+        values = {setting.name: getattr(request, setting.name) for setting in fields(self)}
+        return replace(self, **{name: value for name, value in values.items() if value is not None})
 
     def sampler(self, vocabulary: int, seed: int | None = None) -> Sampler:
         """Return a sampler. Requests with equal settings share one, which mlx-lm calls once per batch.
@@ -38,59 +37,44 @@ class Sampling:
         """
         if self.temperature == 0:
             return greedy_sampler  # type: ignore[no-any-return]
-        if seed is None:
-            return _shared_sampler(self, vocabulary)
-        return _SeededSampler(_filters(self, vocabulary), self.temperature, seed)
+        return _shared_sampler(self, vocabulary) if seed is None else _RandomSampler(self, vocabulary, seed)
 
 
-def _filters(sampling: Sampling, vocabulary: int) -> list[Sampler]:
-    filters: list[Sampler] = []
-    if 0 < sampling.top_p < 1:
-        filters.append(partial(apply_top_p, top_p=sampling.top_p))
-    if sampling.min_p > 0:
-        filters.append(partial(apply_min_p, min_p=sampling.min_p))
-    if 0 < sampling.top_k < vocabulary:
-        filters.append(partial(apply_top_k, top_k=sampling.top_k))
-    return filters
-
-
-@lru_cache(maxsize=256)
-def _shared_sampler(sampling: Sampling, vocabulary: int) -> Sampler:
-    filters = _filters(sampling, vocabulary)
-    return lambda logprobs: _sample(logprobs, filters, sampling.temperature, None)
-
-
-class _SeededSampler:
-    def __init__(self, filters: list[Sampler], temperature: float, seed: int) -> None:
-        self._filters, self._temperature, self._seed = filters, temperature, seed
+class _RandomSampler:
+    def __init__(self, sampling: Sampling, vocabulary: int, seed: int | None = None) -> None:
+        self._filters: list[Sampler] = []
+        if 0 < sampling.top_p < 1:
+            self._filters.append(partial(apply_top_p, top_p=sampling.top_p))
+        if sampling.min_p > 0:
+            self._filters.append(partial(apply_min_p, min_p=sampling.min_p))
+        if 0 < sampling.top_k < vocabulary:
+            self._filters.append(partial(apply_top_k, top_k=sampling.top_k))
+        self._temperature, self._seed = sampling.temperature, seed
         self._key: mx.array | None = None
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        if self._key is None:  # not earlier: an array belongs to the thread that makes it
-            self._key = mx.random.key(self._seed)
-        self._key, key = mx.random.split(self._key)
-        return _sample(logprobs, self._filters, self._temperature, key)
+        key = None
+        if self._seed is not None:
+            # The first key is not made earlier, because an array belongs to the thread that makes it.
+            self._key, key = mx.random.split(mx.random.key(self._seed) if self._key is None else self._key)
+        for apply_filter in self._filters:
+            logprobs = apply_filter(logprobs)
+        return mx.random.categorical(logprobs * (1 / self._temperature), key=key)
 
 
-def _sample(logprobs: mx.array, filters: list[Sampler], temperature: float, key: mx.array | None) -> mx.array:
-    for apply_filter in filters:
-        logprobs = apply_filter(logprobs)
-    return mx.random.categorical(logprobs * (1 / temperature), key=key)
+_shared_sampler = lru_cache(maxsize=256)(_RandomSampler)
 
 
 def logits_processors(request: GenerationRequest, vocabulary: int) -> list[Any]:
     """Return mlx-lm's processors for the penalties and biases of a request; refuse biases of unknown tokens."""
-    bias = None
     for token in request.logit_bias or ():
         is_number = token.isascii() and token.isdigit() and len(token) <= _MAX_TOKEN_ID_DIGITS
         if not (is_number and int(token) < vocabulary):
             message = f"logit_bias names the token {token[:20]!r}; tokens are 0 to {vocabulary - 1}"
             raise InvalidRequestError(message, "logit_bias")
-    if request.logit_bias:
-        bias = {int(token): value for token, value in request.logit_bias.items()}
     return list(
         make_logits_processors(
-            bias,
+            {int(token): value for token, value in (request.logit_bias or {}).items()} or None,
             repetition_penalty=request.repetition_penalty,
             repetition_context_size=request.repetition_context_size or 20,
             presence_penalty=request.presence_penalty,
@@ -99,53 +83,43 @@ def logits_processors(request: GenerationRequest, vocabulary: int) -> list[Any]:
     )
 
 
-class GuardedProcessors:
-    """Run a job's logits processors; after an error, return the logits unchanged and keep the error.
+class Guarded:
+    """A sampler, or logits processors, whose errors do not reach the batch: `fallback` takes its place.
 
-    The row continues with harmless values until the engine, which reads `error` after each step, removes the job. An
-    error that mlx raises on evaluation still ends the batch, because nothing says which row caused it.
+    `error` is the latest one. The row continues with harmless values until the engine, which reads it after each step,
+    removes the job. An error that mlx raises on evaluation still ends the batch: nothing says which row caused it.
     """
 
-    def __init__(self, processors: Sequence[Any]) -> None:
-        self._processors = processors
+    def __init__(self, function: Callable[..., mx.array], fallback: Callable[..., mx.array]) -> None:
+        self._function, self._fallback = function, fallback
         self.error: Exception | None = None
 
-    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """Process the logits [1, V] of the token after `tokens` [N]."""
-        if self.error is not None:
-            return logits
-        unchanged = logits[:]  # processors may write into `logits`
-        processed = logits
+    def __call__(self, *arrays: mx.array) -> mx.array:
+        harmless = self._fallback(*arrays)  # first, because processors may write into the logits
         try:
-            for processor in self._processors:
-                processed = processor(tokens, processed)
-            _check_shape(processed, unchanged.shape)
+            result = self._function(*arrays)
+            if result.shape != harmless.shape:
+                raise ValueError(f"it returned an array of the shape {result.shape} instead of {harmless.shape}")
         except Exception as error:  # noqa: BLE001 - the engine logs it
             self.error = error
-            return unchanged
-        return processed
+            return harmless
+        return result
 
 
-class GuardedSampler:
-    """Fall back to argmax if the wrapped sampler raises, and keep the error until the engine clears it.
+def guarded_sampler(sampler: Sampler) -> Guarded:
+    """Return a sampler that falls back to argmax.
 
     mlx-lm samples rows that have the same sampler at once, so jobs that share a sampler share its guard.
     """
-
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
-        self.error: Exception | None = None
-
-    def __call__(self, logprobs: mx.array) -> mx.array:
-        try:
-            tokens = self._sampler(logprobs)
-            _check_shape(tokens, logprobs.shape[:-1])
-        except Exception as error:  # noqa: BLE001 - the engine logs it
-            self.error = error
-            return mx.argmax(logprobs, axis=-1)
-        return tokens
+    return Guarded(sampler, partial(mx.argmax, axis=-1))
 
 
-def _check_shape(array: mx.array, expected: tuple[int, ...]) -> None:
-    if array.shape != expected:
-        raise ValueError(f"it returned an array of the shape {array.shape} instead of {expected}")
+def guarded_processors(processors: Sequence[Any]) -> Guarded:
+    """Return one logits processor for all; it falls back to the logits [1, V] of the token after `tokens` [N]."""
+
+    def process(tokens: mx.array, logits: mx.array) -> mx.array:
+        for processor in processors:
+            logits = processor(tokens, logits)
+        return logits
+
+    return Guarded(process, lambda tokens, logits: logits[:])

@@ -20,7 +20,7 @@ from pydantic import (
 from pydantic_core import from_json
 
 from mlx_tq.rescue import MAX_TEXT
-from mlx_tq.server.api_errors import InvalidRequestError
+from mlx_tq.server.api_errors import ApiError, InvalidRequestError
 
 MAX_PROMPTS = 128
 _MAX_ERRORS = 3  # that one response reports
@@ -316,18 +316,16 @@ class ReasoningItem(Loose):
     """The model's reasoning, which later turns leave out."""
 
 
-def _item_type(item: Any) -> Any:
-    return item.get("type", "message") if isinstance(item, dict) else "message"
-
-
-_ITEM_TYPES = "'message', 'function_call', 'function_call_output', 'reasoning'"
 Item = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[CallOutputItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")],
     Discriminator(
-        _item_type, custom_error_type="item_type", custom_error_message=f"its type should be one of {_ITEM_TYPES}"
+        lambda item: item.get("type", "message") if isinstance(item, dict) else "message",
+        custom_error_type="item_type",
+        custom_error_message="its type should be one of 'message', 'function_call', 'function_call_output', "
+        "'reasoning'",
     ),
 ]
 
@@ -379,21 +377,15 @@ class ResponseRequest(Strict):
         messages = self._messages()
         if not messages:
             raise InvalidRequestError("the input has no message; send at least one", "input")
+        tools = [tool.model_dump(exclude_none=True, exclude={"type", "strict"}) for tool in self.tools or []]
         body = {
-            "model": self.model,
+            **self.model_dump(include={"model", "temperature", "top_p", "stream", "top_logprobs", "tool_choice"}),
             "messages": messages,
             "max_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "stream": self.stream,
             "logprobs": "message.output_text.logprobs" in (self.include or []) or None,
-            "top_logprobs": self.top_logprobs,
-            "tool_choice": self.tool_choice,
             "response_format": self._response_format(),
+            "tools": [{"type": "function", "function": tool} for tool in tools] or None,
         }
-        if self.tools:
-            functions = [tool.model_dump(exclude_none=True, exclude={"type", "strict"}) for tool in self.tools]
-            body["tools"] = [{"type": "function", "function": function} for function in functions]
         return ChatRequest.model_validate(body)
 
     def _messages(self) -> list[dict[str, Any]]:
@@ -414,11 +406,10 @@ class ResponseRequest(Strict):
         return messages
 
     def _response_format(self) -> dict[str, Any] | None:
-        text_format = self.text and self.text.format
-        if text_format is None:
+        if self.text is None or self.text.format is None:
             return None
-        fields = text_format.model_dump(by_alias=True, exclude_none=True)
-        if isinstance(text_format, TextSchemaFormat):
+        fields = self.text.format.model_dump(by_alias=True, exclude_none=True)
+        if fields["type"] == "json_schema":
             return {"type": fields.pop("type"), "json_schema": fields}
         return fields
 
@@ -436,17 +427,17 @@ _RESPONSE_NAMES = {
 }
 
 
-def with_response_names(error: InvalidRequestError) -> InvalidRequestError:
+def use_response_names(error: ApiError) -> None:
     """Rename the chat argument at fault to that of /v1/responses, in the error's param and message."""
     old = error.param or ""
     name = next((name for name in _RESPONSE_NAMES if old == name or old.startswith(f"{name}.")), None)
     if name is None:
-        return error
+        return
     new, message = _RESPONSE_NAMES[name] + old.removeprefix(name), str(error)
     # After the name at its start, a message may repeat the client's own words.
     starts_with_name = message.startswith(f"{old}: ")
     renamed = new + message.removeprefix(old) if starts_with_name else message.replace(name, _RESPONSE_NAMES[name])
-    return type(error)(renamed, new)
+    error.args, error.param = (renamed,), new
 
 
 # Parsing.
@@ -456,10 +447,13 @@ Body = TypeVar("Body", bound=Strict)
 
 def parse(kind: type[Body], body: bytes) -> Body:
     """Parse and validate a request body; raise `InvalidRequestError` if it is not valid."""
+    gc.disable()  # with a million lists, it takes most of the time and holds the GIL
     try:
-        value = _parse_json(body)
+        value = from_json(body)
     except ValueError as error:
         raise InvalidRequestError(f"Invalid JSON: {error}") from error
+    finally:
+        gc.enable()
     try:
         return kind.model_validate(value)
     except ValidationError as error:
@@ -468,15 +462,6 @@ def parse(kind: type[Body], body: bytes) -> Body:
     # event loop.
     del value
     raise invalid
-
-
-def _parse_json(body: bytes) -> Any:
-    # With a million lists, garbage collection takes most of the time and holds the GIL.
-    gc.disable()
-    try:
-        return from_json(body)
-    finally:
-        gc.enable()
 
 
 def _to_api_error(errors: Sequence[Any], value: Any) -> InvalidRequestError:

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 from mlx_tq.config import RescueConfig
@@ -35,20 +35,14 @@ HEADER = "X-Session-Id"
 
 @dataclass(eq=False)
 class ServerSession:
-    """A session. Its requests take turns, in the order in which they came.
-
-    Attributes:
-        caches: of the transcript's tokens; None before the first answer.
-        messages: that the transcript encodes, the last answer included; None if the session cannot be continued.
-        users: requests that hold or wait for `turn`.
-    """
+    """A session. Its requests take turns, in the order in which they came."""
 
     transcript: Transcript
-    caches: SessionCaches | None = None
-    messages: list[Message] | None = None
+    caches: SessionCaches | None = None  # of the transcript's tokens; None before the first answer
+    messages: list[Message] | None = None  # that the transcript encodes; None if the session cannot be continued
     template_options: dict[str, Any] = field(default_factory=dict)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    users: int = 0
+    users: int = 0  # requests that hold or wait for `turn`
 
     @property
     def nbytes(self) -> int:
@@ -86,20 +80,14 @@ class Sessions:
         self._quotation_limit = quotation_limit(rescue, positions)
         self._sessions: OrderedDict[str, ServerSession] = OrderedDict()
         self._to_forget: list[str] = []  # ids whose text the rescue service still has
-        self._lock = Lock()  # the web side and the engine's thread both drop sessions
-
-    @property
-    def has_rescue(self) -> bool:
-        return self._client is not None
+        self._lock = RLock()  # the web side and the engine's thread both drop sessions
+        metrics.sessions.set_function(lambda: len(self._sessions))
+        metrics.session_bytes.set_function(lambda: self.nbytes)
 
     # A turn, on the web side.
 
     async def enter(self, name: str) -> ServerSession:
-        """Wait for this request's turn in its session; call `leave` afterwards.
-
-        Raises:
-            InvalidRequestError, QueueFullError
-        """
+        """Wait for this request's turn in its session; call `leave` afterwards."""
         if not SESSION_ID.fullmatch(name):
             raise InvalidRequestError(
                 f"{HEADER} is {name[:80]!r}; it must be 1 to 64 of the characters A-Z, a-z, 0-9, _ and -", HEADER
@@ -108,12 +96,13 @@ class Sessions:
             raise InvalidRequestError("this server has no sessions; leave the header out", HEADER)
         with self._lock:
             session = self._sessions.get(name)
+            waiting = sum(max(0, other.users - 1) for other in self._sessions.values())
             if session is None:
                 self._drop_while(lambda: len(self._sessions) >= self.limit)
                 if len(self._sessions) >= self.limit:
                     raise QueueFullError(f"all {self.limit} sessions are in use; try again later")
                 session = self._sessions[name] = ServerSession(self._new_transcript())
-            elif session.users and self._num_waiting() >= self._max_waiting:
+            elif session.users and waiting >= self._max_waiting:
                 raise QueueFullError(f"{self._max_waiting} requests wait for their session, the limit; try later")
             self._sessions.move_to_end(name)
             session.users += 1
@@ -139,16 +128,14 @@ class Sessions:
             return self.begin(session, request, restart=True)
         transcript = session.transcript if count else self._new_transcript()
         caches = session.caches if count else None
-        before, search_hits = list(parts.before), NO_HITS
+        before, words, after, state = parts
         if count and before[:1] == transcript.ids[-1:]:  # the answer generated the end of its turn itself
             del before[0]
-        words: list[int] = []
-        if parts.words is not None:
-            words = self._plain.encode(parts.words)
-            if caches is not None:
-                search_hits = transcript.search(parts.words, live_positions(caches, len(transcript.ids)))
-        ids = [*before, *words, *parts.after]
-        prompt = Prompt([*transcript.ids, *ids], [transcript.ids, ids], ["assistant", "user"], parts.state)
+        search_hits = NO_HITS
+        if caches is not None:
+            search_hits = transcript.search(words, live_positions(caches, len(transcript.ids)))
+        ids = [*before, *self._plain.encode(words), *after]
+        prompt = Prompt([*transcript.ids, *ids], [transcript.ids, ids], ["assistant", "user"], state)
         quote, max_quotation = partial(transcript.quote, search_hits), transcript.max_quotation_tokens(search_hits)
         start = SessionStart(caches, len(transcript.ids), len(before), search_hits, quote, max_quotation)
         return SessionTurn(session, transcript, messages, options, prompt, start)
@@ -166,7 +153,6 @@ class Sessions:
         session.transcript, session.caches = transcript, result.caches
         session.template_options = turn.template_options
         session.messages = None if answer is None else [*turn.messages, answer]
-        self._measure()
         self._metrics.rescued_tokens.inc(len(result.quotation.ids))
         log_archive_warning(result.caches)
         if self._client is not None and (warning := self._client.take_warning()):
@@ -188,7 +174,6 @@ class Sessions:
         with self._lock:
             if session.users == 1:
                 self._discard(self._sessions.pop(name).transcript)
-            self._measure()
         self.leave(session)
 
     def close(self) -> None:
@@ -205,26 +190,18 @@ class Sessions:
     @property
     def nbytes(self) -> int:
         with self._lock:
-            return self._nbytes()
+            return sum(session.nbytes for session in self._sessions.values())
 
     def trim_to(self, nbytes: int) -> None:
         """Drop idle sessions, the least recently used first, until the rest take at most `nbytes`."""
         with self._lock:
-            self._drop_while(lambda: self._nbytes() > nbytes)
-
-    def _nbytes(self) -> int:
-        return sum(session.nbytes for session in list(self._sessions.values()))
+            self._drop_while(lambda: self.nbytes > nbytes)
 
     def _drop_while(self, too_many: Callable[[], bool]) -> None:
         for name in [name for name, session in self._sessions.items() if not session.users]:
             if not too_many():
                 break
             self._discard(self._sessions.pop(name).transcript)
-        self._measure()
-
-    def _measure(self) -> None:
-        self._metrics.sessions.set(len(self._sessions))
-        self._metrics.session_bytes.set(self._nbytes())
 
     def _new_transcript(self) -> Transcript:
         # The rescue service gets ids of ours: nobody can read another's text by guessing the name of a session.
@@ -233,6 +210,3 @@ class Sessions:
     def _discard(self, transcript: Transcript) -> None:
         if self._client is not None and transcript.has_sent:
             self._to_forget.append(transcript.session_id)
-
-    def _num_waiting(self) -> int:
-        return sum(max(0, session.users - 1) for session in list(self._sessions.values()))

@@ -9,8 +9,9 @@ from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prom
 from mlx_tq.errors import CacheFormatError
 from mlx_tq.prefix_cache.prefix_cache import CachedPrompt, PrefixCache
 from mlx_tq.server.job import Job
-from mlx_tq.server.job_recall import prepare_to_store
+from mlx_tq.server.job_recall import log_archive_warning
 from mlx_tq.server.prompt_builder import Prompt
+from mlx_tq.session.restore import release
 
 _MODEL_KEY = "model"  # mlx-lm's prompt cache could hold several models
 # Upper bound of the seconds to restore a token, as a share of those to prefill it. Two CPU cores need 0.005.
@@ -51,7 +52,8 @@ class StoredPrompts:
 
     def insert(self, tokens: list[int], caches: list[Any], kind: str) -> None:
         """Store caches that hold `tokens` in memory; `kind` is mlx-lm's: the role of the last segment."""
-        prepare_to_store(caches)
+        release(caches)
+        log_archive_warning(caches)
         self._memory.insert_cache(_MODEL_KEY, list(tokens), caches, cache_type=kind)
 
     def find(self, job: Job, unread: int, *, alone: bool = False) -> PromptSource:

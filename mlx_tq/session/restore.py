@@ -135,9 +135,8 @@ def recall_rows(
     by_search = blocks_of_hits(caches, hits)
     if by_attention or by_search:
         sequence.recall(evicting_layers(caches), dict.fromkeys([*by_attention, *by_search]))
-    attention, search = (
-        tuple(np.intersect1d(positions_of(blocks), sequence.recalled).tolist()) for blocks in (by_attention, by_search)
-    )
+    positions = (np.intersect1d(positions_of(blocks), sequence.recalled) for blocks in (by_attention, by_search))
+    attention, search = (tuple(selected.tolist()) for selected in positions)
     return RecallResult(attention, search, tuple(ranked), tuple(by_search), time.perf_counter() - began)
 
 
@@ -192,18 +191,13 @@ class RecallDuringDecode:
     Each search replaces what the previous one recalled. Blocks of the rescue service's search stay, and blocks that lie
     whole in a quotation are not reloaded. The layers that decided the question's best blocks search; without any, all
     that search for a question.
-
-    Attributes:
-        positions: recalled positions, in the order in which they were reloaded.
-        searches: number of searches so far.
-        seconds: time that they took.
     """
 
     def __init__(self, caches: list[Any], recalled: RecallResult, quoted: Sequence[Range] = ()) -> None:
         self._caches, self._recalled, self._quoted = caches, recalled, quoted
         self._tokens, self._next_search = 0, 0
-        self.positions: list[int] = []
-        self.searches, self.seconds = 0, 0.0
+        self.positions: list[int] = []  # that were recalled, in the order in which they were reloaded
+        self.searches, self.seconds = 0, 0.0  # so far
         self._sequence: LayerGroup | None = None
         self._numbers: Collection[int] = ()  # of the layers that search
         self._ranked: Sequence[BlockScore] = recalled.ranked
@@ -229,11 +223,8 @@ class RecallDuringDecode:
 
     def result(self) -> RecallResult:
         """Return what was recalled for the question and while decoding."""
-        recalled = self._recalled
-        by_attention, seconds = (
-            tuple(sorted({*recalled.by_attention, *self.positions})),
-            recalled.seconds + self.seconds,
-        )
+        recalled, seconds = self._recalled, self._recalled.seconds + self.seconds
+        by_attention = tuple(sorted({*recalled.by_attention, *self.positions}))
         return replace(recalled, by_attention=by_attention, ranked=tuple(self._ranked), seconds=seconds)
 
     def _tokens_to_next_search(self, sequence: LayerGroup) -> int:

@@ -159,9 +159,9 @@ class Session:
         check_max_tokens(max_tokens)
         self._check_idle()
         self._is_busy, self._is_stopping = True, False
-        progress = progress or (lambda done, total: None)
+        answer = self._answer(text, max_tokens, progress or (lambda done, total: None))
         try:
-            yield from self._worker.iterate(self._answer(text, max_tokens, progress), self.stop)
+            yield from self._worker.iterate(answer, self.stop)
         finally:
             self._is_busy = False
         self._warn_after_turn()
@@ -255,11 +255,8 @@ class Session:
         recalls = self.config.evict is not None and self.config.evict.recalls
         evicted = tokens - len(self._live_positions())
         if evicted and self.client is None and not recalls and self.shadow is None:
-            self._warn_once(
-                f"{evicted:,} tokens were evicted and are lost to the model. Recall and rescue bring "
-                "back what a turn needs: choose --kv-recall auto, or --rescue auto.",
-                topic="eviction",
-            )
+            remedy = "Recall and rescue restore what a turn needs: choose --kv-recall auto, or --rescue auto."
+            self._warn_once(f"{evicted:,} tokens were evicted and are lost to the model. {remedy}", topic="eviction")
         for warning in (take_archive_warning(self.cache), self.client.take_warning() if self.client else None):
             if warning is not None:
                 self._warn_once(warning)

@@ -17,8 +17,7 @@ from mlx_tq.prompt_cache.compressed import compressed
 from mlx_tq.prompt_cache.layer_group import cache_parts
 from mlx_tq.prompt_cache.plan import Plan
 
-_DEFAULT_EVERY = 16
-_WORST = 5
+_WORST = 5  # tokens that a report names
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class ShadowLayer:
 
 @dataclass(frozen=True)
 class ShadowToken:
-    """How the compressed cache would have predicted one token."""
+    """Compares the two predictions of one token."""
 
     position: int
     text: str
@@ -72,11 +71,9 @@ class ShadowReport:
 class Shadow:
     """Compressed caches that run next to the model's own; `caches` has both. They are compared every few tokens."""
 
-    def __init__(self, model: Any, plan: Plan, every: int = _DEFAULT_EVERY) -> None:
+    def __init__(self, model: Any, plan: Plan, every: int) -> None:
         if every < 1:
-            raise ConfigError(
-                f"a shadow compares every {every} tokens; it must be 1 or more, such as {_DEFAULT_EVERY}."
-            )
+            raise ConfigError(f"a shadow compares every {every} tokens; it must be 1 or more, such as 16.")
         if any(layer.spec.cold for layer in plan.layers):
             raise ConfigError("a shadow needs one format of keys for all tokens, such as tq4. Drop the second.")
         if plan.recalls:
@@ -98,10 +95,7 @@ class Shadow:
         """Take one token of the answer, drawn from log-probabilities [V], and compare if it is time."""
         last_token, position = self._last_token, self._position
         self._last_token, self._position = token, position + 1
-        if self._position % self._every:
-            return
-        caches = self._compressed_until(position)
-        if caches is None:
+        if self._position % self._every or (caches := self._compressed_until(position)) is None:
             return
         with compressed(self._model):
             logits = self._model(mx.array([[last_token]]), cache=caches)[0, -1].astype(mx.float32)
@@ -123,23 +117,22 @@ class Shadow:
 
     def report(self) -> ShadowReport:
         """Return the comparisons so far. Waits for their arrays."""
-        layers, comparisons = [], 0
+        layers, comparisons = [], max(len(cache.notes) for cache in self._layers.values())
         for index, cache in self._layers.items():
             if cache.notes:
                 cosine, kld = np.array(mx.stack(cache.notes)).transpose(1, 0, 2)
-                comparisons = len(cache.notes)
                 layers.append(ShadowLayer(index, *map(float, (cosine.mean(), cosine.min(), kld.mean(), kld.max()))))
         packed = min(cache.packed_tokens for cache in self._layers.values())
         return ShadowReport(layers, comparisons, packed, list(self._tokens))
 
 
 def _trimmed_copy(part: Any, length: int) -> Any | None:
-    twin = part.compressed() if isinstance(part, ShadowKVCache) else copy.deepcopy(part)
-    if not twin.is_trimmable():
+    trimmed = part.compressed() if isinstance(part, ShadowKVCache) else copy.deepcopy(part)
+    if not trimmed.is_trimmable():
         return None
     with suppress(CacheFormatError):  # an eviction round came in between
-        twin.trim(twin.offset - length)
-    return twin if twin.offset == length else None
+        trimmed.trim(trimmed.offset - length)
+    return trimmed if trimmed.offset == length else None
 
 
 def make_shadow(model: Any, plan: Plan | None, every: int | None, *, has_prefix_cache: bool) -> Shadow | None:

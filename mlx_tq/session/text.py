@@ -140,11 +140,8 @@ class TurnTemplate:
 
     def _render(self, messages: list[dict[str, str]], options: dict[str, Any] | None) -> str:
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=True, **(options or {})
-                )
-            )
+            options = {"add_generation_prompt": True, **(options or {})}
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **options))
         except (TemplateError, ValueError) as error:
             raise ConfigError(
                 f"the model's chat template refuses this conversation: {error}. Drop the system prompt."

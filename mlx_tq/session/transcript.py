@@ -48,17 +48,11 @@ NO_HITS = SearchHits()
 
 @dataclass(frozen=True)
 class Quotation:
-    """Evicted text that a prompt quotes before its question.
+    """Evicted text that a prompt quotes before its question."""
 
-    Attributes:
-        ranges: quoted positions [start, stop), ascending.
-        texts: the text at each of them.
-        ids: tokens of the quotation; empty if nothing is quoted.
-    """
-
-    ranges: list[Range]
-    texts: list[str]
-    ids: list[int]
+    ranges: list[Range]  # quoted positions [start, stop), ascending
+    texts: list[str]  # at each of them
+    ids: list[int]  # tokens of the quotation; empty if nothing is quoted
 
     @property
     def text(self) -> str:
@@ -136,8 +130,8 @@ class Transcript:
         )
         ranges = [(span.start, span.stop) for span in spans if span.stop <= len(self.ids)]
         evicted = [span for span in ranges if not _is_within(*span, live_ranges)]
-        wider = (extend_to_sentences(span, self.ids, self._plain.decode, _MARGIN) for span in evicted)
-        return SearchHits(tuple(wider), limit)
+        decode = self._plain.decode
+        return SearchHits(tuple(extend_to_sentences(span, self.ids, decode, _MARGIN) for span in evicted), limit)
 
     def quote(self, hits: SearchHits, live: np.ndarray, used: int = 0) -> Quotation:
         """Quote the hits that are not live, best first, within their limit less `used` tokens."""
@@ -185,12 +179,8 @@ def last_question(message: str) -> str:
 def to_ranges(positions: Iterable[int]) -> list[Range]:
     """Return the maximal ranges [start, stop) of adjacent positions, ascending."""
     unique = np.unique(np.fromiter(positions, np.int64))
-    if not unique.size:
-        return []
-    breaks = np.flatnonzero(np.diff(unique) > 1)
-    starts = unique[np.concatenate([[0], breaks + 1])]
-    stops = unique[np.concatenate([breaks, [unique.size - 1]])] + 1
-    return [(int(start), int(stop)) for start, stop in zip(starts, stops, strict=True)]
+    runs = np.split(unique, np.flatnonzero(np.diff(unique) > 1) + 1)
+    return [(int(run[0]), int(run[-1]) + 1) for run in runs if run.size]
 
 
 def make_spans(positions: Iterable[int], ids: Sequence[int], decode: Decode) -> list[TextSpan]:

@@ -36,45 +36,26 @@ UNLIMITED = 2**31  # positions of a model that does not say how many it has
 
 @dataclass(frozen=True)
 class TurnStats:
-    """Tokens, speed and recall of one turn.
+    """Tokens, speed and recall of one turn."""
 
-    Attributes:
-        prompt_tokens: tokens of the prompt, its quotation included.
-        cached_tokens: prompt tokens that came from the prefix cache.
-        generation_tokens: tokens of the answer.
-        finish_reason: "stop", "length" or "interrupted".
-        ttft: seconds to the first token, recall included.
-        seconds: seconds of the whole turn.
-        prompt_tps, generation_tps: tokens per second.
-        peak_memory: peak memory of the process until now, in bytes.
-        restore_seconds: seconds that the prefix cache took.
-        recalled: positions whose rows were reloaded for the turn, ascending.
-        by_search: recalled positions that the rescue service's search selected; attention scores selected the others.
-        archived: tokens in the archive at its latest search.
-        recall_seconds: seconds that all searches of the archive took.
-        searches, search_seconds: searches while decoding, and their part of `recall_seconds`.
-        quotation: evicted text that the prompt quotes.
-        rescue_seconds: seconds that the rescue service's search took.
-    """
-
-    prompt_tokens: int
-    cached_tokens: int
+    prompt_tokens: int  # quotation included
+    cached_tokens: int  # of the prompt, from the prefix cache
     generation_tokens: int
-    finish_reason: str
-    ttft: float
-    seconds: float
-    prompt_tps: float
+    finish_reason: str  # "stop", "length" or "interrupted"
+    ttft: float  # seconds to the first token, recall included
+    seconds: float  # of the whole turn
+    prompt_tps: float  # tokens per second
     generation_tps: float
-    peak_memory: int
-    restore_seconds: float
-    recalled: tuple[int, ...]
-    by_search: tuple[int, ...]
-    archived: int
-    recall_seconds: float
-    searches: int
-    search_seconds: float
-    quotation: Quotation
-    rescue_seconds: float
+    peak_memory: int  # of the process until now, in bytes
+    restore_seconds: float  # that the prefix cache took
+    recalled: tuple[int, ...]  # positions whose rows were reloaded for the turn, ascending
+    by_search: tuple[int, ...]  # those that the rescue service's search selected; attention scores selected the others
+    archived: int  # tokens in the archive at its latest search
+    recall_seconds: float  # that all searches of the archive took
+    searches: int  # while decoding
+    search_seconds: float  # their part of `recall_seconds`
+    quotation: Quotation  # evicted text that the prompt quotes
+    rescue_seconds: float  # that the rescue service's search took
 
 
 class StoppedError(Exception):
@@ -87,11 +68,6 @@ class Turn:
     Call `prepare` and `decode` inside its context. Leaving the context settles: caches and transcript have the same
     tokens again, also after an interruption in the middle of a forward pass, and recalled rows are dropped. The server
     runs the rows of a batch with the two halves of this, `restore_context` and `RecallDuringDecode`.
-
-    Attributes:
-        start: tokens of the transcript before the turn.
-        is_undone: nothing was answered, and the turn left no tokens. If `start` is 0, the caches have to be replaced.
-        is_consistent: False if the caches could not be trimmed to one length.
     """
 
     def __init__(
@@ -111,10 +87,11 @@ class Turn:
         self._step, self._prefix_cache, self._shadow = step, prefix_cache, shadow
         self._progress, self._is_stopped = progress, is_stopped
         self.start = len(transcript.ids)
-        self.is_undone, self.is_consistent = False, True
+        self.is_undone = False  # nothing was answered, and no tokens stay; the caches of a first turn must be replaced
+        self.is_consistent = True  # the caches could be trimmed to one length
         self._ranks, self._stack = ranks_of(model), ExitStack()
-        self._began = time.perf_counter()
-        self._prefix, self._quotation, self._question = ReusedPrefix(), NO_QUOTATION, list[int]()
+        self._began, self._question = time.perf_counter(), list[int]()
+        self._prefix, self._quotation = ReusedPrefix(), NO_QUOTATION
         self._recall = RecallDuringDecode(caches, RecallResult())
         self._prompt_tokens = self._prefilled = self._room = 0
         self._ttft = self._rescue_seconds = 0.0
@@ -172,9 +149,8 @@ class Turn:
             quotation = self._transcript.quote(hits, live, used=recalled_tokens)
             return quotation if len(quotation.ids) < self._room else NO_QUOTATION
 
-        recalled, self._quotation = restore_context(
-            self._model, self._caches, question, self._step, hits=hits, quote=quote, read=read, quote_at=quote_at
-        )
+        options: dict[str, Any] = {"hits": hits, "quote": quote, "read": read, "quote_at": quote_at}
+        recalled, self._quotation = restore_context(self._model, self._caches, question, self._step, **options)
         self._recall = RecallDuringDecode(self._caches, recalled, quoted=self._quotation.ranges)
         self._recall.start()
 
@@ -187,16 +163,9 @@ class Turn:
         caches = options.setdefault("prompt_cache", self._caches)
         if self._shadow is not None:
             self._shadow.begin(self._question[-1], len(self._transcript.ids) - 1)
-        responses = stream_generate(
-            self._model,
-            self._tokenizer,
-            self._question,
-            max_tokens=room if max_tokens < 0 else min(max_tokens, room),
-            prefill_step_size=self._step,
-            prompt_progress_callback=self._progress_from(self._prefilled),
-            **options,
-        )
-        with closing(responses):
+        options["max_tokens"] = room if max_tokens < 0 else min(max_tokens, room)
+        options |= {"prefill_step_size": self._step, "prompt_progress_callback": self._progress_from(self._prefilled)}
+        with closing(stream_generate(self._model, self._tokenizer, self._question, **options)) as responses:
             for response in responses:
                 if self._response is None and "draft_model" in options:  # mlx-lm reports no progress with one
                     self._progress(self._prompt_tokens, self._prompt_tokens)

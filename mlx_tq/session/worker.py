@@ -58,14 +58,11 @@ class Worker:
         with self._lock:
             if not self._has_ended:
                 self._has_ended = True
-                self._tasks.put((Future(), self._close_generators))
+                for generator in self._generators:
+                    self._tasks.put((Future(), generator.close))
                 self._tasks.put(None)
         if current_thread() is not self._thread:
             self._thread.join()
-
-    def _close_generators(self) -> None:
-        for generator in self._generators:
-            generator.close()
 
 
 def _work(tasks: "SimpleQueue[_Task | None]") -> None:

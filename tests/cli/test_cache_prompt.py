@@ -158,15 +158,6 @@ def test_another_configuration(quick, saved):
         refused(quick(*words, flag, 8), f"{flag} cannot change")
 
 
-def test_bits_that_chose_the_formats(cli, tmp_path):
-    """The same bits again are the file's formats, and other bits are refused."""
-    file, small = tmp_path / "cache.safetensors", ("--kv-sinks", 16, "--kv-window", 32)
-    bits = ("--prompt-cache-file", file, "--kv-mean-bits")
-    assert cli("cache_prompt", "-p", TEXT, *bits, 4.3, *small).code == 0
-    assert cli("generate", *ASK, *bits, 4.3).out == cli("generate", *ASK, *bits[:2]).out == "417295\n"
-    refused(cli("generate", *ASK, *bits, 3), "made with another configuration: key is", code=1)
-
-
 def test_another_model(quick, saved, native, tmp_path):
     other, words = zoo_model(tmp_path / "other", "llama"), ("generate", *ASK, "--prompt-cache-file")
     finetuned = copy_model(tmp_path / "finetuned", lambda weights: {k: w * 1.01 for k, w in weights.items()})

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from benchmarks.studies.needle_kinds import KINDS as NEEDLES
 from mlx_tq.cli.haystack import load_text
-from mlx_tq.cli.query_calibration import KINDS, build_question_scenes
+from mlx_tq.cli.model_calibration import KINDS, build_question_scenes
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.models import fingerprint, load
 from mlx_tq.policies.calibration import load_calibration

@@ -5,9 +5,13 @@ import pytest
 from .tools import FLOAT32, ROOT
 
 
-@pytest.mark.parametrize("words", [FLOAT32, pytest.param((), marks=pytest.mark.full)], ids=["float32", "as it is"])
-def test_the_fact_is_evicted_and_restored(cli, monkeypatch, words):
+@pytest.fixture(autouse=True)
+def _search_by_keywords(monkeypatch):
     monkeypatch.setenv("RESCUE_EMBEDDER", "none")
+
+
+@pytest.mark.parametrize("words", [FLOAT32, pytest.param((), marks=pytest.mark.full)], ids=["float32", "as it is"])
+def test_the_fact_is_evicted_and_restored(cli, words):
     result = cli("demo", "--json", *words)
     assert result.code == 0
     fp16, compressed, evicted, rescued = result.json["outcomes"]
@@ -19,7 +23,6 @@ def test_the_fact_is_evicted_and_restored(cli, monkeypatch, words):
 
 
 @pytest.mark.full  # in the model's own bfloat16
-def test_readme_shows_what_it_prints(cli, monkeypatch):
-    monkeypatch.setenv("RESCUE_EMBEDDER", "none")
+def test_readme_shows_what_it_prints(cli):
     lines = [line.rstrip() for line in cli("demo").out.splitlines() if line.strip()]
     assert "\n".join(lines) in (ROOT / "README.md").read_text(encoding="utf-8")

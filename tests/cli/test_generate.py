@@ -76,10 +76,12 @@ def test_formats_are_chosen_for_mean_bits_and_kept_in_a_file(cli, tmp_path):
     assert answer.json["plan"]["allocation"]["bits"] <= 4.2
     formats = [layer["key"] for layer in answer.json["plan"]["layers"]]
     assert len(set(formats)) > 1
-    file = tmp_path / "cache.safetensors"
-    assert cli("cache_prompt", "-p", TEXT, "--prompt-cache-file", file, *words).code == 0
-    again = cli("generate", "-p", QUESTION, "-m", 20, "--json", "--prompt-cache-file", file).json
-    assert (again["text"], [layer["key"] for layer in again["plan"]["layers"]]) == ("417295", formats)
+    bits = ("--prompt-cache-file", tmp_path / "cache.safetensors", "--kv-mean-bits")
+    assert cli("cache_prompt", "-p", TEXT, *bits, 4.2, *REGIONS).code == 0
+    ask = ("generate", "-p", QUESTION, "-m", 20, "--json", *bits[:2])
+    for again in (cli(*ask).json, cli(*ask, *bits[2:], 4.2).json):
+        assert (again["text"], [layer["key"] for layer in again["plan"]["layers"]]) == ("417295", formats)
+    refused(cli(*ask, *bits[2:], 3), "made with another configuration: key is", code=1)
     short = zoo_model(tmp_path / "short", "llama", max_position_embeddings=400)
     refused(cli(*HI, "--model", short, "--kv-mean-bits", 4), "are measured on 512 tokens", "allows 400 positions")
 
@@ -197,6 +199,8 @@ def test_recall_in_one_prompt(quick):
     words = (*DOCUMENT, "--prefill-step-size", 128, "--kv-budget", 240)
     dropped = quick(*words, "--json", "--kv-recall", "off").json
     recalled = quick(*words, "--json", "--kv-recall", 96).json
+    late = ("--kv-budget", recalled["stats"]["prompt_tokens"] - 128 - 8)  # only the question makes the round due
+    assert quick(*words, "--json", "--kv-recall", 96, *late).json["recalled"]["archived"]
     assert ("417295" in dropped["text"], "417295" in recalled["text"]) == (False, True)
     assert dropped["recalled"] is None
     assert 0 < len(recalled["recalled"]["positions"]) <= 96 < recalled["recalled"]["archived"]
@@ -223,12 +227,6 @@ def test_recall_in_one_prompt(quick):
 def test_recall_finds_the_fact(quick, flags):
     answer = quick(*DOCUMENT, *flags, "--json", "--kv-recall", 96).json
     assert ("417295" in answer["text"], answer["recalled"]["archived"] > 96) == (True, True)
-
-
-def test_a_round_that_only_the_question_makes_due(quick):
-    words = (*DOCUMENT, "--prefill-step-size", 128, "--kv-recall", 96, "--json")
-    tokens = quick(*words, "--kv-budget", 240).json["stats"]["prompt_tokens"]
-    assert quick(*words, "--kv-budget", tokens - 128 - 8).json["recalled"]["archived"]
 
 
 def test_recall_is_shown(quick):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mlx_tq.__main__ import COMMANDS
+from mlx_tq.cache_prompt import build_parser as build_cache_prompt_parser
 from mlx_tq.cli.options import CONFIG_FIELDS, EXCLUDES, OPTIONS, REQUIRES, RESCUE_FIELDS, SINGLE_PROCESS, Request
 from mlx_tq.config import PROFILES, EvictConfig, KVConfig, RescueConfig
 from mlx_tq.errors import ConfigError
@@ -126,6 +127,39 @@ def test_what_the_environment_chooses_gives_way_to_flags_that_exclude_it():
         assert (given.prefix_cache, given.rescue) == (None, RescueConfig())
     assert request("--kv-bits", "8", **chosen).config == PROFILES["off"]
     assert request(RESCUE="auto").rescue == RescueConfig()  # nothing is evicted
+    for off in ({"KV_PROFILE": "off"}, {"KV_KEY": "fp16", "KV_VALUE": "fp16"}):
+        assert request(PREFIX_CACHE="auto", **off).prefix_cache is None
+        with pytest.raises(ConfigError, match=r"--prefix-cache cannot be combined with mlx-lm's own cache \(fp16"):
+            request("--prefix-cache", "auto", **off)
+
+
+@pytest.mark.parametrize("words", [("--kv-profile", "off"), ("--kv-key", "fp16", "--kv-value", "fp16"), ()])
+def test_mlx_lms_quantized_cache_goes_with_whatever_compresses_nothing(words):
+    assert config("--kv-bits", "8", *words, KV_PROFILE="small") == PROFILES["off"]
+
+
+def test_off_needs_nothing_to_be_on():
+    for flag in ("--rescue", "--prefix-cache", "--kv-recall"):
+        assert config(flag, "off") == KVConfig()
+
+
+def test_what_a_flag_replaces_is_not_asked_of_the_environment():
+    decodes = build_cache_prompt_parser().parse_args(["--decode", "x", "--prompt-cache-file", "y"])
+    assert Request.from_args(decodes, {"MLX_TQ_KV_PROFILE": "off"}).config == PROFILES["off"]
+    measures = build_evaluate_parser().parse_args(["perplexity", "--profiles", "small"])
+    assert Request.from_args(measures, {"MLX_TQ_KV_PROFILE": "off"}).config == PROFILES["off"]
+
+
+@pytest.mark.parametrize("flag", ["--prefix-cache-limit=1GB", "--rescue-timeout=5"])
+def test_settings_may_stay_while_what_they_are_for_is_off(flag):
+    """Scripts turn a feature off by one flag or variable."""
+    name = "--prefix-cache" if "prefix" in flag else "--rescue"
+    variable = name.removeprefix("--").replace("-", "_").upper()
+    for words, environ in (((name, "off"), {}), ((), {variable: "off"}), (("--draft-model", "x"), {variable: "auto"})):
+        given = request(flag, *words, **environ)
+        assert (given.prefix_cache, given.rescue.service) == (None, "off")
+    with pytest.raises(ConfigError, match=f"requires {name}. Add it"):
+        request(flag)
 
 
 def test_flags_change_a_saved_configuration_and_the_environment_does_not():

@@ -30,11 +30,15 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 
 
+def run(*words, **options):
+    """`python WORDS`."""
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment(), **options}
+    return subprocess.run([sys.executable, *words], text=True, check=False, **options)
+
+
 def without_model_code(module, *words):
     """`python -m MODULE WORDS` in a process that cannot load mlx, mlx-lm or anything else that takes long."""
-    return subprocess.run(
-        [sys.executable, "-c", BLOCKED, module, *words], capture_output=True, text=True, env=environment(), check=False
-    )
+    return run("-c", BLOCKED, module, *words)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -55,9 +59,12 @@ def test_the_blocker_blocks():
     assert "ImportError: mlx was loaded" in without_model_code("mlx_tq", "doctor").stderr
 
 
+REQUIRED = {"cache_prompt": ["--prompt-cache-file", "x"], "evaluate": ["needle"], "store": ["list"]}
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_three_ways_to_call_a_command(command, cli, monkeypatch, capsys):
-    module = import_module(f"mlx_tq.{command}")
+    module, words = import_module(f"mlx_tq.{command}"), REQUIRED.get(command, [])
     assert SCRIPTS[f"mlx_tq.{command}"] == f"mlx_tq.{command}:main"
     refused = cli(command, "--frobnicate")
     assert (refused.code, refused.out) == (2, "")
@@ -66,26 +73,13 @@ def test_three_ways_to_call_a_command(command, cli, monkeypatch, capsys):
         module.main()
     assert (exit_.value.code, capsys.readouterr().err) == (2, refused.err)
     monkeypatch.setenv("MLX_TQ_KV_SINK", "64")
-    required = {
-        "cache_prompt": ["--prompt-cache-file", "x"],
-        "calibrate": ["-o", "x"],
-        "evaluate": ["needle"],
-        "store": ["list"],
-    }
-    words = required.get(command, [])
     monkeypatch.setattr(sys, "argv", [f"/usr/bin/mlx_tq.{command}", *words])
     assert module.main() == cli(command, *words).code == 2
 
 
 def test_a_module_does_the_same_as_a_word(cli):
     words = ["-p", "Hello", "-m", "2", "--verbose", "F"]
-    done = subprocess.run(
-        [sys.executable, "-m", "mlx_tq.generate", *words],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        check=False,
-    )
+    done = run("-m", "mlx_tq.generate", *words)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == cli("generate", *words).out != "\n"
 
@@ -114,17 +108,15 @@ def test_bad_flag_is_two_lines(cli):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which is Linux's")
 def test_output_on_a_full_disk_is_one_line():
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "mlx_tq", "--version"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
-        )
+        done = run("-m", "mlx_tq", "--version", stdout=full)
     assert (done.returncode, done.stderr) == (1, "mlx_tq --version: [Errno 28] No space left on device\n")
     script = "import os, sys; os.close(1); os.execv(sys.executable, [sys.executable, '-m', 'mlx_tq', '--version'])"
-    done = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, check=False)
+    done = run("-c", script)
     assert (done.returncode, done.stderr) == (0, ""), "no output at all"
 
 
 def test_no_color(monkeypatch, capsys):
     for variable, colored in (("FORCE_COLOR", True), ("NO_COLOR", False)):
         monkeypatch.setenv(variable, "1")
-        screen.make_console(stderr=True).print("[red]warning[/red]")
+        screen.make_console(stderr=True).print("warning", style="red")
         assert ("\x1b[31m" in capsys.readouterr().err) == colored

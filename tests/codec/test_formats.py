@@ -108,19 +108,6 @@ def test_decoded_levels_are_within_2_ulp_of_the_table(name):
     assert (np.abs(decoded - table) <= 2 * np.spacing(np.abs(table))).all()
 
 
-@pytest.mark.parametrize("dim", [48, 64, 80, 128])
-@pytest.mark.parametrize("name", FORMATS)
-def test_columns_are_the_planes_transposed(name, dim):
-    codec = make_codec(name, dim)
-    codes = codec.encode(mx.array(gaussian((2, 3, 7, dim)))).codes
-    expected = np.array(mx.concatenate(codec.decode_planes(codes), axis=-1)).swapaxes(-1, -2)
-    columns = np.full((2, 3, dim, 7), np.nan, np.float32)
-    for dims, column in codec.decode_columns(codes):
-        assert np.isnan(columns[..., dims, :]).all(), "a dim appears twice"
-        columns[..., dims, :] = np.array(column)
-    assert np.array_equal(columns, expected)
-
-
 # Vectors that no healthy model makes: zero, huge, tiny, not finite
 
 

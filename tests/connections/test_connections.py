@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import uvicorn
-from http_harness import wait_for
+from http_harness import connections, wait_for
 
 from http_limits.connections import limited_connection
 from http_limits.log_limit import MAX_LINES, LogLimit
@@ -54,7 +54,7 @@ def serving(head_s=60.0, write_s=60.0):
         answer, http=protocol, log_config=None, lifespan="off", timeout_keep_alive=60, timeout_graceful_shutdown=1
     )
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = listener.getsockname()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         running = uvicorn.Server(config)
         thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
         thread.start()
@@ -64,24 +64,13 @@ def serving(head_s=60.0, write_s=60.0):
                 state = running.server_state
 
                 def connect(sent, receive_buffer=None):
-                    return stack.enter_context(connected(address, sent, receive_buffer))
+                    return stack.enter_context(connections(url, 1, sent, receive_buffer))[0]
 
                 connect.tasks = state.tasks
                 yield connect, state.connections
         finally:
             running.should_exit = True
             thread.join()
-
-
-@contextmanager
-def connected(address, sent, receive_buffer):
-    with socket.socket() as client:
-        client.settimeout(60)
-        if receive_buffer:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        client.connect(address)
-        client.sendall(sent)
-        yield client
 
 
 def read_to_end(client):

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import NamedTuple
 
 import httpx
@@ -22,6 +23,17 @@ class Target(NamedTuple):
     health: str
     path: str  # accepts POST
     work: Callable[[int], httpx.Response]  # an ordinary request, with a number
+
+
+def write_and_retrieve(server, number):
+    """Write a text and search for it; return the last response."""
+    session = f"s{number}"
+    written = server.write(session, ("text", number, number + 1))
+    if not written.is_success:
+        return written
+    retrieved = server.http.post("/evict/retrieve", json={"session_id": session, "query": "text"})
+    assert not retrieved.is_success or retrieved.json()["chunks"]
+    return retrieved
 
 
 @contextmanager
@@ -48,7 +60,7 @@ def running(kind, folder, key=None, capacity=None):
                 stack.callback(database.stop)
                 settings["store"] = database.database()
             server = RescueServer(folder / "data", **settings)
-            target = Target(server, "/healthz", "/evict/write", lambda n: server.write(f"s{n}", ("text", n, n + 1)))
+            target = Target(server, "/healthz", "/evict/write", partial(write_and_retrieve, server))
         stack.callback(server.stop)
         yield target
 
@@ -148,6 +160,6 @@ def test_many_clients_at_once(flooded, divisor):
     clients = 64 // divisor
     with ThreadPoolExecutor(clients) as pool:
         statuses = set().union(*pool.map(call, range(clients)))
-    assert {200, 201} & statuses
-    assert statuses <= {200, 201, 429, 503}
+    assert 200 in statuses
+    assert statuses <= {200, 429, 503}
     assert len(flooded.server.log()) < MEGABYTE

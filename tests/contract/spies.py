@@ -1,48 +1,43 @@
 """Watch real calls on their way: every function is called through and nothing is replaced."""
 
+from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass
+
+import mlx.core as mx
 
 from mlx_tq.cache import batch, view
 from mlx_tq.prompt_cache.layer_group import compressed_caches
 
 
-@dataclass
-class Seen:
-    """What attention did: calls over a packed body, in the model's type, and arrays that were decoded in full."""
-
-    few: int = 0
-    many: int = 0
-    materialized: int = 0
+def run(model, caches, tokens, chunks, before=lambda start: None):
+    """Return the logits of all passes; `before` is called with the position at which each begins."""
+    start, logits = 0, []
+    for chunk in chunks:
+        before(start)
+        logits.append(model(mx.array([tokens[start : start + chunk]]), cache=caches))
+        mx.eval(logits)
+        start += chunk
+    return mx.concatenate(logits, axis=1).astype(mx.float32)
 
 
 def watch(monkeypatch):
-    """Count from now on."""
-    seen = Seen()
-    few, many, together = view.attend, view.prefill, batch.attend_batch
-    materialize = view.Handle.materialize
+    """Count calls of attention that read packed rows, and arrays that are decoded in full."""
+    calls = Counter()
 
-    def spy_few(queries, regions, **kwargs):
-        seen.few += regions.packed_tokens > 0
-        return few(queries, regions, **kwargs)
+    def spy(owner, name, counted=lambda *_: 1):
+        function = getattr(owner, name)
 
-    def spy_many(queries, regions, **kwargs):
-        seen.many += regions.packed_tokens > 0
-        return many(queries, regions, **kwargs)
+        def call(first, *regions, **options):
+            calls[name] += counted(*regions)
+            return function(first, *regions, **options)
 
-    def spy_together(queries, regions, **kwargs):
-        seen.few += sum(row.packed_tokens > 0 for row in regions)
-        return together(queries, regions, **kwargs)
+        monkeypatch.setattr(owner, name, call)
 
-    def spy_materialize(self):
-        seen.materialized += 1
-        return materialize(self)
-
-    monkeypatch.setattr(view, "attend", spy_few)
-    monkeypatch.setattr(view, "prefill", spy_many)
-    monkeypatch.setattr(batch, "attend_batch", spy_together)
-    monkeypatch.setattr(view.Handle, "materialize", spy_materialize)
-    return seen
+    spy(view, "attend", lambda regions: regions.packed_tokens > 0)
+    spy(view, "prefill", lambda regions: regions.packed_tokens > 0)
+    spy(batch, "attend_batch", lambda regions: sum(row.packed_tokens > 0 for row in regions))
+    spy(view.Handle, "materialize")
+    return calls
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.models import cache as native
 from zoo import ARCHITECTURES, build
 
-from contract.spies import watch
+from contract import spies
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.config import PROFILES, KVConfig
 from mlx_tq.prompt_cache.build import build_caches
@@ -33,12 +33,7 @@ def sized(key, value):
 
 
 def run(model, caches):
-    start, logits = 0, []
-    for chunk in CHUNKS:
-        logits.append(model(mx.array([TOKENS[start : start + chunk]]), cache=caches))
-        mx.eval(logits)
-        start += chunk
-    return mx.concatenate(logits, axis=1).astype(mx.float32)
+    return spies.run(model, caches, TOKENS, CHUNKS)
 
 
 def difference(a, b):
@@ -56,7 +51,7 @@ def test_a_served_architecture(name, monkeypatch):
     check_off(model, plain)
     plan = plan_caches(model, sized("fp16", "fp16"))
     check_facts(arch, plan)
-    seen = watch(monkeypatch)
+    calls = spies.watch(monkeypatch)
     with compressed(model):
         caches, again = build_caches(plan), make_prompt_cache(model, plan.config)
         logits = run(model, caches)
@@ -64,7 +59,7 @@ def test_a_served_architecture(name, monkeypatch):
     assert difference(logits, plain) < 1e-3
     # The first chunk sees only itself; of the others one is a prefill and four are short, of which a block divides one.
     layers = arch.plain_layers + arch.shared
-    assert (seen.many, seen.few, seen.materialized) == (layers, 5 * layers, 0)
+    assert calls == {"prefill": layers, "attend": 5 * layers}
     assert all(cache.packed_tokens > 90 for cache in compressed_caches(caches))
     assert [type(cache) for cache in caches] == [CLASSES[letter] for letter in arch.layers]
     for cache, other in zip(caches, again, strict=True):

@@ -6,6 +6,7 @@ import pytest
 from mlx_lm.models import cache as native
 from zoo import build
 
+from contract import spies
 from contract.spies import rounds_of
 from contract.test_architectures import difference
 from mlx_tq.cache.layer import CompressedKVCache
@@ -27,15 +28,8 @@ def config(key="fp16", value="fp16", evict=EVICT, **changes):
     return KVConfig(**{"key": key, "value": value, "sinks": 4, "window": 24, "evict": evict, **changes})
 
 
-def run(model, caches, chunks=CHUNKS, before=lambda start: None):
-    """The logits of all passes; `before` is told where each begins."""
-    start, logits = 0, []
-    for chunk in chunks:
-        before(start)
-        logits.append(model(mx.array([TOKENS[start : start + chunk]]), cache=caches))
-        mx.eval(logits)
-        start += chunk
-    return mx.concatenate(logits, axis=1).astype(mx.float32)
+def run(model, caches, chunks=CHUNKS, **options):
+    return spies.run(model, caches, TOKENS, chunks, **options)
 
 
 class Masked:

@@ -28,7 +28,7 @@ from mlx_tq.prompt_cache.compressed import compressed
 from mlx_tq.prompt_cache.layer_group import layer_group_of
 from mlx_tq.session.restore import RecallDuringDecode, RecallResult
 
-READ, SKIPPED, COUNTED = 168, 2, 40  # tokens; those counted fill a block
+PROMPT, SKIPPED, COUNTED = 168, 2, 40  # tokens; those counted fill a block
 PACKED = KVConfig(key="q8", value="tq4", sinks=8, window=8)
 METHODS = ("item", "tolist", "__array__", "__bool__", "__int__", "__float__", "__index__", "__iter__", "__dlpack__")
 METHODS += ("__repr__", "__format__")
@@ -43,13 +43,13 @@ def holds_array(x):
 
 
 @contextmanager
-def waits():
-    """Calls meanwhile that make the host wait, by name."""
-    found = Counter()
+def counted_waits():
+    """Count the calls that make the host wait, by name."""
+    waits = Counter()
 
     def counted(name, function, *, always=False):
         def call(*arguments, **options):
-            found[name] += always or holds_array(arguments)
+            waits[name] += always or holds_array(arguments)
             return function(*arguments, **options)
 
         return call
@@ -62,48 +62,78 @@ def waits():
         for name in BUILTINS:  # in the modules' own names: others compare types with these
             for module in [m for n, m in sys.modules.items() if n.partition(".")[0] in ("mlx_tq", "mlx_lm")]:
                 patch.setattr(module, name, counted(name, getattr(builtins, name)), raising=False)
-        yield found
+        yield waits
 
 
-def evicting(budget, policy="triattention"):
-    evict = EvictConfig(parse_policy(policy, trigger=16, warmup=64, granularity=1), budget, "off")
-    return KVConfig(key="q8", value="tq4", sinks=8, window=8, evict=evict)
+class Decoded(NamedTuple):
+    """What the tokens after the first ones waited for, and what happened meanwhile."""
+
+    waits: Counter
+    blocks: int  # packed
+    rounds: int
+    evicted: int
 
 
-def generated(exact, config):
-    """What a generation waits for after its first tokens, its rounds then, and the positions that left."""
+def decode(steps, caches):
+    sequence, layer = layer_group_of(caches), caches[0]
+
+    def progress():
+        packed = layer.spec.packed_until(layer.offset) // BLOCK if hasattr(layer, "spec") else 0
+        return np.array([packed, *((sequence.stats.rounds, sequence.stats.tokens) if sequence else (0, 0))])
+
+    for _ in range(SKIPPED):
+        next(steps)
+    before = progress()
+    with counted_waits() as waits:
+        assert len(list(steps)) == COUNTED
+    return Decoded(waits, *(progress() - before).tolist())
+
+
+def evicting(budget, policy="triattention", **changes):
+    evict = EvictConfig(
+        parse_policy(policy, trigger=16, warmup=64, granularity=1), budget, **{"recall": "off", **changes}
+    )
+    return replace(PACKED, evict=evict)
+
+
+def generate(exact, config):
     model, tokenizer = exact
-    ids = mx.array(tokenizer.encode(load_text()[:4000])[:READ])
+    ids = mx.array(tokenizer.encode(load_text()[:4000])[:PROMPT])
     cache = make_prompt_cache(model, config)
-    sequence = layer_group_of(cache)
     with compressed(model):
-        steps = generate_step(ids, model, prompt_cache=cache, max_tokens=SKIPPED + COUNTED)
-        for _ in range(SKIPPED):
-            next(steps)
-        before = sequence.stats.rounds if sequence else 0
-        with waits() as found:
-            assert len(list(steps)) == COUNTED
-    rounds = sequence.stats.rounds - before if sequence else 0
-    return found, rounds, sequence.take_evicted() if sequence else []
+        return decode(generate_step(ids, model, prompt_cache=cache, max_tokens=SKIPPED + COUNTED), cache)
+
+
+def checks(exact, blocks=COUNTED // BLOCK):
+    """When a block is packed each layer reads what the block before it found: computed 32 tokens ago."""
+    return Counter({"__int__": blocks * len(exact[0].layers)})
+
+
+def check_rounds(exact, decoded, plain, blocks):
+    """A round waits a fixed number of times."""
+    more = decoded.waits - plain - checks(exact, blocks)
+    print(f"{decoded.rounds} rounds: {dict(more)}")
+    assert decoded.evicted
+    assert 0 < decoded.rounds < COUNTED / 10
+    assert more.total() <= 6 * decoded.rounds * len(exact[0].layers)
 
 
 @pytest.fixture(scope="module")
 def plain(exact):
-    """Of mlx-lm's own cache."""
-    return generated(exact, PROFILES["off"])[0]
+    return generate(exact, PROFILES["off"]).waits
 
 
-def test_a_wait_is_counted(monkeypatch):
+def test_a_wait_is_counted():
     x = mx.arange(3)
-    with waits() as found:
+    with counted_waits() as waits:
         _ = (x[0].item(), x.tolist(), bool(x[1] > 0), int(x[2]), float(x[2]), np.array(x), np.asarray(x), f"{x[0]}")
         _ = (np.stack([x, x]), np.concatenate([x]), np.frombuffer(x, np.int32), codebook.memoryview(x), repr(x))
         mx.eval(x + 1)
     names = {"item", "tolist", "__bool__", "__int__", "__float__", "array", "asarray", "eval", "stack", "concatenate"}
-    assert set(found) >= names | {"frombuffer", "memoryview", "__format__", "__repr__"}
-    with waits() as found:
+    assert set(waits) >= names | {"frombuffer", "memoryview", "__format__", "__repr__"}
+    with counted_waits() as waits:
         _ = (np.array([1]), np.stack([np.ones(2)] * 2), codebook.bytes(b"1"), isinstance(b"", bytes))
-    assert not found.total(), "others are not"
+    assert not waits.total(), "others are not"
 
 
 def test_the_loop_of_mlx_lm_waits_once_a_token(plain):
@@ -111,92 +141,57 @@ def test_the_loop_of_mlx_lm_waits_once_a_token(plain):
     assert plain.total() <= COUNTED + 2
 
 
-def of_checks(exact, checks=COUNTED // BLOCK):
-    """When a block is packed each layer reads what the block before it found: computed 32 tokens ago."""
-    return Counter({"__int__": checks * len(exact[0].layers)})
-
-
-def test_a_compressed_cache_adds_none(exact, plain):
-    assert generated(exact, PACKED)[0] == plain + of_checks(exact)
-
-
-@pytest.mark.parametrize("policy", ["triattention", "triattention:warmup=1024", "recency"])
-def test_eviction_adds_none_between_rounds(exact, plain, policy):
+@pytest.mark.parametrize(
+    "config",
+    [PACKED, *(evicting(10_000, policy) for policy in ("triattention", "triattention:warmup=1024", "recency"))],
+    ids=["packed", "triattention", "calibrating", "recency"],
+)
+def test_a_compressed_cache_adds_no_wait_between_rounds(exact, plain, config):
     """Under budget no round comes; also while it calibrates."""
-    found, rounds, _ = generated(exact, evicting(10_000, policy))
-    assert rounds == 0
-    assert found == plain + of_checks(exact)
+    decoded = generate(exact, config)
+    assert decoded.rounds == 0
+    assert decoded.waits == plain + checks(exact)
 
 
 @pytest.mark.parametrize("policy", ["triattention", "recency"])
 def test_a_round_waits_a_fixed_number_of_times(exact, plain, policy):
-    found, rounds, gone = generated(exact, evicting(96, policy))
-    more = found - plain - of_checks(exact)
-    print(f"{rounds} rounds: {dict(more)}")
-    assert len(gone)
-    assert 0 < rounds < COUNTED / 10
-    assert more.total() <= 6 * rounds * len(exact[0].layers)
+    check_rounds(exact, generate(exact, evicting(96, policy)), plain, COUNTED // BLOCK)
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    """Of rescue, a real one."""
     server = Server(tmp_path_factory.mktemp("rescue") / "data", embedder="none")
     yield server
     server.stop()
 
 
-class Conversed(NamedTuple):
-    """What the second answer of a session waits for after its first tokens, and what happens then."""
-
-    waits: Counter
-    checks: int
-    rounds: int
-    evicted: int
-    written: int  # spans
-
-
-def conversed(exact, config, rescue="off"):
+def converse(exact, config, rescue="off"):
+    """Return what the second answer of a session waits for, and how many spans were sent to the service."""
     model, tokenizer = exact
     ends = mx.zeros(model.args.vocab_size).at[mx.array(list(tokenizer.eos_token_ids))].add(mx.inf)
     mx.eval(ends)  # in this thread; the session computes in another
     with Session(
         model, tokenizer, config, rescue=rescue, sampler=lambda logprobs: mx.argmax(logprobs - ends, axis=-1)
     ) as session:
-        cache, sequence = session.cache[0], layer_group_of(session.cache)
-
-        def done():
-            packed = 0 if config.is_off else cache.spec.packed_until(cache.offset) // BLOCK
-            return packed, sequence.stats.rounds if sequence else 0
-
         list(session.respond(load_text()[:600], max_tokens=2))
         pieces = session.respond("And what did it say at its beginning?", max_tokens=SKIPPED + COUNTED)
-        for _ in range(SKIPPED):
-            next(pieces)
-        before = done()
-        with waits() as found:
-            assert len(list(pieces)) == COUNTED
-        blocks, rounds = (now - then for now, then in zip(done(), before, strict=True))
-        checks = blocks + (not config.is_off)  # the last at the end of the answer
+        decoded = decode(pieces, session.cache)
         if rescue != "off":
             assert session.client.flush(30)
-        written = session.client.stats.written if session.client else 0
-        return Conversed(found, checks, rounds, session.stats.evicted, written)
+        return decoded, session.client.stats.written if session.client else 0
 
 
-def test_to_listen_for_looks_waits_for_nothing(exact):
-    """With recall on and nothing archived yet, the queries of every token are kept for a look."""
-    plain = conversed(exact, PROFILES["off"]).waits
-    config = evicting(10_000)
-    found = conversed(exact, replace(config, evict=replace(config.evict, recall="auto")))
-    assert found.waits == plain + of_checks(exact, found.checks)
+def test_to_listen_for_recall_waits_for_nothing(exact):
+    """With recall on and nothing archived yet, the queries of every token are kept for a search."""
+    plain, _ = converse(exact, PROFILES["off"])
+    decoded, _ = converse(exact, evicting(10_000, recall="auto"))
+    assert decoded.waits == plain.waits + checks(exact, decoded.blocks + 1)  # the last at the end of the answer
 
 
 def test_no_token_waits_for_the_archives_thread(exact, monkeypatch):
-    """The disk takes nothing until the last token is there; looks meanwhile bring back what waits for it."""
+    """The disk takes nothing until the last token is there; recall meanwhile reloads what waits for it."""
     model, tokenizer = exact
-    config = evicting(96, "recency")
-    cache = make_prompt_cache(model, replace(config, evict=replace(config.evict, recall="auto", recall_every=BLOCK)))
+    cache = make_prompt_cache(model, evicting(96, "recency", recall="auto", recall_every=BLOCK))
     sequence, write = layer_group_of(cache), os.pwrite
     done, in_time = threading.Event(), []
 
@@ -205,35 +200,31 @@ def test_no_token_waits_for_the_archives_thread(exact, monkeypatch):
         return write(*arguments)
 
     monkeypatch.setattr(os, "pwrite", late)
-    ids = mx.array(tokenizer.encode(load_text()[:4000])[:READ])
+    ids = mx.array(tokenizer.encode(load_text()[:4000])[:PROMPT])
     with compressed(model):
-        looks = RecallDuringDecode(cache, RecallResult())
-        looks.start()
+        recall = RecallDuringDecode(cache, RecallResult())
+        recall.start()
         for _ in generate_step(ids, model, prompt_cache=cache, max_tokens=COUNTED):
-            looks.count_token()
-    left = sequence.archived
+            recall.count_token()
+    archived = sequence.archived
     assert sequence.stats.rounds
-    assert looks.positions
-    assert all(block.pending for block in left), "nothing is written yet"
+    assert recall.positions
+    assert all(block.pending for block in archived), "nothing is written yet"
     done.set()
     sequence.archive.settle()
-    assert in_time == [True] * len(left)
-    assert not any(block.pending for block in left)
-    assert all(map(sequence.archive.read, left))
+    assert in_time == [True] * len(archived)
+    assert not any(block.pending for block in archived)
+    assert all(map(sequence.archive.read, archived))
 
 
 def test_a_session_with_rescue_waits_only_in_rounds(exact, service):
-    """The service is asked before the answer; what leaves is written to it meanwhile, and that waits for no array."""
-    plain = conversed(exact, PROFILES["off"]).waits  # of a session on mlx-lm's own cache
-    assert plain["item"] == COUNTED
-    assert plain.total() <= COUNTED + 2
-    found = conversed(exact, evicting(10_000), service.url)
-    assert found.rounds == 0
-    assert found.waits == plain + of_checks(exact, found.checks)
-    found = conversed(exact, evicting(96, "recency"), service.url)
-    more = found.waits - plain - of_checks(exact, found.checks)
-    print(f"{found.rounds} rounds: {dict(more)}")
-    assert found.evicted
-    assert found.written
-    assert 0 < found.rounds < COUNTED / 10
-    assert more.total() <= 6 * found.rounds * len(exact[0].layers)
+    """The service is asked before the answer; evicted text is sent to it meanwhile, and that waits for no array."""
+    plain, _ = converse(exact, PROFILES["off"])
+    assert plain.waits["item"] == COUNTED
+    assert plain.waits.total() <= COUNTED + 2
+    decoded, _ = converse(exact, evicting(10_000), service.url)
+    assert decoded.rounds == 0
+    assert decoded.waits == plain.waits + checks(exact, decoded.blocks + 1)
+    decoded, written = converse(exact, evicting(96, "recency"), service.url)
+    check_rounds(exact, decoded, plain.waits, decoded.blocks + 1)
+    assert written

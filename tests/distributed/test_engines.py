@@ -18,9 +18,10 @@ from mlx_tq.models import embedded_path
 from mlx_tq.models.sharding import divide
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.server.admission import EngineLimits
+from mlx_tq.server.api_errors import ApiError
 from mlx_tq.server.broadcast import OrderBroadcast
 from mlx_tq.server.engine import Engine
-from mlx_tq.server.job import Failed, SessionStart
+from mlx_tq.server.job import SessionStart
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.sampling import Sampling
 from mlx_tq.session.transcript import Quotation
@@ -107,7 +108,7 @@ async def ask_all(engine, tokenizer):
     endless, broken = job(9, 400), job(11, 400, sampler=FailingSampler())
     engine.start(asyncio.get_running_loop())
     engine.submit(*jobs, endless, broken)
-    assert isinstance((await outcome(broken))[-1], Failed)
+    assert isinstance((await outcome(broken))[-1], ApiError)
     texts = [texts_of(job, await outcome(job)) for job in jobs]
     engine.cancel(endless)
     session, tokens = SessionStart(None, 0), []

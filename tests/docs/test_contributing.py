@@ -1,4 +1,4 @@
-"""The worked examples of CONTRIBUTING.md run as they stand."""
+"""The worked examples of CONTRIBUTING.md run as they are."""
 
 import shutil
 import sys
@@ -10,47 +10,47 @@ from mlx_tq.kernels import gpu
 from .pages import ROOT, blocks, run
 
 PAGE = ROOT / "CONTRIBUTING.md"
-
-
-def code(language):
-    return [block.code for block in blocks(PAGE) if block.language == language]
-
-
-def test_the_policy(tmp_path):
-    check = """
+PYTHON = blocks(PAGE, "python")
+POLICY = """
 from types import SimpleNamespace
 import mlx.core as mx
 layer = SimpleNamespace(value_norms=lambda count: mx.array([[1.0, 3.0], [2.0, 4.0]]))
 tokens = SimpleNamespace(positions=np.arange(2), layers=[layer])
 assert ValueNorm().score(tokens).tolist() == [1.5, 3.5]
 """
-    done = run([sys.executable, "-c", "\n".join([*code("python")[:2], check])], tmp_path)
+FORMAT = "assert not mx.any(codec.decode(codec.encode(mx.zeros((3, 128)))))"
+
+
+@pytest.mark.parametrize(
+    ("program", "output"),
+    [([*PYTHON[:2], POLICY], ""), (["import mlx_tq, mlx_tq.codec", *PYTHON[2:4], FORMAT], "66 bytes, error 0.0")],
+    ids=["policy", "format"],
+)
+def test_the_policy_and_the_format(tmp_path, program, output):
+    done = run([sys.executable, "-c", "\n".join(program)], tmp_path)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().startswith(output)
     assert done.stdout.strip()
 
 
-def test_the_format(tmp_path):
-    check = "assert not mx.any(codec.decode(codec.encode(mx.zeros((3, 128)))))"
-    program = ["import mlx_tq, mlx_tq.codec", *code("python")[2:4], check]
-    done = run([sys.executable, "-c", "\n".join(program)], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("66 bytes, error 0.0")
-
-
 def test_the_kernel(tmp_path, monkeypatch):
-    (text,) = code("metal")
+    (text,) = blocks(PAGE, "metal")
     folder = tmp_path / "metal"
     shutil.copytree(ROOT / "metal", folder)
-    (folder / "scale_rows.metal").write_text(text)
     monkeypatch.setattr(gpu, "kernels_folder", lambda: folder)
+
+    def write(kernel):
+        (folder / "scale_rows.metal").write_text(kernel)
+        gpu.kernel_text.cache_clear()
+        gpu.compile_kernel.cache_clear()
+
     names = {}
-    for program in code("python")[4:6]:
-        exec(program, names)
-    broken = text.replace("* row_factors[row]", "+ row_factors[row]")
-    (folder / "scale_rows.metal").write_text(broken)
-    gpu.kernel_text.cache_clear()
-    gpu.compile_kernel.cache_clear()
-    with pytest.raises(AssertionError):
-        exec(code("python")[5], names)
-    gpu.kernel_text.cache_clear()
-    gpu.compile_kernel.cache_clear()
+    try:
+        write(text)
+        for program in PYTHON[4:6]:
+            exec(program, names)
+        write(text.replace("* row_factors[row]", "+ row_factors[row]"))
+        with pytest.raises(AssertionError):
+            exec(PYTHON[5], names)
+    finally:
+        write(text)

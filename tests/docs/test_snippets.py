@@ -1,7 +1,6 @@
 """What README.md, the guides and the Python page say to type works as it is, in the order in which it stands there."""
 
 import io
-import os
 import re
 import shlex
 import subprocess
@@ -17,7 +16,7 @@ from mlx_tq.__main__ import COMMANDS, main
 from mlx_tq.models import embedded_path
 from mlx_tq.models.load import SMOLLM2_REQUIREMENT
 
-from .pages import GUIDES, PASTED, README, ROOT, blocks, commands, conversation, name, run, sh_lines
+from .pages import GUIDES, README, ROOT, blocks, commands, conversation, name, run, sh_lines
 
 SERVER = "http://127.0.0.1:8080"  # where the pages say that the server is
 FACT = "417295"
@@ -34,10 +33,10 @@ LAUNCH = "mlx.launch"  # two processes: in `make test-full` alone
 CHAT = "mlx_tq.chat --model smollm2"
 DENSE = ["--dequantize", "--dtype", "float32"]  # what a CPU takes a fifth of the time for
 PAGES = [
-    *[pytest.param(page, False, id=name(page)) for page in PASTED],
+    *[pytest.param(page, False, id=name(page)) for page in (README, *GUIDES)],
     *[
         pytest.param(page, True, id=f"{name(page)} in full", marks=pytest.mark.full)
-        for page in PASTED
+        for page in (README, *GUIDES)
         if any({*SHORTER, LAUNCH, TEXT} & set(line.split()) or line.startswith(CHAT) for line in commands(page))
     ],
 ]
@@ -72,9 +71,7 @@ class Reader:
         elif words[0] == "mlx-tq-rescue":  # one that ends with its standard input
             added = ["--port", "0", "--ephemeral", "true"] if words[1] == "serve" else []
             program = [sys.executable, "-m", "rescue_svc", *words[1:], *added]
-            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-            options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "check": False}
-            done = subprocess.run(program, cwd=self.folder, env=environment, **options)
+            done = run(program, self.folder, stdin=subprocess.DEVNULL)
             assert done.returncode == 0, done.stderr
         elif words[0] == LAUNCH:
             if self.full:
@@ -131,12 +128,12 @@ def test_a_page_typed_from_top_to_end(page, full, tmp_path, capsys, monkeypatch)
     monkeypatch.chdir(tmp_path)
     reader = Reader(page, tmp_path, full, capsys, monkeypatch)
     with reader.stack:
-        for block in blocks(page):
-            if block.language == "sh":
-                for line in sh_lines(block):
+        for language, code in blocks(page):
+            if language == "sh":
+                for line in sh_lines(code):
                     reader.type(line)
-            elif block.language == "python":
-                reader.paste(block.code)
+            elif language == "python":
+                reader.paste(code)
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=name)
@@ -149,5 +146,4 @@ def test_a_guide_begins_with_a_sentence_and_a_command(page):
 
 def test_readme_installs_and_then_shows_python():
     assert commands(README)[0] == "pip install mlx-tq"
-    code = next(block.code for block in blocks(README) if block.language == "python")
-    assert "with mlx_tq.compressed(" in code
+    assert "with mlx_tq.compressed(" in blocks(README, "python")[0]

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import tables
 from benchmarks.tables import PLACE, RESULTS, TABLES, lines, render
+from mlx_tq.config import PROFILES
 
 from .pages import PAGES, ROOT, name, text
 
@@ -39,6 +40,19 @@ def test_a_table_names_model_machine_and_command(table):
     assert re.match(r"Measured on .+; .+(mlx|cores of).+results/", caption)
 
 
+def test_the_index_of_benchmarks_is_complete():
+    index = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
+    words = set(re.findall(r"[\w.*]+", index))
+    programs = {path for path in (ROOT / "benchmarks").rglob("*.py") if "__main__" in path.read_text("utf-8")}
+    names = {path.parent.name if path.stem == "__main__" else path.stem for path in programs} - {"selftest"}
+    assert names - {word.rpartition(".")[2] for word in words} == set()
+    assert set(TABLES) <= words
+    shown = [re.compile(word.replace("*", ".*")) for word in words]
+    assert [path.name for path in RESULTS.iterdir() if not any(w.fullmatch(path.stem) for w in shown)] == []
+    modules = {found.replace(".", "/") for found in re.findall(r"`(benchmarks\.[\w.]+)", index)}
+    assert [m for m in modules if not (ROOT / f"{m}.py").exists() and not (ROOT / m / "__main__.py").exists()] == []
+
+
 def test_what_is_compared_over_a_text_was_measured_over_the_same_one():
     """All records of a text imply one perplexity of the fp16 cache."""
     for path in RESULTS.glob("*.json"):
@@ -47,6 +61,17 @@ def test_what_is_compared_over_a_text_was_measured_over_the_same_one():
             if "delta" in row:
                 whole.setdefault(row["text"], set()).add(row["ppl"] / (1 + row["delta"] / 100))
         assert all(max(each) < 1.0001 * min(each) for each in whole.values()), path.name
+
+
+@pytest.mark.parametrize("name", ["safe", "balanced", "small"])
+def test_a_recommended_profile_diverges_least_of_all_pairs_as_small(name):
+    reports = [
+        json.loads((RESULTS / f"quality_{kind}.json").read_text()) for kind in ("all_formats", "spectral", "mixed")
+    ]
+    rows = {row["name"]: row for report in reports for row in report["results"].values()}
+    chosen = rows[f"{PROFILES[name].key}/{PROFILES[name].value}"]
+    better = [row["name"] for row in rows.values() if row["nbytes"] <= chosen["nbytes"] and row["kld"] < chosen["kld"]]
+    assert not better
 
 
 def test_a_number_that_changes_changes_its_table(monkeypatch):

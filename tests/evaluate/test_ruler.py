@@ -5,7 +5,7 @@ import pytest
 
 from mlx_tq.cli.haystack import load_text
 from mlx_tq.errors import ConfigError
-from mlx_tq.evaluate.ruler import TASKS, named_words_judge, ruler_samples
+from mlx_tq.evaluate.ruler import TASKS, judge_words, ruler_samples
 
 LENGTH = 600
 
@@ -53,7 +53,7 @@ def test_the_expected_words_are_the_most_frequent_ones(made, task):
 
 
 def test_only_whole_words_count():
-    assert named_words_judge(["red", "blue", "green", "pink"])("Red, BLUE and greenish.") == ("red blue", 0.5)
+    assert judge_words(["red", "blue", "green", "pink"], "Red, BLUE and greenish.") == ("red blue", 0.5)
 
 
 def test_unknown_tasks_and_short_lengths_are_refused(embedded):

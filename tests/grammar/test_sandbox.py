@@ -91,6 +91,11 @@ def test_memory_is_limited(make_checker):
         check(make_checker(nbytes=2**25, seconds=60), source_of({"allOf": regexes(16)}))
 
 
+def test_time_is_limited(make_checker):
+    with pytest.raises(GrammarLimitError, match=r"compiling takes more than 0\.5 s"):
+        check(make_checker(seconds=0.5), source_of(SLOW))
+
+
 def test_memory_that_a_compiled_grammar_retains_is_limited(checker):
     assert check(checker, source_of({"type": "object"})) < 2**23
     with pytest.raises(GrammarLimitError, match="100 MB of memory when compiled"):
@@ -130,19 +135,36 @@ def kill_fork_server(checker):
     wait_for(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
 
 
+async def start_slow_check(checker):
+    """Return the task of a check whose worker runs."""
+    assert not workers(checker)
+    slow = asyncio.create_task(checker.check(source_of(SLOW)))
+    while not workers(checker):
+        await asyncio.sleep(0.01)
+    return slow
+
+
 def test_a_killed_worker_fails_only_its_check(checker):
     wait_for(lambda: not workers(checker))
 
     async def main():
-        slow = asyncio.create_task(checker.check(source_of(SLOW)))
-        while not workers(checker):
-            await asyncio.sleep(0.01)
+        slow = await start_slow_check(checker)
         workers(checker)[0].kill()
         with pytest.raises(GrammarLimitError, match="crashed"):
             await slow
         assert isinstance(await checker.check(source_of({"type": "object"})), int)
 
     asyncio.run(main())
+
+
+def test_a_cancelled_check_ends_its_worker(checker):
+    wait_for(lambda: not workers(checker))
+
+    async def main():
+        (await start_slow_check(checker)).cancel()
+
+    asyncio.run(main())
+    wait_for(lambda: not workers(checker), timeout=2)
 
 
 def test_a_dead_fork_server_is_restarted(checker):

@@ -1,6 +1,7 @@
 """The patch of the forward pass: a callback gets the whole cache list before each pass of its model."""
 
 import threading
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -119,44 +120,22 @@ def test_caches_are_found_however_they_are_passed():
     assert recorder.counts == [120, 3]
 
 
-def test_the_newest_context_counts():
-    model, outer, inner = build("llama"), Recorder(), Recorder()
-    caches = plain_caches(model)
-    with patch_forward(model, outer):
-        with patch_forward(model, inner):
-            model(PROMPT[:, :1], cache=caches)
-        model(PROMPT[:, :2], cache=caches)
-    model(PROMPT[:, :3], cache=caches)
-    assert (inner.counts, outer.counts) == ([1], [2])
+def test_the_newest_open_context_of_a_model_counts():
+    """Two models of one class have their own callbacks; contexts end in any order."""
+    model, other = build("llama"), build("llama", seed=1)
+    recorders, contexts = [Recorder() for _ in range(3)], [ExitStack() for _ in range(3)]
 
+    def run(count):
+        for each in (model, other):
+            mx.eval(each(PROMPT[:, :count], cache=plain_caches(each)))
 
-def test_two_models_of_one_class_in_threads_have_their_own_callbacks():
-    """Their contexts end in the order in which they began."""
-    models = [build("llama"), build("llama", seed=1)]
-    recorders, failures = [Recorder(), Recorder()], []
-    both_open, first_closed = threading.Barrier(2, timeout=60), threading.Event()
-
-    def work(turn):
-        try:
-            with patch_forward(models[turn], recorders[turn]):
-                both_open.wait()
-                caches = plain_caches(models[turn])
-                for _ in range(turn + 1):
-                    mx.eval(models[turn](PROMPT[:, : turn + 1], cache=caches))
-                if turn:
-                    assert first_closed.wait(timeout=60)
-                    models[1](PROMPT[:, :7], cache=caches)
-            first_closed.set()
-        except BaseException as error:  # noqa: BLE001 - a thread's failure is the test's
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(turn,)) for turn in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-    assert [recorder.counts for recorder in recorders] == [[1], [2, 2, 7]]
+    for context, owner, recorder in zip(contexts, (model, model, other), recorders, strict=True):
+        context.enter_context(patch_forward(owner, recorder))
+    for count, context in zip((1, 2, 3), (contexts[1], contexts[0], contexts[2]), strict=True):
+        run(count)
+        context.close()
+    run(4)
+    assert [recorder.counts for recorder in recorders] == [[2], [1], [1, 2, 3]]
 
 
 class Inherits(Llama):

@@ -1,7 +1,7 @@
 """Covering arrays: few cases that contain all combinations of values of any two, or three, parameters."""
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import combinations, product
 from typing import Any
@@ -10,44 +10,35 @@ Case = dict[str, Any]
 
 
 def covering(parameters: Mapping[str, Sequence[Any]], ways: int = 2, whole: Sequence[str] = ()) -> list[Case]:
-    """Return cases with every combination of values of any `ways` parameters, and of all `whole` ones together.
-
-    The choice is greedy and deterministic.
-    """
+    """Return cases with every combination of values of any `ways` parameters, and of all `whole` ones together."""
     cases = _covering(tuple((name, tuple(values)) for name, values in parameters.items()), ways, tuple(whole))
     return [dict(case) for case in cases]
 
 
 @cache
 def _covering(parameters: tuple[tuple[str, tuple]], ways: int, whole: tuple[str, ...]) -> list[Case]:
-    rng = random.Random(0)
-    values = dict(parameters)
-    whole_cases = list(product(*([(name, value) for value in values[name]] for name in whole))) if whole else []
-    missing = dict.fromkeys(
-        group
-        for names in combinations(values, ways)
-        for group in product(*([(name, value) for value in values[name]] for name in names))
-    )
+    rng, values = random.Random(0), dict(parameters)
+
+    def combine(names: Iterable[str]) -> Iterator[tuple]:
+        return product(*([(name, value) for value in values[name]] for name in names))
+
+    def chosen(case: Case, groups: Iterable[tuple[str, ...]]) -> Iterator[tuple]:
+        return (tuple((name, case[name]) for name in group) for group in groups)
+
+    whole_cases = list(combine(whole)) if whole else []
+    missing = dict.fromkeys(group for names in combinations(values, ways) for group in combine(names))
     cases = []
     while whole_cases or missing:
         case = dict(whole_cases.pop() if whole_cases else next(iter(missing)))
         rest = [name for name in values if name not in case]
         for name in rng.sample(rest, len(rest)):
             order = rng.sample(values[name], len(values[name]))
-            groups = _groups([n for n in values if n in case or n == name], name, ways)
-            case[name] = max(order, key=lambda x: sum(g in missing for g in _combinations({**case, name: x}, groups)))
-        for group in _combinations(case, combinations(values, ways)):
+            groups = [g for g in combinations([n for n in values if n in case or n == name], ways) if name in g]
+            case[name] = max(order, key=lambda x: sum(g in missing for g in chosen({**case, name: x}, groups)))
+        for group in chosen(case, combinations(values, ways)):
             missing.pop(group, None)
         cases.append({name: case[name] for name in values})
     return cases
-
-
-def _groups(names: list[str], name: str, ways: int) -> list[tuple[str, ...]]:
-    return [group for group in combinations(names, ways) if name in group]
-
-
-def _combinations(case: Case, groups: Any) -> Iterator[tuple]:
-    return (tuple((name, case[name]) for name in group) for group in groups)
 
 
 def case_id(case: Mapping[str, Any]) -> str:

@@ -4,6 +4,8 @@
 costs up to 1.3x the error of mx.fast; the largest error is that of one query with large scores.
 """
 
+from random import Random
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -12,11 +14,12 @@ from kernels.cases import PARAMETERS, attend_exactly, check_attention, double, m
 from kernels.covering import case_id, covering
 from mlx_tq.kernels import attend as attend_module
 from mlx_tq.kernels import backend
-from mlx_tq.kernels import dequantize as dequantize_module
+from mlx_tq.kernels import prefill as prefill_module
 from mlx_tq.kernels.attend import attend
 from mlx_tq.kernels.prefill import prefill
 
 ALL = PARAMETERS | {"mask": (None, "causal", "bool", "additive")}
+LENGTHS = ALL | {"length": (1, 8, 9, 17, 32, 33, 64, 100)}
 FEWER = {"length": (1, 9, 32, 33, 100), "packed": (0, 1, 33, 97, 257), "groups": (1, 4, 7)}
 PEAKS = {attend: 2.5, prefill: 3.0}  # for hundreds of cases each, with any BLAS
 SMALL = {
@@ -61,6 +64,15 @@ def test_error_with_all_pairs_of_values(kernel, case, seed):
     check(kernel, case, seed)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("kernel", "parameters"), [(attend, ALL), (prefill, LENGTHS)], ids=["attend", "prefill"])
+@pytest.mark.parametrize("part", range(20))
+def test_error_in_random_cases(kernel, parameters, part):
+    rng = Random(part)
+    for number in range(50):
+        check(kernel, {name: rng.choice(values) for name, values in parameters.items()}, seed=1000 * part + number)
+
+
 @both
 @pytest.mark.parametrize(("key", "packed"), [("q8", 97), ("tq4", 0), ("tq3", 97), ("tq2", 97)])
 def test_haar_rotation_and_sinks_in_another_dtype(kernel, length, key, packed):
@@ -84,7 +96,7 @@ def test_mask_arrays(kernel, length, kind, letters):
 @pytest.mark.parametrize("block", [1, 7, 32, 96, 97, 98])
 def test_blocks_of_packed_tokens(monkeypatch, block, mask):
     monkeypatch.setattr(attend_module, "BLOCK_TOKENS", block)
-    monkeypatch.setattr(dequantize_module, "BLOCK_TOKENS", block)
+    monkeypatch.setattr(prefill_module, "BLOCK_TOKENS", block)
     for kernel in PEAKS:
         check(kernel, {"mask": mask, "sinks": True, "dtype": "float32"}, peak=4.0)
 

@@ -7,14 +7,21 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kernels.cases import DIMS
+from kernels.cases import make_layout
+from kernels.metal.simulated import launching, zeros
 from mlx_tq.codec.codebook import POLYNOMIALS, boundaries
 from mlx_tq.codec.formats.base import FP16_MAX
 from mlx_tq.codec.rotation import get_rotation
 from mlx_tq.errors import KernelUnavailableError
 from mlx_tq.kernels import backend, gpu
-from mlx_tq.kernels.arguments import can_rotate, sign_flips
+from mlx_tq.kernels.arguments import can_rotate
+from mlx_tq.kernels.attend import attend
+from mlx_tq.kernels.encode import compact, encode
 from mlx_tq.kernels.gpu import Kernel, kernel_text
+from mlx_tq.kernels.prefill import prefill
+from mlx_tq.kernels.recall_score import recall_score
+from mlx_tq.kernels.regions import Regions
+from mlx_tq.kernels.score import score
 from mlx_tq.kernels.wht import wht
 
 NAMES = sorted(file.name.removesuffix(".metal") for file in gpu.kernels_folder().iterdir() if file.suffix == ".metal")
@@ -63,16 +70,6 @@ def test_constants_are_those_of_the_codec():
     assert numbers(r"#define TQ_FP16_MAX [^\n]*", header) == [FP16_MAX]
 
 
-@pytest.mark.parametrize("dim", DIMS)
-def test_sign_flips_are_those_of_the_rotation(dim):
-    rotation = get_rotation("wht", dim, 3)
-    words = np.array(sign_flips(rotation))
-    bits = (words[:, None] >> np.arange(32, dtype=np.uint32)) & 1
-    assert np.array_equal(1.0 - 2 * bits[: -(-dim // 32)].ravel()[:dim], np.array(rotation.signs))
-    assert words.dtype == np.uint32
-    assert len(words) >= 8
-
-
 def test_rotations_without_a_kernel():
     assert not can_rotate(None)
     for name, dim in (("haar", 64), ("wht", 1024), ("wht", 12 * 64)):
@@ -93,6 +90,32 @@ def test_only_the_first_call_waits(monkeypatch):
         for _ in range(3):
             COPY.run(**CALL, output_shapes=[(8,)], output_dtypes=[mx.float32])
     assert (compiled.call_count, evaluate.call_count) == (3, 1)
+
+
+@pytest.mark.parametrize("formats", [("tq4", "tq4"), ("tcq4", "q8")])
+def test_large_calls_have_a_grid_that_cuda_allows(formats):
+    """Nothing is computed here; 2^19 tokens of 8 heads, and 8 requests of 128 query heads."""
+    grids, tokens, layout = {}, 2**19, make_layout((64, 64), *formats, "float16")
+
+    def run(kernel, *, inputs, constants, grid, threadgroup, **call):
+        assert max(grid) < 2**31, "mlx counts threads in 32 bits"
+        grids[kernel.name] = [-(-threads // size) for threads, size in zip(grid, threadgroup, strict=True)]
+        return zeros(**call)
+
+    keys, full = mx.zeros((1, 8, tokens, 64), mx.float16), mx.zeros((8, 8, 128, 64), mx.float16)
+    queries = mx.zeros((8, 128, 64, 64), mx.float16)
+    with launching(run, "cuda"):
+        rows = encode(keys, keys, layout).rows
+        compact(rows, mx.arange(tokens, dtype=mx.int32), tokens)
+        virtual, pairs = mx.zeros((8, 16, 64)), mx.zeros((2, 0), mx.int32)
+        score(rows, tokens, layout, virtual, mx.zeros((8, 16, 0)), pairs)
+        recall_score(virtual[None], layout.keys(rows), layout, None, [4] * (tokens // 4))
+        regions = Regions(mx.broadcast_to(rows, (8, *rows.shape[1:])), tokens, layout, full, full, 64, 128)
+        attend(queries, regions, scale=1.0)
+        prefill(mx.zeros((8, 128, 2048, 64), mx.float16), regions, scale=1.0)
+    assert grids.keys() == {"encode", "compact", "score", "recall_score", "attend", "merge", "wht", "dequantize"}
+    for name, (_, y, z) in grids.items():
+        assert max(y, z) <= 65535, name
 
 
 @pytest.mark.usefixtures("compiled")

@@ -70,7 +70,7 @@ def test_the_type_is_that_of_the_numbers_in_the_file(tmp_path):
         assert model(IDS).dtype == dtype, kind
 
 
-# The changed keys, and the error that they cause.
+# The changed keys or tensors, and the error that they cause.
 U, C = UnsupportedModelError, ConfigError
 REFUSED = {
     "architecture": ({"general.architecture": "mamba"}, U, "'mamba'; GGUF files of llama, qwen3, gemma3 can"),
@@ -88,27 +88,18 @@ REFUSED = {
     "other tokens": ({"tokenizer.ggml.token_type": [1]}, C, "4096 tokens and 1 types"),
     "merge": ({"tokenizer.ggml.merges": ["no such"]}, C, "the merge 'no such'"),
     "end": ({"tokenizer.ggml.eos_token_id": 5000}, C, "its eos token is 5000 of 4096"),
-}
-PARTS = {
-    "tensor": ({"blk.0.gate_inp.weight": np.zeros((8, 64), np.float32)}, "no place for its tensor blk.0.gate_inp"),
-    "kind": ({"blk.0.attn_norm.weight": np.zeros(64, np.int32)}, "cannot be dequantized"),
-    "frequencies": ({"rope_freqs.weight": np.array([1, 2, 3, 4, 5, 6, 7, 8], np.float32)}, "factors in rope_freqs"),
+    "tensor": ({"blk.0.gate_inp.weight": np.zeros((8, 64), np.float32)}, U, "no place for its tensor blk.0.gate_inp"),
+    "kind": ({"blk.0.attn_norm.weight": np.zeros(64, np.int32)}, U, "cannot be dequantized"),
+    "frequencies": ({"rope_freqs.weight": np.arange(1, 9, dtype=np.float32)}, U, "factors in rope_freqs"),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_unsupported_and_damaged_keys_are_named(tmp_path, name):
-    keys, error, says = REFUSED[name]
-    with pytest.raises(error, match=says) as raised:
-        mlx_tq.load(write_gguf(tmp_path / "model.gguf", keys=keys))
+@pytest.mark.parametrize(("changes", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_unsupported_and_damaged_parts_are_named(tmp_path, changes, error, message):
+    kind = "tensors" if next(iter(changes)).endswith(".weight") else "keys"
+    with pytest.raises(error, match=message) as raised:
+        mlx_tq.load(write_gguf(tmp_path / "model.gguf", **{kind: changes}))
     assert "model.gguf" in str(raised.value)
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_unsupported_tensors_are_named(tmp_path, name):
-    tensors, says = PARTS[name]
-    with pytest.raises(UnsupportedModelError, match=says):
-        mlx_tq.load(write_gguf(tmp_path / "model.gguf", tensors=tensors))
 
 
 def test_truncated_and_changed_files_raise_errors_of_mlx_tq(tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import random
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +11,8 @@ ROOT = Path(__file__).parents[2]
 torch = pytest.importorskip("torch", reason="the recipe trains with torch, which only the extra embed brings")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def recipe():
-    sys.path.insert(0, str(ROOT / "benchmarks" / "models"))
-    yield
-    sys.path.remove(str(ROOT / "benchmarks" / "models"))
-
-
 def test_the_chunked_delta_rule_is_the_recurrence():
-    from hybrid import delta_rule
+    from benchmarks.models.hybrid import delta_rule
 
     rng = np.random.default_rng(0)
     T, D, Dv = 96, 8, 5
@@ -39,10 +31,10 @@ def test_the_chunked_delta_rule_is_the_recurrence():
 
 def test_mlx_lm_reads_the_export_and_predicts_the_same(tmp_path):
     import mlx.core as mx
-    from export_hybrid import export
-    from hybrid import Hybrid, Shape
     from mlx_lm import load
 
+    from benchmarks.models.export_hybrid import export
+    from benchmarks.models.hybrid import Hybrid, Shape
     from mlx_tq.models import embedded_path
 
     torch.manual_seed(1)
@@ -64,7 +56,7 @@ def test_mlx_lm_reads_the_export_and_predicts_the_same(tmp_path):
 
 
 def test_facts_of_a_context_are_about_different_things():
-    from facts import draw
+    from benchmarks.models.facts import draw
 
     for seed in range(50):
         rng, used = random.Random(seed), set()

@@ -20,7 +20,8 @@ import mlx_tq
 
 ROOT = Path(__file__).resolve().parents[2]
 MB = 1024 * 1024
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, SDIST = PYPROJECT["project"], PYPROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]
 
 
 def call(*words, **options):
@@ -58,18 +59,13 @@ def installed(wheel, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def names(wheel):
-    with zipfile.ZipFile(wheel) as archive:
-        return set(archive.namelist())
+def archive(wheel):
+    with zipfile.ZipFile(wheel) as opened:
+        yield opened
 
 
-def metadata(wheel):
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        return email.message_from_bytes(archive.read(name))
-
-
-def test_wheel_has_what_commands_read(names):
+def test_wheel_has_what_commands_read(archive):
+    names = set(archive.namelist())
     model = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md"}
     assert {f"mlx_tq/assets/needle/{file}" for file in model} <= names
     assert "mlx_tq/metal/README.md" in names
@@ -84,16 +80,16 @@ def test_wheel_has_what_commands_read(names):
     assert not [name for name in names if re.search(r"(^|/)(tests?|__pycache__|benchmarks)/|\.pyc$", name)]
 
 
-def test_model_is_at_most_16_mb(wheel):
-    with zipfile.ZipFile(wheel) as archive:
-        sizes = {info.filename: info.compress_size for info in archive.infolist()}
-    model = sum(size for name, size in sizes.items() if name.startswith("mlx_tq/assets/needle/"))
+def test_model_is_at_most_16_mb(wheel, archive):
+    needle = [info for info in archive.infolist() if info.filename.startswith("mlx_tq/assets/needle/")]
+    model = sum(info.compress_size for info in needle)
     assert model <= 16 * MB
     assert wheel.stat().st_size - model <= MB
 
 
-def test_metadata(wheel):
-    fields = metadata(wheel)
+def test_metadata(archive):
+    (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    fields = email.message_from_bytes(archive.read(name))
     assert (fields["Name"], fields["Version"]) == ("mlx-tq", mlx_tq.__version__)
     assert fields["Requires-Python"] == ">=3.11"
     assert "# mlx_tq" in fields.get_payload()
@@ -110,7 +106,14 @@ def test_sdist_can_be_tested(dist):
     wanted |= {"metal_sim/tests/test_execution.py", "tests/conftest.py", "tests/zoo.py"}
     assert wanted <= members
     assert "mlx_tq/assets/needle/model.safetensors" in members
-    assert not [name for name in members if name.startswith((".git/", ".venv", "dist/")) or "__pycache__" in name]
+    top = {name.split("/")[0] for name in members}
+    assert top - {""} == {pattern.strip("/") for pattern in SDIST["include"]} | {
+        "pyproject.toml",
+        "PKG-INFO",
+        ".gitignore",
+    }
+    assert not [name for name in members if "__pycache__" in name]
+    assert all(pattern.startswith("/") for pattern in SDIST["include"]), "else `tests` of any environment come along"
 
 
 @pytest.mark.parametrize("script", PROJECT["scripts"])

@@ -30,26 +30,27 @@ def check(stats, first, last):
     assert np.allclose(stats.amplitude, lengths.mean(axis=1), atol=1e-5)
 
 
+def triattention():
+    return TriAttention(warmup=100).make_calibrator(ROPE)
+
+
 @pytest.mark.parametrize("chunks", [[400], [1] * 120, [3, 90, 7, 60], [104], [5] * 30])
 def test_the_first_tokens_behind_the_sinks_count(chunks):
-    """Positions 4 to 104 count, in whatever chunks they arrive; before that the calibrator is not ready."""
-    early = feed(TriAttention(warmup=100).make_calibrator(ROPE), [103])
-    assert not early.ready
-    assert early.due(104)
-    assert early.can_score
-    check(early.current_stats, 4, 103)
-    assert not feed(TriAttention(warmup=100).make_calibrator(ROPE), [4]).can_score
-    twice = feed(
-        TriAttention(warmup=100).make_calibrator(ROPE), [60]
-    )  # after a trim, or by another layer that shares it
-    assert not twice.due(60)
-    feed(twice, [60])
-    check(feed(twice, [80], 40).stats, 4, 104)
-    calibrator = feed(TriAttention(warmup=100).make_calibrator(ROPE), chunks)
+    """Positions 4 to 104 count, in whatever chunks they arrive."""
+    calibrator = feed(triattention(), chunks)
     check(calibrator.stats, 4, 104)
-    assert calibrator.ready
+    assert (calibrator.ready, calibrator.is_gathering) == (True, False)
     assert calibrator.current_stats is calibrator.stats
-    assert not calibrator.is_gathering
+
+
+def test_a_window_that_is_not_full_can_score_and_queries_count_once():
+    """The same positions come again after a trim, or from another layer that shares the cache."""
+    early = feed(triattention(), [103])
+    assert (early.ready, early.can_score, early.due(103), early.due(104)) == (False, True, False, True)
+    check(early.current_stats, 4, 103)
+    assert not feed(triattention(), [4]).can_score
+    twice = feed(feed(triattention(), [60]), [60])
+    check(feed(twice, [80], 40).stats, 4, 104)
 
 
 def test_ema_blends_later_windows_in():
@@ -94,29 +95,25 @@ def test_a_calibration_file_has_what_was_saved(tmp_path):
 
 
 def test_foreign_calibration_files_are_refused(tmp_path):
-    path = tmp_path / "stats.safetensors"
+    path, empty, text, weights = (tmp_path / name for name in ("stats.safetensors", "empty", "text", "w.safetensors"))
     save_calibration(path, "model", [ROPE], [stats()])
-    with pytest.raises(CacheFormatError, match=r"made with another model.*mlx_tq\.calibrate"):
-        load_calibration(path, "other")
-    loaded = load_calibration(path, "model")
-    with pytest.raises(CacheFormatError, match="has 1 layers, the model 2"):
-        loaded.check([ROPE, ROPE])
-    for module in (nn.RoPE(DIM, base=5000), nn.RoPE(DIM, traditional=True), nn.RoPE(DIM // 2), nn.RoPE(DIM, scale=0.5)):
-        with pytest.raises(CacheFormatError, match="another RoPE than layer 0"):
-            loaded.check([learn_rope(module, DIM)])
-    with pytest.raises(CacheFormatError, match="another RoPE than layer 0"):
-        loaded.check([learn_rope(nn.RoPE(64), 64)])
-    with pytest.raises(CacheFormatError, match=r"has no covariance.*mlx_tq\.calibrate --covariance"):
-        loaded.check([ROPE], covariance=True)
-    for text in ("", "x" * 40):
-        path.write_text(text)
-        with pytest.raises(CacheFormatError, match="damaged or not a calibration file"):
-            load_calibration(path, "model")
-    mx.save_safetensors(str(path), {"x": mx.zeros(1)})
-    with pytest.raises(CacheFormatError, match="is not a calibration file of version"):
-        load_calibration(path, "model")
-    with pytest.raises(CacheFormatError, match="there is no calibration file"):
-        load_calibration(tmp_path / "none", "model")
+    empty.touch()
+    text.write_text("x" * 40)
+    mx.save_safetensors(str(weights), {"x": mx.zeros(1)})
+    modules = (nn.RoPE(DIM, base=5000), nn.RoPE(DIM, traditional=True), nn.RoPE(DIM // 2), nn.RoPE(DIM, scale=0.5))
+    other_ropes = [*(learn_rope(module, DIM) for module in modules), learn_rope(nn.RoPE(64), 64)]
+    refusals = [
+        (path, "other", {}, r"made with another model.*mlx_tq\.calibrate"),
+        (path, "model", {"ropes": [ROPE, ROPE]}, "has 1 layers, the model 2"),
+        *((path, "model", {"ropes": [rope]}, "another RoPE than layer 0") for rope in other_ropes),
+        (path, "model", {"ropes": [ROPE], "covariance": True}, r"has no covariance.*mlx_tq\.calibrate --covariance"),
+        *((file, "model", {}, "damaged or not a calibration file") for file in (empty, text)),
+        (weights, "model", {}, "is not a calibration file of version"),
+        (tmp_path / "none", "model", {}, "there is no calibration file"),
+    ]
+    for file, model, options, message in refusals:
+        with pytest.raises(CacheFormatError, match=message):
+            load_calibration(file, model).check(**options)
 
 
 def test_only_calibration_files_are_replaced(tmp_path):

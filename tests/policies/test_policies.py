@@ -93,7 +93,7 @@ def test_scores_are_one_number_per_token_and_ignore_spare_rows(name):
 def test_calibrated_policies_require_queries_and_others_do_not(name):
     policy, tokens = parse_policy(name), packed_tokens(calibrated=False)
     if isinstance(policy, CalibratedPolicy):
-        with pytest.raises(ConfigError, match=f"{name} needs calibrated queries, and a layer has none"):
+        with pytest.raises(ConfigError, match=f"{name} needs calibrated queries, and a layer lacks them"):
             policy.score(tokens)
     else:
         assert len(policy.score(tokens)) == TOKENS

@@ -15,8 +15,8 @@ from mlx_tq.errors import UnsupportedModelError
 from mlx_tq.kernels.score import score
 from mlx_tq.policies import PackedLayer, PackedTokens, Published, TriAttention, parse_policy
 from mlx_tq.policies.calibration import QueryStats
-from mlx_tq.policies.rope import learn_rope
-from mlx_tq.policies.triattention import OFFSETS, query_spread, virtual_query
+from mlx_tq.policies.rope import OFFSETS, learn_rope
+from mlx_tq.policies.triattention import query_spread, virtual_query
 
 DIM = 64
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import mlx_tq
 from mlx_tq.cli.haystack import load_text
-from mlx_tq.cli.layer_losses import measure_losses
+from mlx_tq.cli.model_calibration import measure_losses
 from mlx_tq.config import KVConfig, profile
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.models import fingerprint

@@ -11,7 +11,7 @@ from cache.tools import same_bits
 from mlx_lm.models import cache as native
 from zoo import build
 
-from mlx_tq.cli.query_calibration import calibrate_on_text, save_queries
+from mlx_tq.cli.model_calibration import calibrate_on_text, save_queries
 from mlx_tq.cli.screen import console, show_plan
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError, UnsupportedModelError

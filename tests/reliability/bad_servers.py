@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 from contextlib import suppress
+from socketserver import ThreadingTCPServer
 
 CHUNK = {"text": "a span", "token_range": [0, 4], "layer": -1, "score": 0.0, "similarity": 0.5}
 
@@ -44,42 +45,26 @@ def hung(connection, closing):
     closing.wait()
 
 
-def slow(connection, closing):
-    """Send a byte of the head every 50 ms."""
-    read_request(connection)
-    for byte in b"HTTP/1.1 200 OK\r\nX: " + b"x" * 10_000:
-        connection.sendall(bytes([byte]))
-        if closing.wait(0.05):
-            return
+def ends_after(data):
+    """Return a server that sends this and closes the connection."""
+
+    def serve(connection, _):
+        read_request(connection)
+        connection.sendall(data)
+
+    return serve
 
 
-def slow_body(connection, closing):
-    """Send the head at once, then a byte every 50 ms."""
-    read_request(connection)
-    reply(connection, b"", length=10_000)
-    while not closing.wait(0.05):
-        connection.sendall(b" ")
+def never_ends(start, part, pause):
+    """Return a server that sends `start` at once, and then `part` after every pause of so many seconds."""
 
+    def serve(connection, closing):
+        read_request(connection)
+        connection.sendall(start)
+        while not closing.wait(pause):
+            connection.sendall(part)
 
-def killed_in_mid_answer(connection, _):
-    read_request(connection)
-    reply(connection, b'{"chunks": [{"text": "half an', length=1000)
-
-
-def killed_at_once(connection, _):
-    read_request(connection)
-
-
-def endless(connection, closing):
-    read_request(connection)
-    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n")
-    while not closing.is_set():
-        connection.sendall(b"x" * 65536)
-
-
-def garbage(connection, _):
-    read_request(connection)
-    connection.sendall(b"SSH-2.0-OpenSSH_9.9\r\n")
+    return serve
 
 
 # Invalid answers to a query.
@@ -102,8 +87,8 @@ WRONG_SCHEMAS = {
 
 MISBEHAVIORS = {
     "hung": hung,
-    "slow": slow,
-    "slow body": slow_body,
+    "slow": never_ends(b"HTTP/1.1 200 OK\r\nX: ", b"x", 0.05),
+    "slow body": never_ends(b"HTTP/1.1 200 OK\r\nContent-Length: 10000\r\n\r\n", b" ", 0.05),
     "500": always({"detail": "it broke"}, "500 Internal Server Error"),
     "503": always({"detail": "later"}, "503 Service Unavailable"),
     "401": always({"detail": "a token is needed"}, "401 Unauthorized"),
@@ -111,45 +96,36 @@ MISBEHAVIORS = {
     "507": always({"detail": "the disk is full"}, "507 Insufficient Storage"),
     "redirect": always(b"", "302 Found", extra="Location: http://192.0.2.1/\r\n"),
     "wrong schema": always({"choices": []}),
-    "killed in mid-answer": killed_in_mid_answer,
-    "killed at once": killed_at_once,
-    "endless": endless,
-    "garbage": garbage,
+    "killed in mid-answer": ends_after(b'HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{"chunks": [{"text": "half an'),
+    "killed at once": ends_after(b""),
+    "endless": never_ends(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n", b"x" * 65536, 0),
+    "garbage": ends_after(b"SSH-2.0-OpenSSH_9.9\r\n"),
 }
 
 
-class BadServer:
+class BadServer(ThreadingTCPServer):
     """Runs `serve` for each connection, in its own thread."""
 
+    daemon_threads, block_on_close = True, False
+
     def __init__(self, serve):
-        self._serve = serve
-        self._closing = threading.Event()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.connections = 0
-        threading.Thread(target=self._accept, daemon=True).start()
+        super().__init__(("127.0.0.1", 0), None)
+        self._serve, self._closing, self.connections = serve, threading.Event(), 0
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
-    def _accept(self):
-        while not self._closing.is_set():
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            self.connections += 1
-            threading.Thread(target=self._handle, args=(connection,), daemon=True).start()
-
-    def _handle(self, connection):
-        with connection, suppress(OSError):
-            self._serve(connection, self._closing)
+    def finish_request(self, request, client_address):
+        self.connections += 1
+        with suppress(OSError):
+            self._serve(request, self._closing)
 
     def __enter__(self):
+        threading.Thread(target=self.serve_forever, args=[0.01], daemon=True).start()
         return self
 
     def __exit__(self, *_):
         self._closing.set()
-        with suppress(OSError):  # close() alone does not end accept()
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self.shutdown()
+        self.server_close()
 
 
 def closed_port():

@@ -92,6 +92,17 @@ def test_after_a_fault_tokens_equal_those_without_recall(folder, monkeypatch, ca
         assert "The conversation goes on." in warnings[0]
 
 
+@pytest.mark.parametrize("fault", ["full disk", "limit", "read-only folder"])
+def test_a_session_warns_once_of_a_fault_and_continues(exact, folder, fault, monkeypatch):
+    expected, _, _ = converse(exact, replace(CONFIG, evict=replace(EVICT, recall="off")))
+    if fault == "read-only folder":
+        monkeypatch.setenv("XDG_CACHE_HOME", "/sys")
+    with files_of_at_most(1) if fault == "full disk" else nullcontext():
+        ids, turn, warned = converse(exact, limited(1000) if fault == "limit" else CONFIG)
+    assert (ids, turn.recalled, len(warned)) == (expected, (), 1)
+    assert "The conversation goes on." in warned[0]
+
+
 def test_a_limited_archive_is_saved_with_the_session(exact, folder, tmp_path):
     path, most = tmp_path / "chat.safetensors", 200_000
     ids, turn, warned = converse(exact, limited(most), lambda session: session.save(path))

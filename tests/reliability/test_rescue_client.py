@@ -142,15 +142,15 @@ def test_the_circuit_breaker_opens(clients):
     now = 0.0
     breaker, pauses = CircuitBreaker(lambda: now), []
     for failure in range(1, 12):
-        breaker.record_failure()
+        breaker.record(success=False)
         pauses.append(breaker.pause)
         assert breaker.is_open == (failure >= MAX_FAILURES)
     assert pauses == [min(LONGEST_PAUSE, 0.1 * 2**n) for n in range(11)]
     now = LONGEST_PAUSE
     assert not breaker.is_open
-    breaker.record_failure()
+    breaker.record(success=False)
     assert breaker.is_open
-    breaker.record_success()
+    breaker.record(success=True)
     assert (breaker.is_open, breaker.pause) == (False, 0)
     with BadServer(hung) as server:
         client = clients(server.url)

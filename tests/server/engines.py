@@ -10,8 +10,9 @@ from mlx_tq.config import profile
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.server.admission import EngineLimits
+from mlx_tq.server.api_errors import ApiError
 from mlx_tq.server.engine import Engine
-from mlx_tq.server.job import Failed, Job, Piece
+from mlx_tq.server.job import Job, Piece
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.prompt_builder import Prompt
 from mlx_tq.server.stored_prompts import salt_of
@@ -56,7 +57,7 @@ def with_others(job, count):
 async def outcome(job):
     """Return all events of a job and of the other answers to its prompt."""
     events, unfinished = [], len(job.answers)
-    while unfinished and not (events and isinstance(events[-1], Failed)):
+    while unfinished and not (events and isinstance(events[-1], ApiError)):
         events.append(await asyncio.wait_for(job.events.get(), 300))
         unfinished -= bool(getattr(events[-1], "finish_reason", None))
     return events
@@ -110,6 +111,13 @@ def watch_passes(monkeypatch, model, on_pass):
         return forward(model, tokens, cache=cache, **options)
 
     monkeypatch.setattr(kind, "__call__", watched)
+
+
+def record_memory(monkeypatch, engine, model):
+    """Return lists to which the number of running jobs and the bytes of their rows are appended."""
+    nbytes = []
+    watch_passes(monkeypatch, model, lambda layers: nbytes.append(distinct_nbytes(layers)))
+    return record_gauge(monkeypatch, engine.metrics.running), nbytes
 
 
 def distinct_nbytes(layers):

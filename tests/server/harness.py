@@ -2,7 +2,7 @@
 
 import re
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import openai
@@ -62,14 +62,5 @@ def read_first_text(stream):
 
 def together(calls):
     """Return the results of functions that run at once, in their own threads."""
-    results = [None] * len(calls)
-
-    def run(place, call):
-        results[place] = call()
-
-    threads = [threading.Thread(target=run, args=item) for item in enumerate(calls)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(lambda call: call(), calls))

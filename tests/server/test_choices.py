@@ -90,10 +90,3 @@ def test_a_partial_answer_is_continued(server):
     assert text_of_stream(server.chat(QUESTION, {"role": "assistant", "content": "417"}, stream=True)) == "295"
     prompt_tokens = server.chat(QUESTION, max_tokens=1).usage.prompt_tokens
     assert server.chat(QUESTION, {"role": "assistant", "content": "4172"}).usage.prompt_tokens == prompt_tokens + 4
-
-
-@pytest.mark.parametrize(("fields", "partial"), [({"n": 2}, []), ({}, [{"role": "assistant", "content": "4"}])])
-def test_sessions_refuse_several_answers_and_partial_ones(server, fields, partial):
-    body = {"messages": [{"role": "user", "content": QUESTION}, *partial], **fields}
-    response = server.http.post("/v1/chat/completions", json=body, headers={"X-Session-Id": "one"})
-    assert (response.status_code, "X-Session-Id" in response.json()["error"]["message"]) == (400, True)

@@ -12,11 +12,11 @@ from cli.tools import facts
 from contract.spies import watch
 from mlx_lm.models.cache import LRUPromptCache
 
-from mlx_tq.config import EvictConfig, KVConfig
+from mlx_tq.config import PROFILES, EvictConfig, KVConfig
 from mlx_tq.models import load
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.layer_group import layer_group_of
-from mlx_tq.server.api_errors import ModelFailedError, UnavailableError
+from mlx_tq.server.api_errors import ModelFailedError, QueueFullError, UnavailableError
 from mlx_tq.server.job import Piece, SessionResult, Started
 from mlx_tq.session.restore import recall_rows
 
@@ -40,7 +40,7 @@ RECALL = KVConfig("q8", "tq4", sinks=16, window=32, evict=EvictConfig("recency:t
 
 def test_a_batch_attends_to_packed_rows(loaded, monkeypatch):
     engine, plan = make_engine(loaded), plan_caches(loaded[0], CONFIG)
-    seen, sizes = watch(monkeypatch), []
+    calls, sizes = watch(monkeypatch), []
     gauges = engine.metrics.running, engine.metrics.kv_bytes, engine.metrics.kv_fp16_bytes
     running, compressed, fp16 = (record_gauge(monkeypatch, gauge) for gauge in gauges)
     watch_passes(monkeypatch, loaded[0], lambda layers: sizes.append([len(rows) for rows in layers]))
@@ -49,9 +49,9 @@ def test_a_batch_attends_to_packed_rows(loaded, monkeypatch):
         assert sum(isinstance(event, Piece) for event in events) == 4 or events[-1].finish_reason == "stop"
     layers = len(loaded[0].layers)
     assert [5] * layers in sizes
-    assert seen.materialized == 0
-    assert seen.few >= 3 * 5 * layers
-    assert seen.many >= 5 * layers
+    assert calls["materialize"] == 0
+    assert calls["attend"] + calls["attend_batch"] >= 3 * 5 * layers
+    assert calls["prefill"] >= 5 * layers
     assert max(running) == 5
     assert max(compressed) <= 5 * plan.peak_nbytes(304)
     assert 2 * max(fp16) > 1.2 * max(compressed), "the model's own type is float32"
@@ -80,21 +80,52 @@ def test_jobs_wait_for_memory(loaded, monkeypatch):
     assert 1 in waiting[1:]
 
 
-def test_a_stalled_step_is_reported(loaded):
-    engine, entered, release = make_engine(loaded, stalled_s=0.2), threading.Event(), threading.Event()
+class Blocker:
+    """A logits processor that blocks the engine's thread until it is released."""
 
-    def block(tokens, logits):
-        entered.set()
-        release.wait(30)
+    def __init__(self):
+        self.entered, self.release = threading.Event(), threading.Event()
+
+    def __call__(self, tokens, logits):
+        self.entered.set()
+        self.release.wait(30)
         return logits
 
+
+def test_the_queue_is_bounded(loaded):
+    """A cancelled job makes room for another. Nothing is compressed."""
+    engine, blocker = make_engine(loaded, PROFILES["off"], queue=2), Blocker()
+    running, waiting = make_job(8, processors=[blocker]), [make_job(8) for _ in range(3)]
+
     async def then():
-        engine.submit(job := make_job(20, max_tokens=2, processors=[block]))
-        await asyncio.to_thread(entered.wait, 30)
+        engine.submit(running)
+        await asyncio.to_thread(blocker.entered.wait, 30)
+        with pytest.raises(QueueFullError, match="2 requests are waiting"):
+            engine.submit(*waiting)
+        engine.submit(waiting[0])
+        engine.submit(waiting[1])
+        with pytest.raises(QueueFullError, match="2 requests are waiting"):
+            engine.submit(waiting[2])
+        engine.cancel(waiting[0])
+        engine.submit(waiting[2])
+        blocker.release.set()
+        return [await outcome(job) for job in waiting[1:]], await waiting[0].session_result.get()
+
+    answered, result = serve(engine, [], then)[1]
+    assert all(events[-1].finish_reason for events in answered)
+    assert result == SessionResult()
+
+
+def test_a_stalled_step_is_reported(loaded):
+    engine, blocker = make_engine(loaded, stalled_s=0.2), Blocker()
+
+    async def then():
+        engine.submit(job := make_job(20, max_tokens=2, processors=[blocker]))
+        await asyncio.to_thread(blocker.entered.wait, 30)
         stalled = [engine.is_stalled]
         time.sleep(0.5)
         stalled.append(engine.is_stalled)
-        release.set()
+        blocker.release.set()
         await outcome(job)
         await asyncio.sleep(0.5)
         return [*stalled, engine.is_stalled]  # the last one while idle
@@ -113,13 +144,13 @@ def test_a_model_failure_ends_only_its_batch(loaded, folder, monkeypatch):
     watch_passes(monkeypatch, loaded[0], fail_at_fourth)
     jobs = [make_job(20, max_tokens=60), make_job(20, max_tokens=60, seed=2)]
     failed, later = serve(engine, jobs, then=lambda: run_job(engine, make_job(20)))
-    assert all(isinstance(events[-1].error, ModelFailedError) for events in failed)
+    assert all(isinstance(events[-1], ModelFailedError) for events in failed)
     assert later[-1].finish_reason
     model, tokenizer = load(folder)
     model.model.norm.weight = mx.full(model.model.norm.weight.shape, math.nan)
     (events,) = serve(make_engine((model, tokenizer)), [make_job(20)])
     with pytest.raises(ModelFailedError, match="logits are NaN"):
-        raise events[-1].error
+        raise events[-1]
 
 
 def test_a_job_that_cannot_join_the_batch_fails_alone(loaded):
@@ -141,7 +172,7 @@ def test_a_job_that_cannot_join_the_batch_fails_alone(loaded):
     assert healthy
     for (event,) in (two, second):
         with pytest.raises(ModelFailedError, match="could not be started"):
-            raise event.error
+            raise event
     assert result == SessionResult()
 
 
@@ -156,7 +187,7 @@ def test_stopping_ends_every_job(loaded):
         return await asyncio.gather(*map(outcome, jobs))
 
     for events in serve(engine, [], then)[1]:
-        assert isinstance(events[-1].error, UnavailableError)
+        assert isinstance(events[-1], UnavailableError)
     assert not engine.is_healthy
     with pytest.raises(UnavailableError):
         engine.submit(make_job(8))
@@ -239,8 +270,8 @@ def test_a_failing_recall_ends_its_request_only(loaded, monkeypatch):
 
     monkeypatch.setattr("mlx_tq.session.restore.recall_rows", fail)
     (failed,), answered = serve(engine, [question_job(loaded)], lambda: run_job(engine, question_job(loaded)))
-    assert isinstance(failed[-1].error, ModelFailedError)
-    assert "no room for a copy" in str(failed[-1].error)
+    assert isinstance(failed[-1], ModelFailedError)
+    assert "no room for a copy" in str(failed[-1])
     assert any(isinstance(event, Piece) for event in answered)
     assert metric(engine, "recalled_tokens_total") > 0
 

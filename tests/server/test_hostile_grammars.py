@@ -2,14 +2,12 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from socket import create_connection
 
 import httpx
 import psutil
 import pytest
 from grammar.test_sandbox import LOWEST, SLOW, regexes
-from http_harness import wait_for
+from http_harness import connections, polled, post_bytes, wait_for
 
 from .conftest import ENDLESS
 from .test_response_formats import CODE, regex_format, schema_format
@@ -46,15 +44,10 @@ def test_an_error_does_not_repeat_a_long_key(server):
     ids=["lowest integer", "lowest constant", "lark", "24 parts", "24 nested parts", "multipleOf", "regex"],
 )
 def test_hostile_schemas_get_400_without_delaying_others(server, response_format):
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, polled(server, "/health") as health:
         started = time.perf_counter()
         hostile = [pool.submit(server.post, **body_of(response_format)) for _ in range(2)]
         time.sleep(0.1)
-        health = []
-        for _ in range(5):
-            sent = time.perf_counter()
-            assert server.http.get("/health").status_code == 200
-            health.append(time.perf_counter() - sent)
         assert server.post(**PLAIN).status_code == 200
         plain = time.perf_counter() - started
         answers = [future.result() for future in hostile]
@@ -81,11 +74,7 @@ def test_a_disconnect_cancels_the_check(server):
     def workers():
         return [worker for forker in psutil.Process(server.process.pid).children() for worker in forker.children()]
 
-    host, port = server.url.removeprefix("http://").split(":")
-    body = httpx.Request("POST", server.url, json=body_of(schema_format(SLOW))).content
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
-    with closing(create_connection((host, int(port)))) as connection:
-        connection.sendall(head.encode() + body)
+    with connections(server.url, 1, post_bytes("/v1/chat/completions", body_of(schema_format(SLOW)))):
         wait_for(workers)
     wait_for(lambda: not workers(), timeout=2)
     assert server.post(**PLAIN).status_code == 200

@@ -10,7 +10,7 @@ from mlx_lm.generate import BatchGenerator
 
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.server.api_errors import ModelFailedError
-from mlx_tq.server.job import Failed, Job, Piece, SessionResult, SessionStart
+from mlx_tq.server.job import Job, Piece, SessionResult, SessionStart
 from mlx_tq.server.sampling import Sampling
 from mlx_tq.session.restore import RecallDuringDecode
 
@@ -67,11 +67,10 @@ def check_only_these_fail(bad, engine, expected):
 
     results, (again, healthy) = serve(engine, [*bad, *others()], then=later)
     for events in results[: len(bad)]:
-        assert isinstance(events[-1], Failed)
-        assert isinstance(events[-1].error, ModelFailedError)
+        assert isinstance(events[-1], ModelFailedError)
     assert [text_of(events) for events in results[len(bad) :]] == expected
     assert (again, healthy) == (expected[0], True)
-    return [str(events[-1].error) for events in results[: len(bad)]]
+    return [str(events[-1]) for events in results[: len(bad)]]
 
 
 def test_errors_of_samplers_and_processors_fail_one_job(loaded, expected):
@@ -97,7 +96,7 @@ def test_jobs_that_share_a_sampler_are_sampled_together_and_fail_together(loaded
 
     sampler = failing(sample, raises, 5)
     for events in serve(make_engine(loaded), [make_job(40, seed, max_tokens=12, sampler=sampler) for seed in range(4)]):
-        assert isinstance(events[-1].error, ModelFailedError)
+        assert isinstance(events[-1], ModelFailedError)
     assert max(sizes) == 4
 
 

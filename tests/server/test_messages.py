@@ -7,7 +7,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 
 from mlx_tq.models import load
-from mlx_tq.server.answers import Answer, ChunkWriter, MessageReader, TextReader
+from mlx_tq.server.answers import Answer, Choice
 from mlx_tq.server.api_errors import InvalidRequestError
 from mlx_tq.server.job import Piece
 from mlx_tq.server.prompt_builder import PromptBuilder
@@ -36,12 +36,10 @@ def tokenizer():
 
 def write(tokenizer, text, size, state="normal", finish_reason="stop"):
     """Return the body of an answer whose text comes in pieces of `size` characters, and the deltas of its stream."""
-    answer = Answer("m", [MessageReader(tokenizer, state, [TOOL])], 5)
-    writer = ChunkWriter(answer)
+    answer = Answer("m", [Choice(tokenizer, state, [TOOL])], 5, str)
     pieces = [Piece(text[start : start + size]) for start in range(0, len(text), size)]
-    updates = [answer.add(piece, str) for piece in (*pieces, Piece("", finish_reason=finish_reason))]
-    chunks = [chunk for update in updates if update is not None for chunk in writer.events(update)]
-    return writer.body(), [chunk["choices"][0]["delta"] for chunk in chunks]
+    chunks = [chunk for piece in (*pieces, Piece("", finish_reason=finish_reason)) for chunk in answer.add(piece)]
+    return answer.body(), [chunk["choices"][0]["delta"] for chunk in chunks]
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
@@ -73,9 +71,9 @@ def test_an_incomplete_marker_at_the_end_is_content(tokenizer, text, finish):
 def test_invalid_calls_and_completions_are_plain_text(tokenizer):
     choice = write(tokenizer, "<tool_call>add(2)</tool_call>", 4)[0]["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("add(2)", "stop")
-    answer = Answer("m", [TextReader()], 1)
-    answer.add(Piece("<think>a", finish_reason="length"), str)
-    assert ChunkWriter(answer).body()["choices"][0]["text"] == "<think>a"
+    answer = Answer("m", [Choice()], 1, str, is_chat=False)
+    answer.add(Piece("<think>a", finish_reason="length"))
+    assert answer.body()["choices"][0]["text"] == "<think>a"
 
 
 def prompt_of(tokenizer, *messages, **body):
@@ -98,6 +96,8 @@ def test_a_prompt_is_split_where_others_share_its_prefix(tokenizer):
     assert (plain.kinds, plain.state) == (["system", "user"], "normal")
     assert prompt_of(tokenizer, user).kinds == ["user", "assistant"]
     assert prompt_of(tokenizer, {**system, "role": "developer"}, user).ids == prompt.ids
+    parts = [{"type": "text", "text": text} for text in ("Be ", "kind.")]
+    assert prompt_of(tokenizer, {**system, "content": parts}, user).ids == prompt.ids
 
 
 def test_tools_reach_the_template(tokenizer):

@@ -1,13 +1,12 @@
 """The queue, disconnected clients, and signals, with one slot in the batch and one place in the queue."""
 
 import signal
-import socket
 import threading
 
 import httpx
 import openai
 import pytest
-from http_harness import wait_for
+from http_harness import connections, post_bytes, wait_for
 
 from .conftest import ENDLESS, PACKED, QUESTION
 from .harness import Server, read_first_text, together
@@ -55,11 +54,8 @@ def test_a_full_queue_is_429(narrow):
 
 def post_and_disconnect(server, wait):
     """Send a request without streaming, wait, and close the connection."""
-    body = '{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4000, "logit_bias": {"0": -100, "2": -100}}'
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-        connection.sendall(head.encode() + body.encode())
+    body = {"messages": [{"role": "user", "content": "hi"}], **LONG}
+    with connections(server.url, 1, post_bytes("/v1/chat/completions", body)):
         wait()
 
 
@@ -91,9 +87,8 @@ def test_a_client_that_disconnects_in_the_queue_frees_its_place(narrow):
 
 
 def test_an_incomplete_body_costs_nothing(narrow):
-    host, port = narrow.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999\r\n\r\n{")
+    with connections(narrow.url, 1, post_bytes("/v1/chat/completions", {})[:-1]):
+        pass
     assert narrow.chat(QUESTION).choices[0].message.content == "417295"
 
 

@@ -10,10 +10,10 @@ from pydantic import TypeAdapter
 
 from mlx_tq.prompt_cache.archive import ArchivedBlock
 from mlx_tq.prompt_cache.recall import BlockScore
-from mlx_tq.server.answers import Answer, MessageReader, ResponseWriter
+from mlx_tq.server.answers import Choice, ResponseAnswer
 from mlx_tq.server.api_errors import InvalidRequestError
 from mlx_tq.server.job import Piece
-from mlx_tq.server.schemas import ResponseRequest, parse, with_response_names
+from mlx_tq.server.schemas import ResponseRequest, parse, use_response_names
 from mlx_tq.session.restore import RecallResult
 
 from .conftest import QUESTION
@@ -74,7 +74,8 @@ def test_an_error_names_the_argument_as_it_was_sent(create):
         create(text={"format": {"type": "json_schema", "schema": schema}})
     path = "text.format.schema.properties.response_format"
     assert (raised.value.param, raised.value.body["message"].startswith(f"{path}: ")) == (path, True)
-    both = with_response_names(InvalidRequestError("tools and response_format exclude each other", "response_format"))
+    both = InvalidRequestError("tools and response_format exclude each other", "response_format")
+    use_response_names(both)
     assert (str(both), both.param) == ("tools and text.format exclude each other", "text.format")
 
 
@@ -82,20 +83,16 @@ def test_an_error_names_the_argument_as_it_was_sent(create):
 def test_reasoning_content_and_calls_are_items(tokenizer, size):  # noqa: F811
     """Every event is valid for the openai client, which can send the items back."""
     request = parse(ResponseRequest, json.dumps({"input": "hi", "tools": [FUNCTION]}).encode())
-    answer = Answer("m", [MessageReader(tokenizer, "reasoning", [TOOL])], 5)
-    writer = ResponseWriter(answer, request)
+    answer = ResponseAnswer("m", [Choice(tokenizer, "reasoning", [TOOL])], 5, str, request=request)
     text = f"I add.</think>Let me see.{CALL}{CALL}"
     pieces = [Piece(text[start : start + size]) for start in range(0, len(text), size)]
     block = BlockScore(ArchivedBlock(np.arange(40), 0, 0, 0, lambda: None), 1.0, 0, True)
     pieces.append(Piece("", finish_reason="stop", recalled=RecallResult((5, 6), (9,), (block,), seconds=0.002)))
-    events = writer.start_events()
-    for piece in pieces:
-        if (update := answer.add(piece, str)) is not None:
-            events += writer.events(update)
-    events = json.loads(json.dumps([*events, *writer.end_events(usage=False)]))
+    events = [*answer.start_events(), *(event for piece in pieces for event in answer.add(piece))]
+    events = json.loads(json.dumps([*events, *answer.end_events(usage=False)]))
     for event in events:
         TypeAdapter(ResponseStreamEvent).validate_python(event)
-    body = writer.body()
+    body = answer.body()
     assert body["recalled"] == {"tokens": 3, "by_search": 1, "ranges": [[5, 7], [9, 10]], "archived": 40, "ms": 2.0}
     assert [item["type"] for item in body["output"]] == ["reasoning", "message", "function_call", "function_call"]
     reasoning, message, call, _ = body["output"]

@@ -202,6 +202,9 @@ def test_names_and_routes(narrow):
         assert refused.value.param == "X-Session-Id"
     with pytest.raises(openai.BadRequestError, match="sessions are for /v1/chat/completions"):
         narrow.openai.completions.create(model="needle32", prompt="x", extra_headers={"X-Session-Id": "a"})
+    for messages, options in ((["x"], {"n": 2}), (["x", {"role": "assistant", "content": "4"}], {})):
+        with pytest.raises(openai.BadRequestError, match=r"leave .*X-Session-Id out"):
+            ask(narrow, "one", *messages, **options)
     with pytest.raises(openai.BadRequestError):  # and a session that was refused does not stay in use
         ask(narrow, "bad", "Hello", model="default_model", max_tokens=10**6)
     assert ask(narrow, "bad2", "Hello")[1]["content"]

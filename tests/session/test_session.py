@@ -159,8 +159,7 @@ def test_stopping_an_answer_keeps_the_session(chat, config):
         if piece:
             session.stop()
     assert session.turns[-1].finish_reason == "interrupted"
-    for _ in session.respond("Hello"):
-        break  # leaving the loop does the same
+    next(session.respond("Hello"))  # leaving the answer does the same
     assert all(cache.offset == len(session.ids) for cache in session.cache)
     assert "417295" in say(session, QUESTION)
 
@@ -250,12 +249,8 @@ def test_invalid_arguments(chat, exact):
             say(session, text)
     with pytest.raises(ConfigError, match="system prompt is not UTF-8"):
         chat(system_prompt="\udcff")
-    for name, value in (
-        *(("prefill_step_size", value) for value in (0, True)),
-        *(("seed", value) for value in (-1, "a")),
-        *(("session_id", value) for value in ("../x", "a" * 65, "")),
-        ("sampler", 3),
-    ):
+    wrong = {"prefill_step_size": (0, True), "seed": (-1, "a"), "session_id": ("../x", "a" * 65, ""), "sampler": (3,)}
+    for name, value in ((name, value) for name, values in wrong.items() for value in values):
         with pytest.raises(ConfigError, match=f"^{name} is .* must be "):
             chat(**{name: value})
     assert session.turns == []
@@ -369,11 +364,8 @@ def test_the_first_prompt_of_a_second_session_is_in_the_prefix_cache(exact, tmp_
 
 def test_a_cached_prompt_recalls_while_decoding(exact, tmp_path):
     """The restored caches replace the session's first caches."""
-    evict, word, turns = (
-        EvictConfig("recency:granularity=32:trigger=32", 128, recall=64),
-        exact[1].encode("the")[-1],
-        [],
-    )
+    evict = EvictConfig("recency:granularity=32:trigger=32", 128, recall=64)
+    word, turns = exact[1].encode("the")[-1], []
     options = {"max_tokens": evict.recall_every + 1, "prefill_step_size": 64, "sampler": lambda _: mx.array([word])}
     for _ in range(2):
         with Session(*exact, replace(SMALL, evict=evict), prefix_cache=str(tmp_path), **options) as session:

@@ -1,7 +1,6 @@
 """Text is encoded without control tokens, and decodes to itself."""
 
 import time
-from typing import ClassVar
 
 import pytest
 from hypothesis import example, given
@@ -132,18 +131,9 @@ def test_thousands_of_control_words():
     assert time.monotonic() - began < 5
 
 
-class OneLetter:
-    """A tokenizer with a control token of one letter."""
-
-    all_special_ids = (7,)
-    eos_token_ids = (7,)
-    added_tokens_decoder: ClassVar = {7: "\u2581", 8: "\n\n"}  # the second is text
-
-    def encode(self, text, add_special_tokens):
-        return [{"\u2581": 7}.get(letter, ord(letter)) for letter in text]
-
-
 def test_a_control_token_of_one_letter():
-    plain = PlainText(OneLetter())
-    assert plain.control == {7}
-    assert plain.encode("a\u2581b") == [ord("a"), 0xFFFD, ord("b")]
+    tokenizer = CharacterTokenizer("\u2581", "\n\n")
+    tokenizer.all_special_ids = tokenizer.eos_token_ids = (0,)  # the second is text
+    plain = PlainText(tokenizer)
+    assert plain.control == {0}
+    assert plain.encode("a\u2581b\n\n") == [LETTER + ord("a"), LETTER + 0xFFFD, LETTER + ord("b"), 1]

@@ -38,11 +38,6 @@ def alternating_threads(session):
     return answers
 
 
-def an_executor(session):
-    with ThreadPoolExecutor(3) as pool:
-        return [pool.submit(say, session, text).result() for text in QUESTIONS]
-
-
 def asyncio_to_thread(session):
     async def turns():
         return [await asyncio.to_thread(say, session, text) for text in QUESTIONS]
@@ -65,7 +60,7 @@ def a_thread_per_piece(session):
     return [respond(text) for text in QUESTIONS]
 
 
-@pytest.mark.parametrize("turns", [alternating_threads, an_executor, asyncio_to_thread, a_thread_per_piece])
+@pytest.mark.parametrize("turns", [alternating_threads, asyncio_to_thread, a_thread_per_piece])
 @pytest.mark.parametrize("config", [PROFILES["off"], SMALL], ids=["mlx-lm's cache", "compressed"])
 def test_a_session_works_in_other_threads(exact, config, turns, tmp_path):
     expected = converse(Session(*exact, config, max_tokens=12))

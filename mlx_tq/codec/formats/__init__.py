@@ -10,9 +10,7 @@ __all__ = ["Codec", "CodecOptions", "Encoded", "Format", "format_names", "get_fo
 
 ENTRY_POINTS = "mlx_tq.formats"
 
-# What other programs call these formats.
-ALIASES = {"turbo8": "q8", "turbo4": "tq4", "turbo3": "tq3", "turbo2": "tq2"}
-
+ALIASES = {"turbo8": "q8", "turbo4": "tq4", "turbo3": "tq3", "turbo2": "tq2"}  # names in other programs
 _COMPARED = {fmt.name: fmt for fmt in compared.FORMATS}
 _formats = {fmt.name: fmt for fmt in (*scalar.FORMATS, *turbo.FORMATS, *trellis.FORMATS)}
 _entry_points = [*entry_points(group=ENTRY_POINTS)]
@@ -29,22 +27,14 @@ def _load_entry_points() -> None:
 
 
 def format_names(*, compared: bool = True) -> list[str]:
-    """Return the names of all formats, most bits first.
-
-    Args:
-        compared: include the formats that exist for comparison only, which help texts do not list.
-    """
+    """Return the names of formats, most bits first, with or without those that exist for comparison only."""
     _load_entry_points()
     formats = [*_formats.values(), *(_COMPARED.values() if compared else ())]
     return [fmt.name for fmt in sorted(formats, key=lambda fmt: (-fmt.bits, fmt.name))]
 
 
 def get_format(name: str) -> Format:
-    """Return the format called `name`, which may be one of ALIASES.
-
-    Raises:
-        ConfigError: there is no such format.
-    """
+    """Return the format called `name`, which may be one of ALIASES, or raise ConfigError."""
     _load_entry_points()
     try:
         return (_COMPARED | _formats)[ALIASES.get(name, name)]

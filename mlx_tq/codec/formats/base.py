@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -26,8 +26,7 @@ def dtype_name(dtype: mx.Dtype) -> str:
 
 def dtype_of(name: str) -> mx.Dtype:
     """Invert `dtype_name`."""
-    dtype: Any = getattr(mx, name)
-    return dtype  # type: ignore[no-any-return]
+    return getattr(mx, name)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -37,16 +36,11 @@ class CodecOptions:
     Attributes:
         seed: seed of the rotation.
         rotation: "wht" (Walsh-Hadamard) or "haar" (dense).
-        scale: rule for the scale that the tq and tcq formats store. "raw" keeps ||x||. "matched" makes the decoded norm
-            ||x||. "ls" is the least-squares factor <y, c> / <c, c> between the rotated vector y and its codeword c.
-            "unbiased" is <y, y> / <y, c>, with which the inner product of the decoded vector and the original is
-            ||x||^2; it is at most 1.3 times "ls", a limit that only vectors reach that stay far from Gaussian when
-            rotated.
+        scale: rule for the scale of tq and tcq formats, of a rotated vector y with codeword c: "raw" is ||y||,
+            "matched" makes the decoded norm ||y||, "ls" is the least-squares factor <y, c> / <c, c>, and "unbiased" is
+            <y, y> / <y, c>, with which <decoded, original> is ||y||^2.
         fp32_scales: store scales as fp32 instead of fp16.
         pairs: the two dims of each pair that RoPE rotates; None is (f, f + D / 2).
-
-    Raises:
-        ConfigError: the scale rule is unknown.
     """
 
     seed: int = 42
@@ -63,46 +57,31 @@ class CodecOptions:
 
 
 class Encoded(NamedTuple):
-    """Vectors as a codec stores them.
+    """Vectors as a codec stores them."""
 
-    Attributes:
-        codes: uint16 [..., words].
-        scale: fp16 or fp32 [...], or None if the format stores no scale next to the codes.
-    """
-
-    codes: mx.array
-    scale: mx.array | None
+    codes: mx.array  # uint16 [..., words]
+    scale: mx.array | None  # fp16 or fp32 [...]; None if the format stores no scale next to the codes
 
 
 class Codec(ABC):
     """Encode and decode vectors of one size.
 
-    Subclasses implement `encode` and `decode_planes`. Codecs are immutable, so caches share them, also when copied.
-
-    A format whose codec depends on the data overrides `fit`, `restore`, `learned` and `learned_bytes`: a cache fits the
-    codec to its first keys or values once and saves `learned`.
-
-    Attributes:
-        head_dim: D, the size of a vector.
-        words: 16-bit words of codes per vector.
-        rotation: the rotation before encoding, or None.
-        scale_dtype: type of the scale stored next to the codes, or None if there is no such scale.
-        has_kernels: True if the kernels in metal/ support this format; else mlx operations decode it.
-        learned: what `fit` derived from the data, or None.
-        learned_bytes: bytes of `learned` per head.
+    Subclasses implement `encode` and `decode_planes`. Codecs are immutable, so caches share them, also when copied. If
+    a codec depends on the data, it overrides `fit`, `restore`, `learned` and `learned_bytes`: a cache fits it to its
+    first keys or values once and saves `learned`.
     """
 
-    has_kernels: bool = False
-    learned: mx.array | None = None
-    learned_bytes: int = 0
+    has_kernels: bool = False  # True if the kernels in metal/ support the format; else mlx operations decode it
+    learned: mx.array | None = None  # what `fit` derived from the data
+    learned_bytes: int = 0  # of `learned` per head
 
     def __init__(
         self, head_dim: int, words: int, rotation: Rotation | None = None, scale_dtype: mx.Dtype | None = None
     ) -> None:
-        self.head_dim = head_dim
-        self.words = words
-        self.rotation = rotation
-        self.scale_dtype = scale_dtype
+        self.head_dim = head_dim  # D, the size of a vector
+        self.words = words  # 16-bit words of codes per vector
+        self.rotation = rotation  # before encoding
+        self.scale_dtype = scale_dtype  # of the scale next to the codes; None if the format stores none
 
     def __deepcopy__(self, memo: object) -> "Codec":
         return self
@@ -113,16 +92,12 @@ class Codec(ABC):
 
     @abstractmethod
     def decode_planes(self, codes: mx.array) -> list[mx.array]:
-        """Decode to rotated space, before `gain`: uint16 [..., words] -> list of fp32 [..., D / planes].
-
-        Concatenated along the last axis the planes are the vector; attention uses them one by one.
-        """
+        """Decode to rotated space, before `gain`, in parts: uint16 [..., words] -> list of fp32 [..., D / planes]."""
 
     def decode_columns(self, codes: mx.array) -> list[tuple[slice, mx.array]]:
         """Return the values of `decode_planes`, transposed: uint16 [..., S, words] -> (dims, fp32 [..., n, S]).
 
-        A row of queries times such an array is a sum of long rows, which BLAS vectorizes; times the transpose of a
-        plane it is S short dot products, which take more than twice as long.
+        BLAS multiplies queries with these in less than half the time that it takes with transposed planes.
         """
         vectors = mx.concatenate(self.decode_planes(codes), axis=-1)
         return [(slice(None), mx.contiguous(vectors.swapaxes(-1, -2)))]
@@ -152,12 +127,7 @@ class Codec(ABC):
         return mx.linalg.norm(self.decode_rotated(encoded), axis=-1)
 
     def find_clamped(self, peak: mx.array, encoded: Encoded) -> mx.array:
-        """Return which vectors exceeded the format's range: bool [...].
-
-        Args:
-            peak: largest absolute component of each vector, [...].
-            encoded: the encoded vectors.
-        """
+        """Return which vectors exceed the format's range, from their largest absolute components [...]: bool [...]."""
         if encoded.scale is None:
             return mx.zeros(peak.shape, mx.bool_)
         return mx.logical_or(peak > FP16_MAX, encoded.scale >= FP16_MAX)
@@ -167,11 +137,7 @@ class Codec(ABC):
         return self
 
     def restore(self, learned: mx.array) -> "Codec":
-        """Return the codec with what another one has `learned`.
-
-        Raises:
-            ConfigError: the format learns nothing.
-        """
+        """Return the codec with what another one has `learned`."""
         raise ConfigError(f"{type(self).__name__} learns nothing; a cache of this format has no such data.")
 
 
@@ -198,30 +164,17 @@ class Format:
 
     A package adds formats by an entry point of the group `mlx_tq.formats` that refers to a `Format`; a program adds
     them by `register_format`.
-
-    Attributes:
-        name: name in flags and configurations.
-        bits: bits of one code, without the scale.
-        error: expected squared error of a Gaussian vector over its squared norm, at head_dim 128.
-        make_codec: called with head_dim, options and the model's type; raises ConfigError for a head_dim that the
-            format does not support.
-        multiple: head_dim must be a multiple of this.
-        keys_only: why values cannot be stored in this format, or "" if they can.
     """
 
-    name: str
-    bits: float
-    error: float
-    make_codec: MakeCodec
-    multiple: int = 16
-    keys_only: str = ""
+    name: str  # in flags and configurations
+    bits: float  # of one code, without the scale
+    error: float  # expected squared error of a Gaussian vector over its squared norm, at head_dim 128
+    make_codec: MakeCodec  # called with head_dim, options and the model's type; raises ConfigError if it cannot
+    multiple: int = 16  # head_dim must be a multiple of this
+    keys_only: str = ""  # why values cannot be stored in this format
 
     def codec(self, head_dim: int, options: CodecOptions, dtype: mx.Dtype = mx.float16) -> Codec:
-        """Make the codec for vectors of `head_dim` values of a model of type `dtype`.
-
-        Raises:
-            ConfigError: the format or its rotation does not support this head_dim.
-        """
+        """Make the codec for vectors of `head_dim` values of a model of type `dtype`, or raise ConfigError."""
         if head_dim <= 0 or head_dim % self.multiple:
             valid = f"multiples of {self.multiple} such as 64, 80, 96, 112, 128, 192 or 256. Use fp16"
             if self.multiple > 16:
@@ -230,10 +183,6 @@ class Format:
         return self.make_codec(head_dim, options, dtype)
 
     def bytes_per_vector(self, head_dim: int) -> int:
-        """Return the bytes of an encoded vector: codes and fp16 scale without padding, for a 16-bit model.
-
-        Raises:
-            ConfigError: the format does not support this head_dim.
-        """
+        """Return the bytes of an encoded vector: codes and fp16 scale without padding, for a 16-bit model."""
         codec = self.codec(head_dim, CodecOptions(rotation="haar"))  # which exists for every size
         return 2 * codec.words + (0 if codec.scale_dtype is None else codec.scale_dtype.size)

@@ -11,7 +11,7 @@ _INT8_MAX = 127.0
 
 
 class FullCodec(Codec):
-    """Stores the bits of the model's type: the baseline, and the choice where compression would hurt."""
+    """Stores vectors in the model's own type."""
 
     has_kernels = True
 

@@ -1,10 +1,9 @@
 """Trellis formats `tcq4`, `tcq3`, `tcq2`: TurboQuant whose codes are paths through a trellis.
 
-They take the bytes of tq with a third less error. Rotation and scale are tq's. The codes of a vector are one ring of
-bits. A value's *state* is the last WINDOW bits of the ring up to the end of its own bits; its level is looked up by its
-state. So any value is decoded by itself, and neighbors share bits. Encoding finds the ring of least squared error by
-Viterbi's search over 256 states, which takes 26 to 33 times tq's lane operations. States that differ only in their last
-bits have the same predecessors: of each such group one choice is stored.
+The codes of a vector are one ring of bits. A value's *state* is the last WINDOW bits of the ring up to the end of its
+own bits, and a table has the level of each state: so any value is decoded by itself, though neighbors share bits.
+Viterbi's search finds the ring of least squared error. States that differ only in their last bits, a *group*, have the
+same predecessors.
 
 Source: bitshift trellis, Tseng et al., QTIP (2024, arXiv 2406.11235) section 3.1; a ring ("tail-biting"), section 3.2.
 """
@@ -20,20 +19,16 @@ from mlx_tq.codec.packing import plane_count
 
 WINDOW = 8
 STATES = 1 << WINDOW
-# Values on either side of the cut that are read to find the state there; all of them would gain 1 to 3 %.
-CUT_CONTEXT = 16
-# The cost of a state in which a path may not begin: of a path through D values of unit variance it is below 25 D.
-_FORBIDDEN = 1e9
-# Vectors that are searched together: their costs stay in a processor's cache.
-_CHUNK = 512
+CUT_CONTEXT = 16  # values on either side of the cut that are read to find the state there; all would gain 1 to 3 %
+_FORBIDDEN = 1e9  # cost of a state in which a path may not begin; paths through D values of unit variance cost < 25 D
+_CHUNK = 512  # vectors that are searched together: their costs stay in a processor's cache
 
 
 @cache
 def all_levels() -> mx.array:
     """Load the level of each state for 2, 3 and 4 bits per value: fp16 [3, STATES].
 
-    Each is the mean of the standard normal values whose path passes through its state (Lloyd's iteration over paths,
-    `benchmarks/trellis/train.py`). What was stored with them is read with them, so they never change.
+    `benchmarks/studies/trellis_train.py` made them. What was stored with them is read with them, so they never change.
     """
     stored: dict[str, mx.array] = mx.load(str(files("mlx_tq") / "assets" / "trellis" / "levels.safetensors"))  # type: ignore[assignment]
     return mx.stack([stored[bits] for bits in ("2", "3", "4")])
@@ -41,7 +36,6 @@ def all_levels() -> mx.array:
 
 @cache
 def state_levels(bits: int) -> mx.array:
-    """Return the level of each state: fp32 [STATES]."""
     return all_levels()[bits - 2].astype(mx.float32)
 
 
@@ -49,12 +43,6 @@ def search_ring(x: mx.array, levels: mx.array, bits: int, context: int = CUT_CON
     """Return a path whose first state follows its last: fp32 [N, D] -> uint16 [N, D].
 
     A first search around the cut finds the bits that states share across it, a second begins and ends with them.
-
-    Args:
-        x: vectors.
-        levels: level of each state, fp32 [S], S a power of two.
-        bits: bits per value.
-        context: values on either side of the cut that the first search reads, at most D / 2.
     """
     size = x.shape[-1]
     half = min(context, size // 2)
@@ -65,13 +53,8 @@ def search_ring(x: mx.array, levels: mx.array, bits: int, context: int = CUT_CON
 def search_path(x: mx.array, levels: mx.array, bits: int, ends: mx.array | None = None) -> mx.array:
     """Return the path of least squared error: fp32 [N, D] -> uint16 [N, D].
 
-    The number of a candidate stands in the lowest bits of its cost, as in the kernel: one comparison finds both.
-
-    Args:
-        x: vectors.
-        levels: level of each state, fp32 [S], S a power of two.
-        bits: bits per value.
-        ends: the bits that the last state hands on to the first, all but its first `bits`: [N]; None leaves both free.
+    The first state follows the last if `ends` [N] has the group of the first; else both ends are free. The number of a
+    candidate stands in the lowest bits of its cost, as in the kernel: one comparison finds both.
     """
     states, branches = levels.size, 1 << bits
     groups = states >> bits
@@ -98,9 +81,8 @@ def search_path(x: mx.array, levels: mx.array, bits: int, ends: mx.array | None 
 def pack_states(states: mx.array, bits: int) -> mx.array:
     """Pack the bits of rings: states uint16 [..., D] -> words uint16 [..., D bits / 16].
 
-    A unit of the ring is the fewest words that hold whole codes: one, or three for 3 bits; its first value's bits are
-    the highest. Of U units, word n of unit u is word n U + u of the vector, and value i of it is dim i U + u. So a
-    decoder takes planes of dims from runs of words, as it does with `packing`.
+    A unit is the fewest words that hold whole codes: one, or three for 3 bits; its first value has the highest bits. Of
+    U units, word n of unit u is word n U + u of the vector, and value i is dim i U + u: planes, as in `packing`.
     """
     mask, per_unit = (1 << bits) - 1, plane_count(bits)
     units = mx.split(states & mask, per_unit, axis=-1)

@@ -4,7 +4,7 @@ Source: TurboQuant (Zandieh et al., arXiv 2504.19874) section 3, with polynomial
 """
 
 import math
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import mlx.core as mx
@@ -14,8 +14,8 @@ from mlx_tq.codec.formats.base import FP16_MAX, CodecOptions, Encoded, Format, R
 from mlx_tq.codec.packing import pack, split_words, unpack
 from mlx_tq.codec.rotation import pairwise_sum
 
-# An unbiased scale is at most this many times that of least squares. Gaussian vectors need 1.13 at 2 bits; what lies
-# along a row of the rotation would need enough to double its norm.
+# Limit of an unbiased scale, in scales of least squares. Gaussian vectors need 1.13 at 2 bits; one along a row of the
+# rotation, which is never Gaussian, would need enough to double its norm.
 LARGEST_RATIO = 1.3
 
 
@@ -23,19 +23,15 @@ def decode_level(code: mx.array, bits: int) -> mx.array:
     """Compute the level of a code by its polynomial: uint16 -> fp32, at most 2 ulp from `codebook.levels`."""
     u = code.astype(mx.float32) - (2**bits - 1) / 2
     square = u * u
-    first, *higher = POLYNOMIALS[bits]
     slope: Any = 0.0
-    for coefficient in reversed(higher):
+    for coefficient in reversed(POLYNOMIALS[bits][1:]):
         slope = (slope + coefficient) * square
-    level: mx.array = u * (slope + first)
-    return level
+    return u * (slope + POLYNOMIALS[bits][0])  # type: ignore[no-any-return]
 
 
 def _find_code(t: mx.array, bits: int) -> mx.array:
     """Count the boundaries below each value: fp32 -> uint16."""
-    code = mx.zeros_like(t).astype(mx.uint16)
-    for boundary in boundaries(bits).tolist():
-        code = code + (t > boundary)
+    code: mx.array = reduce(mx.add, [(t > boundary).astype(mx.uint16) for boundary in boundaries(bits).tolist()])
     return code
 
 

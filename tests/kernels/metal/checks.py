@@ -26,9 +26,8 @@ from mlx_tq.codec.normalization import KeyNormalization
 from mlx_tq.codec.rotation import get_rotation
 from mlx_tq.kernels import thresholds
 from mlx_tq.kernels.attend import attend
-from mlx_tq.kernels.compact import compact
-from mlx_tq.kernels.dequantize import dequantize
-from mlx_tq.kernels.encode import encode
+from mlx_tq.kernels.encode import compact, encode
+from mlx_tq.kernels.prefill import dequantize
 from mlx_tq.kernels.recall_score import group_queries, recall_score
 from mlx_tq.kernels.score import score
 from mlx_tq.kernels.wht import wht

@@ -18,6 +18,14 @@ Result = TypeVar("Result")
 
 
 @contextmanager
+def launching(run: Callable[..., list[mx.array]], device: str = "metal") -> Iterator[None]:
+    """Find a GPU, and call `run` in place of `Kernel.run`."""
+    device_patch = mock.patch.object(gpu, "gpu_backend", return_value=device)
+    with mock.patch.object(Kernel, "run", run), device_patch, backend.using(device):
+        yield
+
+
+@contextmanager
 def simulated(
     *, order: int = 0, sanitize: bool = False, edit: Callable[[str], str] = lambda text: text
 ) -> Iterator[list[Counters]]:
@@ -32,11 +40,7 @@ def simulated(
         counters.append(result.counters)
         return result.outputs
 
-    with (
-        mock.patch.object(Kernel, "run", run),
-        mock.patch.object(gpu, "gpu_backend", return_value="metal"),
-        backend.using("metal"),
-    ):
+    with launching(run):
         yield counters
 
 
@@ -49,11 +53,7 @@ def captured() -> Iterator[dict[str, str]]:
         texts[kernel.name] = capture(gpu.compile_kernel.__wrapped__(kernel, "metal", constants), inputs, **call)
         return zeros(**call)
 
-    with (
-        mock.patch.object(Kernel, "run", run),
-        mock.patch.object(gpu, "gpu_backend", return_value="metal"),
-        backend.using("metal"),
-    ):
+    with launching(run):
         yield texts
 
 

@@ -1,19 +1,17 @@
 """Rows of a batch in one call: each gets what it gets alone, whatever the lengths of the others are."""
 
 from dataclasses import replace
-from unittest import mock
 
 import mlx.core as mx
 import pytest
 
 from kernels.cases import Problem, add_spare, check_attention, make_problem, random
 from kernels.metal.checks import PEAK
-from kernels.metal.simulated import captured, reference, simulated, zeros
+from kernels.metal.simulated import captured, launching, reference, simulated, zeros
 from metal_sim.translate import parameters
 from mlx_tq.kernels import thresholds
 from mlx_tq.kernels.attend import attend, attend_batch
 from mlx_tq.kernels.attend_gpu import METAL_ARRAYS
-from mlx_tq.kernels.gpu import Kernel
 from mlx_tq.kernels.regions import SharedRows
 from mlx_tq.kernels.thresholds import KernelThresholds
 
@@ -86,8 +84,7 @@ def test_one_dispatch_or_two_serve_eight_rows_or_four_with_normalized_keys(norma
 
     for short_tokens, kernels in ((4096, ["attend_short"]), (0, ["attend", "merge"])):
         names.clear()
-        limits = thresholds.using(KernelThresholds(short_tokens=short_tokens))
-        with simulated(), mock.patch.object(Kernel, "run", run), limits:
+        with launching(run), thresholds.using(KernelThresholds(short_tokens=short_tokens)):
             attend_rows(rows)
         assert names == kernels * calls
 

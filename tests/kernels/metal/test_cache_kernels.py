@@ -31,10 +31,7 @@ from kernels.metal.checks import (
 )
 from kernels.metal.simulated import ORDERS, reference, simulated
 from metal_sim.run import SimulationError
-from mlx_tq.codec.rotation import get_rotation
-from mlx_tq.errors import KernelUnavailableError
 from mlx_tq.kernels.encode import encode
-from mlx_tq.kernels.wht import wht
 
 PARAMETERS = {
     "key_dim": DIMS,
@@ -156,12 +153,6 @@ def test_wht_any_strides_and_ranks():
     for view in (x, x[0].swapaxes(0, 1), x[0, :, ::2, 1:3], x[0, 0, 0], x[0, 0, 0, 0], x[:, :, :, ::-1]):
         check_wht(view, inverse=True)
     check_wht(random((5, 80)), sanitize=True)
-
-
-def test_dense_rotations_have_no_kernel():
-    with simulated() as counters, pytest.raises(KernelUnavailableError, match="cannot rotate by Haar"):
-        wht(random((4, 64), "float32"), get_rotation("haar", 64, 7))
-    assert counters == []
 
 
 @pytest.mark.parametrize("kept", [[0], [4], [0, 2, 3], list(range(5)), list(range(1, 40, 2)), []])

@@ -3,6 +3,7 @@
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from statistics import mean
 from unittest import mock
 
@@ -13,12 +14,12 @@ from mlx_lm.generate import generate_step
 
 from benchmarks.studies.layers import Side, measure_layers
 from kernels.cases import random
-from kernels.metal.simulated import simulated, zeros
+from kernels.metal.simulated import launching, simulated, zeros
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.config import BLOCK, EvictConfig, KVConfig
 from mlx_tq.evaluate.arms import parse_arm
-from mlx_tq.kernels import backend, gpu, thresholds
+from mlx_tq.kernels import backend, thresholds
 from mlx_tq.kernels.gpu import Kernel
 from mlx_tq.kernels.thresholds import KernelThresholds
 from mlx_tq.models import load
@@ -153,17 +154,9 @@ def test_layers_agree_with_the_reference(embedded, dtype):
     assert mean(shares) >= (99.3 if dtype == "bfloat16" else 99.99)
 
 
-@pytest.fixture(params=["reference", "metal"])
-def lazy_backend(request, monkeypatch):
-    """Use a backend; kernels of "metal" return zeros here, because the simulator would wait for its inputs."""
-
-    def run(kernel, *, inputs, constants, **call):
-        return [mx.depends(array, inputs) for array in zeros(**call)]
-
-    monkeypatch.setattr(gpu, "gpu_backend", lambda: "metal")
-    monkeypatch.setattr(Kernel, "run", run)
-    with backend.using(request.param):
-        yield
+def run_lazily(kernel, *, inputs, constants, **call):
+    """Return zeros that depend on the inputs: the simulator would wait for these."""
+    return [mx.depends(array, inputs) for array in zeros(**call)]
 
 
 def heavy(heads):
@@ -171,17 +164,18 @@ def heavy(heads):
     return (mx.random.uniform(shape=(1, heads, 1, HEAVY // 4 // heads)) - 0.5)[..., :DIM].astype(mx.float16)
 
 
-def test_a_step_does_not_synchronize(lazy_backend):
+@pytest.mark.parametrize("use", [partial(backend.using, "reference"), partial(launching, run_lazily)])
+def test_a_step_does_not_synchronize(use):
     """Appending, attending and packing a block only build a graph."""
-    with backend.using("reference"):
-        cache = make_cache(196)
-    mx.eval(cache.append(heavy(2), heavy(2)).attend(heavy(4), 0.1, None, None), cache.state)
-    packed = cache.packed_tokens
-    mx.clear_cache()
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    outputs = [cache.append(heavy(2), heavy(2)).attend(heavy(4), 0.1, None, None) for _ in range(8)]
-    assert cache.packed_tokens == packed + BLOCK
-    assert mx.get_peak_memory() - before < HEAVY
-    mx.eval(outputs)
-    assert mx.get_peak_memory() - before >= HEAVY, "an evaluation shows"
+    cache = make_cache(196)
+    with use():
+        mx.eval(cache.append(heavy(2), heavy(2)).attend(heavy(4), 0.1, None, None), cache.state)
+        packed = cache.packed_tokens
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        outputs = [cache.append(heavy(2), heavy(2)).attend(heavy(4), 0.1, None, None) for _ in range(8)]
+        assert cache.packed_tokens == packed + BLOCK
+        assert mx.get_peak_memory() - before < HEAVY
+        mx.eval(outputs)
+        assert mx.get_peak_memory() - before >= HEAVY, "an evaluation shows"

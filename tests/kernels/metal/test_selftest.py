@@ -1,5 +1,6 @@
 """`mlx_tq.doctor --kernels`: passes if kernels are right, fails if one is wrong, is an error without a GPU."""
 
+import mlx.core as mx
 import pytest
 
 from kernels.metal.simulated import simulated
@@ -17,9 +18,13 @@ def few_cases(monkeypatch):
 
 
 @pytest.mark.usefixtures("few_cases")
-def test_every_kernel_is_checked():
+def test_every_kernel_is_checked(monkeypatch):
+    """The reference implementation runs on a CPU: CUDA would multiply in TF32."""
+    devices, stream = [], mx.stream
+    monkeypatch.setattr(mx, "stream", lambda device: devices.append(device) or stream(device))
     with simulated():
         checks = self_tests.check_kernels()
+    assert mx.cpu in devices
     assert {check.name for check in checks} == {f"kernel {name}" for name in KERNELS}
     assert all(check.passed for check in checks), checks
 

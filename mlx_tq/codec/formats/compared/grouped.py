@@ -1,12 +1,11 @@
 """Formats `tq35`, `tq25`: TurboQuant with more bits for dims of high energy, and a sign per dim of the residual (QJL).
 
-A head's dims are ordered by their energy in the first tokens of the conversation. The first group and the rest are
-rotated and quantized apart; then the residual r of each is stored as sign(S r) and a norm, from which
-sqrt(pi / 2) / d * norm * S^T sign(S r) is an unbiased estimate of r: so inner products with any query are unbiased.
+A head's dims are ordered by their energy in its first tokens. The first group and the rest are rotated and quantized
+apart. The residual r of each is stored as sign(S r) and a norm: sqrt(pi / 2) / d * norm * S^T sign(S r) is an unbiased
+estimate of r, so inner products with any query are unbiased.
 
-S is sqrt(d) times a Haar rotation, and the norm is that of r times the factor that makes the estimate's inner product
-with r exact. With one Walsh-Hadamard round and the bare norm the bias is 0.1 standard deviations at d = 64, for r is
-far from Gaussian; with these two it is below 0.01.
+S is sqrt(d) times a Haar rotation, and the norm makes the estimate's inner product with r exact: a Walsh-Hadamard
+rotation and the bare norm of r would leave a bias of 0.1 standard deviations at d = 64, for r is far from Gaussian.
 
 Sources: TurboQuant (Zandieh et al., arXiv 2504.19874) sections 3.2 (QJL) and 4.3 (outlier channels); QJL (arXiv
 2406.03482).
@@ -59,13 +58,8 @@ class _Group:
         return (decode_level(code, self.bits) * gain + sketch * residual) / math.sqrt(self.dim)
 
 
-class GroupedRotation:
-    """Puts dims in an order, then rotates groups of them apart.
-
-    Args:
-        parts: the rotations, whose sizes add up to D.
-        order: integers [B, H, D], the order of dims in each head, or None for all as they are.
-    """
+class GroupedRotation(Rotation):
+    """Puts dims in the order [B, H, D] of each head, then rotates groups of them by `parts`."""
 
     def __init__(self, parts: list[Rotation], order: mx.array | None = None) -> None:
         self._parts = parts

@@ -1,11 +1,10 @@
 """Spectral formats `spectral8` ... `spectral16_int16`: the M strongest RoPE pairs of each key, without the others.
 
-RoPE rotates pairs of dims, which preserves each pair's length: the strongest pairs of a key are the same at every
-position. A pair is one index byte and two coefficients of 4, 8 or 16 bits in steps of the largest; attention scores
-them as they lie, without building the key: <q, k> = step sum_m (q_first[i_m] c_m + q_second[i_m] s_m).
+RoPE preserves the length of each pair of dims that it rotates: the strongest pairs of a key are the same at every
+position. Attention scores them without building the key: <q, k> = step sum_m (q_first[i_m] c_m + q_second[i_m] s_m).
 
-Bytes: M indices; the coefficients (4 bits: c low, s high in one byte; else all c, then all s, little-endian); the
-largest as fp16.
+Bytes: M indices; the coefficients in steps of the largest (4 bits: c low, s high in one byte; else all c, then all s,
+little-endian); the largest as fp16.
 """
 
 import mlx.core as mx
@@ -19,17 +18,10 @@ _TYPES = {8: mx.int8, 16: mx.int16}
 
 
 class SpectralCodec(Codec):
-    """Stores the M strongest RoPE pairs of a vector.
-
-    Attributes:
-        count: M.
-        first, second: the dims of each pair, int32 [D / 2].
-    """
-
     def __init__(self, head_dim: int, count: int, bits: int, pairs: tuple[tuple[int, int], ...]) -> None:
         super().__init__(head_dim, count * (8 + 2 * bits) // 16 + 1)
         self.count = count
-        self.first, self.second = (mx.array(side, mx.int32) for side in zip(*pairs, strict=True))
+        self.first, self.second = (mx.array(side, mx.int32) for side in zip(*pairs, strict=True))  # dims of pairs
         self._bits = bits
         self._limit = 2 ** (bits - 1) - 1
 
@@ -103,13 +95,9 @@ def _spectral_format(count: int, bits: int) -> Format:
 
     nbytes = count * (1 + bits // 4) + 2
     # Of 64 exponentially distributed energies, the M largest have M (1 + H_64 - H_M) of 64.
-    error = 1 - count / 64 * (1 + _harmonic_number(64) - _harmonic_number(count))
+    error = 1 - count / 64 * (1 + sum(1 / i for i in range(count + 1, 65)))
     reason = "it keeps the strongest RoPE pairs of a vector, and RoPE does not rotate values"
     return Format(name, nbytes / 16, error, make_codec, keys_only=reason)
-
-
-def _harmonic_number(n: int) -> float:
-    return sum(1 / i for i in range(1, n + 1))
 
 
 FORMATS = tuple(_spectral_format(count, bits) for count in COUNTS for bits in WIDTHS)

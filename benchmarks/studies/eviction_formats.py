@@ -1,9 +1,8 @@
-"""How much the format of keys changes what is evicted, against fp16 keys: Spearman of scores, Jaccard of the sets.
+"""Study how the format of keys changes what is evicted: Spearman of scores, Jaccard of sets, against fp16 keys.
 
-python -m benchmarks.evict.bench_formats --models embedded,smollm2,gemma-3-270m.gguf
+    python -m benchmarks.studies.eviction_formats --models embedded,smollm2,gemma-3-270m.gguf
 
-A model reads WikiText-2 into a cache of fp16 keys, which calibrates itself and evicts nothing. Then its keys are packed
-in each format, and the same tokens scored and the worst share of them selected.
+A model prefills WikiText-2 into fp16 keys without eviction. Then its keys are packed in each format, and scored.
 """
 
 from collections.abc import Iterator
@@ -15,8 +14,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.evict.scores import calibrators, layers_of
-from benchmarks.named_models import ALL_NAMES, named_model, survey_models
+from benchmarks.reports import ALL_NAMES, named_model, survey_models
+from benchmarks.studies.eviction_scores import calibrators, layers_of
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.cli.haystack import load_text
@@ -36,7 +35,6 @@ CONFIG = KVConfig(key="fp16", value="fp16", sinks=PREFIX, window=WINDOW, evict=E
 
 
 def read(model: Any, ids: list[int]) -> list[CompressedKVCache]:
-    """The caches after reading `ids`."""
     caches = build_caches(plan_caches(model, CONFIG))
     with compressed(model):
         for start in range(0, len(ids), STEP):
@@ -45,15 +43,14 @@ def read(model: Any, ids: list[int]) -> list[CompressedKVCache]:
 
 
 def stores(head_dim: int, key: str) -> bool:
-    """Whether a format takes keys of this size."""
     with suppress(ConfigError):
-        get_format(key).check(head_dim)
+        get_format(key).bytes_per_vector(head_dim)
         return True
     return False
 
 
 def packed_as(key: str, number: int, source: CompressedKVCache, layer: PackedLayer) -> PackedLayer:
-    """The same keys in another format, less the mean of their block where the format takes that."""
+    """Return the same keys in another format, less the mean of their block where the format takes that."""
     pairs = tuple(zip(*np.array(layer.rope.pairs).tolist(), strict=True)) if layer.rope else None
     twin = CompressedKVCache(CacheSpec.for_layer(CONFIG, number, key, "fp16", pairs=pairs))
     twin.append(*source.keys_and_values()[0].view.merged_regions().decode())
@@ -63,13 +60,11 @@ def packed_as(key: str, number: int, source: CompressedKVCache, layer: PackedLay
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Rank correlation."""
     ranks = [np.argsort(np.argsort(x)) for x in (a, b)]
     return float(np.corrcoef(*ranks)[0, 1])
 
 
 def overlaps(name: str) -> Iterator[dict[str, Any]]:
-    """Of every format of keys."""
     model, tokenizer = named_model(name)
     ids = list(tokenizer.encode(load_text(), add_special_tokens=False, verbose=False))[:LENGTH]
     caches = read(model, ids)
@@ -95,5 +90,4 @@ def overlaps(name: str) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    about = __doc__.partition("\n")[0]
-    survey_models(about, "benchmarks.evict.bench_formats", "evict_formats.json", overlaps, ALL_NAMES)
+    survey_models(__doc__, "benchmarks.studies.eviction_formats", "evict_formats.json", overlaps)

@@ -1,12 +1,10 @@
-"""Measure the sweep of docs/measurements/eviction.md: parts of one benchmarks.studies.sweep, all into the same JSON.
+"""Run the sweep of results/quality_sweep.json in parts, each a run of benchmarks.studies.sweep.
 
-python benchmarks/evict/run_sweep.py [PART ...] [--seeds N] runs the cells that are not there yet, after a calibration
-on questions where the current folder has no questions.safetensors. Remove results/quality_sweep.json to begin anew.
+    python -m benchmarks.studies.eviction_sweep [PART ...] [--seeds N]
 
-TriAttention takes the maximum over heads (aggregation `paper`), the default when this was measured.
-
-The embedded model in float32: mlx's CPU wheel comes with the reference BLAS, and with another one before it, such as
-LD_PRELOAD=libopenblas.so, reads six times as fast.
+It runs the cells that the file lacks, after a calibration on questions if the current folder has no
+questions.safetensors. TriAttention takes the maximum over heads (aggregation `paper`), the default when this was
+measured. The embedded model computes in float32, six times as fast with LD_PRELOAD=libopenblas.so.
 """
 
 import argparse
@@ -65,13 +63,12 @@ PARTS = {
 
 
 def as_measured(policy: str) -> str:
-    """A policy as its cells are named."""
+    """Return a policy as its cells are named."""
     named = "aggregation" in policy or not policy.startswith("published")
     return policy if named else f"{policy}:aggregation=paper"
 
 
 def run(*words: str) -> None:
-    """Run `python -m` with these words; exits if that fails."""
     print(f"$ python -m {' '.join(words)}", flush=True)
     code = subprocess.run([sys.executable, "-m", *words]).returncode
     if code:
@@ -79,7 +76,6 @@ def run(*words: str) -> None:
 
 
 def main() -> None:
-    """Run the parts that are named, or all."""
     parser = argparse.ArgumentParser()
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="PART")
     parser.add_argument("--seeds", type=int, default=3, help="scenes for each kind, length and depth")

@@ -1,4 +1,4 @@
-"""Calibrate eviction: run a text with planted facts, and questions for them, and collect the model's queries.
+"""Measure a model once: its queries, by which policies evict, and its layers' losses, for `--kv-mean-bits`.
 
 A text continues its sentence; a question searches far back. Statistics of either alone keep little of what the other
 needs, so the default mixes them: see docs/measurements/eviction.md.
@@ -6,16 +6,18 @@ needs, so the default mixes them: see docs/measurements/eviction.md.
 
 import copy
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from string import Formatter
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from mlx_tq.cli.haystack import Fact, build_scene
-from mlx_tq.config import EvictConfig, KVConfig
+from mlx_tq.cli.screen import note, prefill_progress
+from mlx_tq.config import SCHEDULE, EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import position_limit
 from mlx_tq.models import fingerprint, ranks_of
@@ -24,13 +26,29 @@ from mlx_tq.policies.calibration import SKIP, Calibrator, QueryStats, save_calib
 from mlx_tq.policies.policy import TEXT
 from mlx_tq.policies.rope import Rope
 from mlx_tq.prompt_cache.build import build_caches
-from mlx_tq.prompt_cache.compressed import compressed, plan_caches
+from mlx_tq.prompt_cache.compressed import compressed, plan_caches, planner
 from mlx_tq.prompt_cache.layer_group import layer_group_of
+from mlx_tq.prompt_cache.measurements import (
+    MEASURED_FORMAT,
+    Losses,
+    kl_divergence,
+    log_probabilities,
+    losses_path,
+    make_folder,
+    save_losses,
+)
 from mlx_tq.session.restore import prefill
 
 TEXT_SHARE = 0.25  # weight of the text's statistics
 TOKENS = 4096
 STEP = 512  # tokens per prefill step
+LOSS_TOKENS = 512  # of the text on which losses are measured
+_LOSS_STEP = 64
+_SCORED_FROM = 192  # tokens after which packed ones are attended to
+_FULL = "fp16"
+_FINE = "q8"  # its loss is that of rounding in the model's type
+_LEAST_SHARE = 0.1  # of the rounding's loss; a smaller difference from it is noise
+_CONFIG = KVConfig(sinks=32, window=32, outlier=0.0)
 _SCENE = 1024  # tokens of a text with a fact of every kind
 _ANSWER = 64  # more tokens than any answer has
 _ENDLESS = 1 << 40  # a warm-up window that does not end
@@ -84,11 +102,10 @@ def calibrate_on_questions(
     tokens: int = TOKENS,
     *,
     text_share: float = TEXT_SHARE,
-    covariance: bool = False,
-    progress: Progress = lambda done, total: None,
+    **options: Any,
 ) -> Queries:
-    """Return the statistics of questions and answers, mixed with those of the text, which weigh `text_share`."""
-    questions, read = collect_queries(model, tokenizer, text, tokens, covariance=covariance, progress=progress)
+    """Return the statistics of `collect_queries` with these options; those of the text weigh `text_share`."""
+    questions, read = collect_queries(model, tokenizer, text, tokens, **options)
     return questions._replace(stats=[a.blend(b, text_share) for a, b in zip(questions.stats, read.stats, strict=True)])
 
 
@@ -145,11 +162,33 @@ def _ropes(caches: list[Any]) -> list[Rope]:
 
 
 # Everyday facts. They share no wording with the needles of mlx_tq.evaluate, so calibration does not train on the test.
-_NAMES = ("Ivan", "Julia", "Kevin", "Laura", "Martin", "Nora", "Oscar", "Paula")
-_CITIES = ("London", "Paris", "Berlin", "Madrid", "Tokyo", "Cairo", "Oslo", "Vienna", "Prague", "Lisbon")
-_THINGS = ("lantern", "compass", "violin", "telescope", "umbrella", "camera", "teapot", "mirror", "ladder", "radio")
-_PLACES = ("library", "kitchen", "attic", "garden", "harbor", "museum", "station", "cellar", "bakery", "market")
-_COLORS = ("red", "orange", "yellow", "brown", "pink", "grey", "black", "gold")  # codespell:ignore grey
+_WORDS: dict[str, Sequence[Any]] = {
+    "name": ("Ivan", "Julia", "Kevin", "Laura", "Martin", "Nora", "Oscar", "Paula"),
+    "city": ("London", "Paris", "Berlin", "Madrid", "Tokyo", "Cairo", "Oslo", "Vienna", "Prague", "Lisbon"),
+    "thing": ["lantern", "compass", "violin", "telescope", "umbrella", "camera", "teapot", "mirror", "ladder", "radio"],
+    "place": ["library", "kitchen", "attic", "garden", "harbor", "museum", "station", "cellar", "bakery", "market"],
+    "color": ("red", "orange", "yellow", "brown", "pink", "grey", "black", "gold"),  # codespell:ignore grey
+    "price": range(11, 1000),
+    "hour": range(8, 19),
+    "minutes": ("00", "15", "30", "45"),
+}
+_MEETING = "When does the meeting in the {place} begin?"
+_TEMPLATES = (  # sentence, question, answer
+    ("{name} lives in {city}.", "Where does {name} live?", "{city}"),
+    ("{name} likes {color} best of all colours.", "Which colour does {name} like best?", "{color}"),  # codespell:ignore
+    ("The {thing} costs {price} dollars.", "How much does the {thing} cost?", "{price} dollars"),
+    ("The {thing} is kept in the {place}.", "Where can the {thing} be found?", "in the {place}"),
+    ("The meeting in the {place} begins at {hour}:{minutes}.", _MEETING, "{hour}:{minutes}"),
+)
+
+
+def _make_fact(templates: tuple[str, str, str], rng: random.Random) -> Fact:
+    names = [name for _, name, _, _ in Formatter().parse(templates[0]) if name]
+    words = {name: rng.choice(_WORDS[name]) for name in names}
+    return Fact(*(template.format(**words) for template in templates))
+
+
+KINDS = tuple(partial(_make_fact, templates) for templates in _TEMPLATES)
 
 
 @dataclass(frozen=True)
@@ -169,30 +208,53 @@ def build_question_scenes(tokenizer: Any, text: str, count: int, length: int, se
         yield QuestionScene(scene.ids, [[*q, *a] for q, a in zip(scene.questions, answers, strict=True)])
 
 
-def _home(rng: random.Random) -> Fact:
-    name, city = rng.choice(_NAMES), rng.choice(_CITIES)
-    return Fact(f"{name} lives in {city}.", f"Where does {name} live?", city)
+def save_measured_losses(model: Any, tokenizer: Any, text: str, name: str) -> None:
+    """Measure the layers of a model on a text, and save the losses in the user's cache folder."""
+    path = losses_path(fingerprint(model))
+    make_folder(path)  # before the work, not after it
+    with prefill_progress(title=f"Measuring the layers of {name} (first run only)") as progress:
+        losses = measure_losses(model, tokenizer, text, progress)
+    save_losses(path, losses)
+    note(f"Saved the losses of its layers to {path}")
 
 
-def _color(rng: random.Random) -> Fact:
-    name, color = rng.choice(_NAMES), rng.choice(_COLORS)
-    sentence = f"{name} likes {color} best of all colours."  # codespell:ignore colours
-    return Fact(sentence, f"Which colour does {name} like best?", color)  # codespell:ignore colour
+def measure_losses(model: Any, tokenizer: Any, text: str, progress: Progress = lambda done, total: None) -> Losses:
+    """Return the KL divergence from the fp16 cache when the keys, or the values, of one layer alone are quantized.
+
+    Any change makes the model's type round differently from there on; the loss of the finest format, which is nearly
+    only that, is subtracted.
+    """
+    ids = list(tokenizer.encode(text, add_special_tokens=False, verbose=False))[:LOSS_TOKENS]
+    limit = position_limit(model)
+    if len(ids) < LOSS_TOKENS or (limit is not None and limit < LOSS_TOKENS):
+        raise ConfigError(
+            f"layer losses are measured on {LOSS_TOKENS} tokens; the text has {len(ids)}, and the model allows "
+            f"{limit or 'any number of'} positions. Name formats with --kv-key and --kv-value."
+        )
+    plan = planner(model)
+    count = len(plan(KVConfig()).layers)
+    arms = [plan(replace(_CONFIG, key=_FINE, value=_FINE))]
+    arms += [plan(config) for side in ("key", "value") for config in _one_layer_configs(side, count)]
+    totals = [0.0] * len(arms)
+    with compressed(model):
+        native = arms[0].native_caches()
+        cache_lists = [build_caches(arm) for arm in arms]
+        for start in range(0, LOSS_TOKENS, _LOSS_STEP):
+            ids_of_step = ids[start : start + _LOSS_STEP]
+            reference = log_probabilities(model, ids_of_step, native)
+            for number, caches in enumerate(cache_lists):
+                divergence = kl_divergence(reference, log_probabilities(model, ids_of_step, caches)).sum()
+                totals[number] += float(divergence) if start >= _SCORED_FROM else 0.0
+                progress(start * len(arms) + (number + 1) * len(ids_of_step), LOSS_TOKENS * len(arms))
+    rounding, *means = (total / (LOSS_TOKENS - _SCORED_FROM) for total in totals)
+    losses = tuple(max(mean - rounding, _LEAST_SHARE * rounding) for mean in means)
+    return Losses(losses[:count], losses[count:], LOSS_TOKENS - _SCORED_FROM)
 
 
-def _price(rng: random.Random) -> Fact:
-    thing, price = rng.choice(_THINGS), str(rng.randint(11, 999))
-    return Fact(f"The {thing} costs {price} dollars.", f"How much does the {thing} cost?", f"{price} dollars")
-
-
-def _thing(rng: random.Random) -> Fact:
-    thing, place = rng.choice(_THINGS), rng.choice(_PLACES)
-    return Fact(f"The {thing} is kept in the {place}.", f"Where can the {thing} be found?", f"in the {place}")
-
-
-def _meeting(rng: random.Random) -> Fact:
-    place, time = rng.choice(_PLACES), f"{rng.randint(8, 18)}:{rng.choice(('00', '15', '30', '45'))}"
-    return Fact(f"The meeting in the {place} begins at {time}.", f"When does the meeting in the {place} begin?", time)
-
-
-KINDS: tuple[Callable[[random.Random], Fact], ...] = (_home, _color, _price, _thing, _meeting)
+def _one_layer_configs(side: str, layers: int) -> Iterator[KVConfig]:
+    """Yield, for each layer, the configuration that quantizes only its keys or values."""
+    other = "value" if side == "key" else "key"
+    for layer in range(layers):
+        formats = [MEASURED_FORMAT if number == layer else _FULL for number in range(layers)]
+        schedule: dict[str, Any] = {side: SCHEDULE.join(formats), other: _FULL}
+        yield replace(_CONFIG, **schedule)

@@ -1,22 +1,19 @@
-"""Measures the host time of a kernel call by the length of its text and the number of its template values.
+"""Study the host time of a kernel call by the length of its text and the number of its template values.
 
-    python -m benchmarks.kernels.bench_host
+    python -m benchmarks.studies.host_time
 
-A kernel cannot be called without a GPU, unless a function is traced for export; that builds the same text.
+A kernel cannot be called without a GPU, but a function that calls it can be traced for export, which builds the same.
 """
 
-import json
 import os
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_tq.cli.environment import environment
+from benchmarks.reports import save
 
-RESULT = Path(__file__).parents[1] / "results" / "kernels_host.json"
 INPUTS, CALLS, ROUNDS, PASSES = 9, 500, 5, 5
 LINE = "float tq_function(float a, float b) { return tq_mul(a, b); }\n"
 
@@ -26,7 +23,6 @@ class _Measured(Exception):  # noqa: N818 - ends a trace, not an error
 
 
 def microseconds(text_bytes: int, values: int) -> float:
-    """Return the microseconds of a call in the fastest round."""
     names = [f"input_{i}" for i in range(INPUTS)]
     kernel = mx.fast.metal_kernel(
         name="measured",
@@ -61,8 +57,7 @@ def main() -> None:
         {"text_bytes": size, "template_values": values, "microseconds": round(min(times), 2)}
         for (size, values), times in zip(cases, zip(*passes, strict=True), strict=True)
     ]
-    report = {"command": "python -m benchmarks.kernels.bench_host", "environment": environment(), "calls": rows}
-    RESULT.write_text(json.dumps(report, indent=1) + "\n")
+    save("kernels_host.json", "python -m benchmarks.studies.host_time", calls=rows)
     for row in rows:
         print(row)
 

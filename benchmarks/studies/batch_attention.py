@@ -1,11 +1,10 @@
-"""Measures a decode step of a batch of caches with different lengths: separate buffers, or one buffer for all.
+"""Study a decode step of a batch of caches with different lengths: separate buffers, or one buffer for all.
 
-    python -m benchmarks.kernels.bench_batch
+    python -m benchmarks.studies.batch_attention
 
 Three ways: one call per cache; one call with the buffers of all caches (what mlx_tq does); and one call on a joint
-buffer, as long as the longest cache, with a mask over its unused part. The CPU is timed, each way in turn; `metal_sim`
-counts dispatches, bytes and lane operations. Joining the buffers is timed separately: a batch with a joint buffer would
-copy it when a cache joins or leaves the batch, outgrows the buffer, or loses tokens.
+buffer, as long as the longest cache, with a mask. The CPU is timed, and `metal_sim` counts. Joining buffers is timed
+separately: a joint buffer is copied when a cache joins or leaves the batch, outgrows it, or loses tokens.
 """
 
 import json
@@ -21,7 +20,7 @@ from unittest import mock
 
 import mlx.core as mx
 
-from mlx_tq.cli.environment import environment
+from benchmarks.reports import save
 from mlx_tq.codec.formats import CodecOptions, get_format
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import backend, gpu, thresholds
@@ -32,7 +31,6 @@ from mlx_tq.kernels.regions import Regions
 from mlx_tq.kernels.thresholds import KernelThresholds
 
 ROOT = Path(__file__).parents[2]
-RESULT = ROOT / "benchmarks/results/batch_attend.json"
 DIM, GROUP, FULL_TOKENS, CAPACITY, SINKS, STEP = 128, 4, 160, 192, 32, 256
 ROUNDS, CALLS = 7, 200
 TIMED = {"alike": [2048] * 4, "uneven": [256, 512, 1024, 8192], "eight": [256, 256, 512, 512, 1024, 1024, 2048, 4096]}
@@ -99,7 +97,6 @@ def _random(batch: int, heads: int, tokens: int) -> mx.array:
 
 
 def time_ways(packed: list[int], heads: int = 8) -> dict[str, Any]:
-    """Return the median seconds of each way with the reference implementation."""
     with backend.using("reference"):
         ways, sizes = make_steps(packed, heads)
         times: dict[str, list[float]] = {name: [] for name in ways}
@@ -168,14 +165,12 @@ def time_host(packed: list[int]) -> dict[str, Any]:
 def main() -> None:
     mx.random.seed(0)
     report = {
-        "command": "python -m benchmarks.kernels.bench_batch",
-        "environment": environment(),
         "host": time_host(COUNTED["alike"]),
         "cpu": {name: time_ways(packed) for name, packed in TIMED.items()},
         "counted": [count_ways(packed, limit) for packed in COUNTED.values() for limit in (0, 4096)],
     }
-    RESULT.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps({name: report[name] for name in ("host", "cpu", "counted")}, indent=1))
+    save("batch_attend.json", "python -m benchmarks.studies.batch_attention", **report)
+    print(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,24 +1,20 @@
-"""What a trellis loses of Gaussian vectors, beside Lloyd-Max: by bits, states, size and search for the cut.
+"""Study the error of trellis codes on Gaussian vectors: by bits, states, size and search for the cut.
 
-    python -m benchmarks.trellis.distortion
+    python -m benchmarks.studies.trellis_distortion
 
-Levels of other numbers of states than the package's are trained as its own were, in as many rounds. It writes
-../results/trellis_distortion.json.
+Lloyd-Max is the comparison. Levels of other numbers of states are trained as the package's own were.
 """
 
-import json
 import time
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.trellis.train import trained
-from mlx_tq.cli.environment import environment
+from benchmarks.reports import save
+from benchmarks.studies.trellis_train import trained
 from mlx_tq.codec.codebook import levels, mse, normal_density
 from mlx_tq.codec.formats import trellis
 
-TARGET = Path(__file__).resolve().parent.parent / "results" / "trellis_distortion.json"
 VECTORS, DIM = 2000, 128
 BITS, WINDOWS = (4, 3, 2), (9, 8, 7, 6)
 DIMS = (64, 80, 96, 128, 192, 256)
@@ -26,7 +22,6 @@ AROUNDS = (4, 8, 12, 16, 24, 32, 64)
 
 
 def measured(bits: int, table: mx.array, dim: int = DIM, around: int = trellis.CUT_CONTEXT) -> dict[str, object]:
-    """The mean square error of unit-variance Gaussians, and its standard error."""
     rng = np.random.default_rng(99)
     found, started = [], time.perf_counter()
     for _ in range(VECTORS // 500):
@@ -40,7 +35,6 @@ def measured(bits: int, table: mx.array, dim: int = DIM, around: int = trellis.C
 
 
 def main() -> None:
-    """Measure and write."""
     rows = []
     for bits in BITS:
         own = trellis.state_levels(bits)
@@ -49,9 +43,8 @@ def main() -> None:
         rows += [measured(bits, own, dim) for dim in DIMS if dim != DIM]
         rows += [measured(bits, own, around=around) for around in AROUNDS if around != trellis.CUT_CONTEXT]
     nearest = {str(bits): mse(levels(bits).astype(np.float64), normal_density) for bits in BITS}
-    about = {"command": "python -m benchmarks.trellis.distortion", "environment": environment()}
-    about |= {"vectors": VECTORS, "nearest": nearest, "rows": rows}
-    TARGET.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    command = "python -m benchmarks.studies.trellis_distortion"
+    save("trellis_distortion.json", command, vectors=VECTORS, nearest=nearest, rows=rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""Scores of tokens: the package's, its variants, and oracles that know the questions.
-
-All work on fp16 bodies of caches from which nothing was evicted.
-"""
+"""Score the fp16 rows of caches that evicted nothing: policies, variants of TriAttention, and oracles."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +17,7 @@ Queries = list[mx.array]  # of each layer, before RoPE, [Hq, L, D]
 
 
 class Recorder:
-    """In the place of a cache's calibrator: keeps every query, as it was before RoPE."""
+    """Replaces a cache's calibrator: keeps every query, as it was before RoPE."""
 
     is_gathering = ready = True
     stats = None
@@ -30,45 +27,37 @@ class Recorder:
         self.parts: list[mx.array] = []
 
     def due(self, stop: int) -> bool:
-        """Always."""
         return True
 
     def observe(self, queries: mx.array, start: int, module: Any) -> list[mx.array]:
-        """Keep them."""
         self.parts.append(queries[0].astype(mx.float32))
         return [self.parts[-1]]
 
     def copy(self) -> "Recorder":
-        """One that begins anew."""
         return Recorder(self)  # type: ignore[arg-type]
 
     @property
     def queries(self) -> mx.array:
-        """All of them, [Hq, L, D]."""
         return mx.concatenate(self.parts, axis=1)
 
 
 def record(caches: list[CompressedKVCache]) -> None:
-    """Keep the queries of what these caches are to read."""
     found = calibrators(caches)
     for number, calibrator in found.items():
         found[number] = Recorder(calibrator)  # type: ignore[assignment]
 
 
 def recorded(caches: list[CompressedKVCache]) -> Queries:
-    """The queries that were kept."""
     return [recorder.queries for recorder in calibrators(caches).values()]  # type: ignore[attr-defined]
 
 
 def calibrators(caches: list[CompressedKVCache]) -> dict[int, Calibrator]:
-    """Those of the caches' sequence, by the number of the layer."""
     sequence = layer_group_of(caches)
     assert sequence is not None
     return sequence.calibrators
 
 
 def statistics(caches: list[CompressedKVCache], queries: Queries, policy: CalibratedPolicy) -> list[QueryStats]:
-    """The statistics of all these queries."""
     found = []
     for calibrator, each in zip(calibrators(caches).values(), queries, strict=True):
         assert calibrator.rope is not None
@@ -80,7 +69,6 @@ def statistics(caches: list[CompressedKVCache], queries: Queries, policy: Calibr
 
 
 def layers_of(caches: list[CompressedKVCache], stats: Sequence[QueryStats]) -> list[PackedLayer]:
-    """The bodies as policies see them, under these statistics."""
     own = calibrators(caches)
     return [
         PackedLayer(*cache.packed_rows(), own[cache.number].rope, each)
@@ -89,7 +77,6 @@ def layers_of(caches: list[CompressedKVCache], stats: Sequence[QueryStats]) -> l
 
 
 def by_policy(caches: list[CompressedKVCache], stats: Sequence[QueryStats], policy: CalibratedPolicy) -> np.ndarray:
-    """The scores of a policy of the package, [S]."""
     positions = caches[0].packed_positions
     return policy.score(PackedTokens(layers_of(caches, stats), positions, caches[0].offset, 0))
 
@@ -97,7 +84,7 @@ def by_policy(caches: list[CompressedKVCache], stats: Sequence[QueryStats], poli
 def by_head(
     caches: list[CompressedKVCache], stats: Sequence[QueryStats], *, trig: float = 1.0, norm: float = 1.0
 ) -> np.ndarray:
-    """Scores of TriAttention before aggregation, [layers, Hq, S], with weights on its two terms."""
+    """Return scores of TriAttention before aggregation, [layers, Hq, S], with weights on its two terms."""
     tokens, last = len(caches[0].packed_positions), caches[0].offset - 1
     found = []
     for layer in layers_of(caches, stats):
@@ -115,7 +102,7 @@ def by_head(
 
 
 def attention_of(caches: list[CompressedKVCache], queries: Queries, start: int) -> np.ndarray:
-    """Attention weights that queries at positions from `start` give to the body: [layers, Hq, L, S]."""
+    """Return the attention weights of queries at positions from `start` to packed rows: [layers, Hq, L, S]."""
     sinks, found = caches[0].spec.sinks, []
     tokens = len(caches[0].packed_positions)
     own = calibrators(caches)
@@ -131,18 +118,16 @@ def attention_of(caches: list[CompressedKVCache], queries: Queries, start: int) 
 
 
 def standardized(scores: np.ndarray) -> np.ndarray:
-    """Zero mean and unit deviation over tokens."""
     return (scores - scores.mean(axis=-1, keepdims=True)) / np.maximum(scores.std(axis=-1, keepdims=True), 1e-12)
 
 
 def as_paper(scores: np.ndarray, heads: int) -> np.ndarray:
-    """The maximum over the query heads of a KV head, the mean over `heads` KV heads and layers: [S]."""
+    """Return [S]: the maximum over the query heads of a KV head, then the mean over `heads` KV heads and layers."""
     layers, _, tokens = scores.shape
     found: np.ndarray = standardized(scores).reshape(layers, heads, -1, tokens).max(axis=2).mean(axis=(0, 1))
     return found
 
 
 def as_maximum(scores: np.ndarray) -> np.ndarray:
-    """The maximum over all heads and layers: [S]."""
     found: np.ndarray = standardized(scores).max(axis=(0, 1))
     return found

@@ -1,8 +1,9 @@
-"""Compare ways to normalize keys: block means and a pair scale in float32 around the codec of each format.
+"""Study ways to normalize keys: block means and a scale in float32 around the codec of each format.
 
-python -m benchmarks.quality.normalized_keys NAME=FOLDER ... --text FILE reads one text on each model in one pass, in
-which every key behind the sinks is replaced by what its codes say; values stay as they are. Without a folder the
-embedded model is read. It resumes ../results/normalized_keys.json.
+    python -m benchmarks.studies.normalized_keys [NAME=FOLDER ...] --text FILE
+
+Each model prefills the text in one pass, in which every key behind the sinks is replaced by what its codes say. Without
+a folder it is the embedded model. It resumes benchmarks/results/normalized_keys.json.
 """
 
 import argparse
@@ -14,8 +15,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.quality.whole_caches import WholeCache
 from mlx_tq.codec.formats import CodecOptions, get_format
+from mlx_tq.evaluate.recording import WatchedCache
 from mlx_tq.evaluate.results import Results
 from mlx_tq.evaluate.teacher_forced import standard_error
 from mlx_tq.integration.patches import patch_attention
@@ -50,22 +51,14 @@ ARMS = {"tq4": MANY, "tq3": FEW, "q8": FEW}
 
 @dataclass(frozen=True)
 class Fake:
-    """Keys of one layer as they would be read.
+    """Replaces the keys of one layer by what their codes say."""
 
-    Attributes:
-        codec: of the keys, or None for the keys themselves.
-        means: one of MEANS.
-        scale: one of SCALES.
-        pairs: dims that RoPE turns together, int [2, F].
-    """
-
-    codec: Any
-    means: str
-    scale: str
-    pairs: np.ndarray
+    codec: Any  # None for the keys themselves
+    means: str  # one of MEANS
+    scale: str  # one of SCALES
+    pairs: np.ndarray  # dims that RoPE turns together, int [2, F]
 
     def __call__(self, keys: mx.array, queries: mx.array) -> mx.array:
-        """Keys [1, H, S, D] behind the sinks as their codes say."""
         if self.codec is None:
             return keys
         weight, means = self.weight(keys, queries), self.center(keys)
@@ -73,7 +66,7 @@ class Fake:
         return mx.concatenate([keys[:, :, :PREFIX], found[:, :, PREFIX:]], axis=2)
 
     def center(self, keys: mx.array) -> mx.array:
-        """The mean that each key is stored relative to, rounded to fp16."""
+        """Return the mean that each key is stored relative to, rounded to fp16."""
         length, count = MEANS[self.means]
         if not length:
             return mx.zeros_like(keys)
@@ -90,7 +83,7 @@ class Fake:
         return keys.mean(axis=2, keepdims=True).astype(mx.float16).astype(mx.float32)
 
     def weight(self, keys: mx.array, queries: mx.array) -> mx.array:
-        """The scale of each dim, [1, H, 1, D], of geometric mean 1."""
+        """Return the scale of each dim, [1, H, 1, D], of geometric mean 1."""
         heads, dim = keys.shape[1], keys.shape[3]
         if self.scale == "none":
             return mx.ones((1, heads, 1, dim))
@@ -103,7 +96,7 @@ class Fake:
         return weight / mx.exp(mx.log(weight).mean(axis=-1, keepdims=True))
 
     def energy(self, squares: mx.array) -> mx.array:
-        """Mean squares of dims, averaged over pairs, at least FLOOR squared of their mean."""
+        """Return mean squares of dims, averaged over pairs, at least FLOOR squared of their mean."""
         if "pair" in self.scale:
             partner = np.arange(squares.shape[-1])
             partner[self.pairs[0]], partner[self.pairs[1]] = self.pairs[1], self.pairs[0]
@@ -119,14 +112,11 @@ class Fake:
         mask: Any,
         sinks: mx.array | None,
     ) -> mx.array:
-        """Attention with the keys that this makes of those of the pass."""
         keys = self(keys, queries)
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 
 class Reader:
-    """A model and the tokens that it reads in one pass."""
-
     def __init__(self, folder: str | None, text: str, tokens: int) -> None:
         self.model, tokenizer = load(folder, dtype="float32")
         self.ids = mx.array(tokenizer.encode(text)[:tokens])
@@ -135,12 +125,11 @@ class Reader:
         self.exact = self.read(None, "none", "none")
 
     def read(self, name: str | None, means: str, scale: str) -> mx.array:
-        """Log-probabilities behind LEARNED tokens, [N, V]."""
         caches = native_caches(self.model)
         for slot, pairs in zip(self.slots, self.pairs, strict=True):
             options = CodecOptions(seed=42 + 1000 * slot.index)
             codec = None if name is None else get_format(name).codec(slot.key_dim, options, mx.float32)
-            caches[slot.index] = WholeCache(Fake(codec, means, scale, pairs).attend)
+            caches[slot.index] = WatchedCache(Fake(codec, means, scale, pairs).attend)
         with patch_attention():
             logits = self.model(self.ids[None], cache=caches)[0, LEARNED:]
             logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -148,7 +137,6 @@ class Reader:
         return logits
 
     def measure(self, name: str, means: str, scale: str) -> dict[str, float]:
-        """Divergence of the predictions from those of exact keys."""
         found = self.read(name, means, scale)
         kld = np.array(kl_divergence(self.exact, found), np.float64)
         agrees = np.array(self.exact.argmax(axis=-1) == found.argmax(axis=-1))
@@ -156,7 +144,6 @@ class Reader:
 
 
 def main() -> None:
-    """Measure what has no result yet, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", metavar="NAME=FOLDER")
     parser.add_argument("--text", required=True)

@@ -1,10 +1,9 @@
-"""The levels of trellis states: Lloyd's iteration over paths, on standard normal values.
+"""Train the levels of trellis states: Lloyd's iteration over paths, on standard normal values.
 
-    python -m benchmarks.trellis.train FILE
+    python -m benchmarks.studies.trellis_train FILE
 
-writes what `mlx_tq/assets/trellis/levels.safetensors` was made as: fp16 [256] for each of 2, 3 and 4 bits. Stored
-caches are read with the shipped file, so it is never replaced; this says where it came from. A processor of another
-kind may round otherwise and end a little beside it.
+This is how `mlx_tq/assets/trellis/levels.safetensors` was made: fp16 [256] for each of 2, 3 and 4 bits. Stored caches
+depend on the shipped file, so it is never replaced. Another kind of processor may round otherwise.
 """
 
 import sys
@@ -18,7 +17,7 @@ VECTORS, VALUES, ROUNDS = 8192, 128, 96
 
 
 def trained(bits: int, window: int = WINDOW, vectors: int = VECTORS, rounds: int = ROUNDS) -> np.ndarray:
-    """The level of a state is the mean of the values that pass through it: fp32 [2^window]."""
+    """Return fp32 [2^window]: the level of a state is the mean of the values that pass through it."""
     rng = np.random.default_rng(0)
     states = 1 << window
     levels = rng.permutation(np.sort(rng.standard_normal(states))).astype(np.float32)

@@ -1,16 +1,14 @@
-"""How many tiles of 32 tokens have so little weight that attention need not load their values.
+"""Study how many tiles of 32 tokens have so little weight that attention need not load their values.
 
-    python -m benchmarks.quality.skipping [NAME=MODEL ...] [--lengths 2048,8192] [--json FILE]
-    python -m benchmarks.quality.skipping --counted
+    python -m benchmarks.studies.value_skipping [NAME=MODEL ...] [--lengths 2048,8192] [--json FILE]
+    python -m benchmarks.studies.value_skipping --counted
 
-A model reads a text; for the last tokens of it, each as a step of generation of its own, the tiles between sinks and
-window are counted that all query heads of a KV head could skip while at most 2^-9 of the sum of weights is left out: at
-best, and by what a kernel knows when it meets a tile of its block. It writes ../results/value_skipping.json. The second
-command counts, on the simulator, what `attend` does with values: ../results/value_skipping_counted.json.
+For the last tokens of a text, tiles are counted that all query heads of a KV head could skip while at most 2^-9 of the
+sum of weights is left out: at best, and by what a kernel knows when it meets a tile. `--counted` counts on the
+simulator what `attend` does with values.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,9 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from benchmarks.kernels.cases import make_cases
-from benchmarks.quality.whole_caches import Attend, WholeCache
-from mlx_tq.cli.environment import environment
+from benchmarks.reports import save
 from mlx_tq.cli.haystack import load_text
+from mlx_tq.evaluate.recording import Attend, WatchedCache
 from mlx_tq.integration.patches import patch_attention
 from mlx_tq.integration.probe import model_facts, native_caches
 from mlx_tq.kernels import backend, thresholds
@@ -30,7 +28,6 @@ from mlx_tq.kernels.thresholds import KernelThresholds
 from mlx_tq.models import load
 
 ROOT = Path(__file__).resolve().parents[2]
-TARGET = ROOT / "benchmarks" / "results" / "value_skipping.json"
 COUNTED = (96, 224)  # tokens
 # The loop over a tile's values, and one that takes none.
 LOOP = "slot < tokens;", "slot < 0;"
@@ -41,7 +38,7 @@ BELOW = (1e-4, 1e-6)  # of the sum, a tile's largest weight
 
 
 def watched(found: dict[str, list[float]]) -> Attend:
-    """Attends exactly, and adds to `found` the shares of tiles that could be skipped."""
+    """Return attention that adds to `found` the shares of tiles that could be skipped."""
 
     def attend(
         queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, sinks: mx.array | None
@@ -61,7 +58,7 @@ def watched(found: dict[str, list[float]]) -> Attend:
 
 
 def skipped(weights: np.ndarray) -> dict[str, float]:
-    """Shares of tiles, by rule, of softmax weights [H, G, L, S] of which whole tiles are looked at."""
+    """Return the shares of tiles that each rule skips, of softmax weights [H, G, L, S]."""
     heads, group, length, tokens = weights.shape
     tiles = weights[..., : tokens // TILE * TILE].reshape(heads, group, length, -1, TILE)
     mass, peak = tiles.sum(axis=-1), tiles.max(axis=-1)
@@ -75,12 +72,11 @@ def skipped(weights: np.ndarray) -> dict[str, float]:
 
 
 def cut(mass: np.ndarray, count: int) -> list[np.ndarray]:
-    """The whole blocks of `count` tiles each."""
     return [mass[..., i : i + count] for i in range(0, mass.shape[-1] - count + 1, count)]
 
 
 def known(mass: np.ndarray) -> float:
-    """The share of tiles [H, G, L, n] that a kernel skips which meets them in order and always keeps to the bound."""
+    """Return the share of tiles [H, G, L, n] that a kernel skips which meets them in order and keeps to the bound."""
     total, left = np.zeros(mass.shape[:-1]), np.zeros(mass.shape[:-1])
     count = 0.0
     for i in range(mass.shape[-1]):
@@ -92,7 +88,6 @@ def known(mass: np.ndarray) -> float:
 
 
 def measure(label: str, folder: str | None, lengths: list[int]) -> list[dict[str, Any]]:
-    """Shares by length, over all layers that see the whole text."""
     model, tokenizer = load(folder, dtype="float32", dequantize=True)
     ids = mx.array(tokenizer.encode(load_text(), add_special_tokens=False)[: max(lengths)])
     rows = []
@@ -101,7 +96,7 @@ def measure(label: str, folder: str | None, lengths: list[int]) -> list[dict[str
         whole = [slot.index for slot in model_facts(model).slots if type(caches[slot.index]) is KVCache]
         found: dict[str, list[float]] = {}
         for index in whole:
-            caches[index] = WholeCache(watched(found))
+            caches[index] = WatchedCache(watched(found))
         with patch_attention():
             for start in range(0, length - QUERIES, STEP):
                 stop = min(start + STEP, length - QUERIES)
@@ -114,8 +109,8 @@ def measure(label: str, folder: str | None, lengths: list[int]) -> list[dict[str
     return rows
 
 
-def counted() -> dict[str, Any]:
-    """Lane operations and bytes a token and KV head of `attend`, with and without the loop over values."""
+def counted() -> list[dict[str, Any]]:
+    """Count lane operations and bytes of `attend` per token and KV head, with and without the loop over values."""
     sys.path.insert(0, str(ROOT / "tests"))
     from kernels.metal.simulated import simulated
 
@@ -133,28 +128,25 @@ def counted() -> dict[str, Any]:
         rows.append({"kernel": name, "lane_operations": operations, "loaded": loaded})
         print(rows[-1], flush=True)
     assert rows[1]["lane_operations"] < rows[0]["lane_operations"], f"no loop has {LOOP[0]!r}"
-    return {"command": "python -m benchmarks.quality.skipping --counted", "environment": environment(), "rows": rows}
+    return rows
 
 
 def main() -> None:
-    """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=["embedded="], metavar="NAME=MODEL")
     parser.add_argument("--lengths", default="2048")
-    parser.add_argument("--json", default=str(TARGET))
+    parser.add_argument("--json", default="value_skipping.json", help="file of benchmarks/results, or a whole path")
     parser.add_argument("--counted", action="store_true")
     args = parser.parse_args()
     if args.counted:
-        path = TARGET.with_name("value_skipping_counted.json")
-        path.write_text(json.dumps(counted(), indent=1) + "\n", encoding="utf-8")
+        save("value_skipping_counted.json", "python -m benchmarks.studies.value_skipping --counted", rows=counted())
         return
     lengths = [int(length) for length in args.lengths.split(",")]
     rows = []
     for model in args.models:
         label, _, folder = model.partition("=")
         rows += measure(label, folder or None, lengths)
-    about = {"command": "python -m benchmarks.quality.skipping", "environment": environment(), "rows": rows}
-    Path(args.json).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    save(args.json, "python -m benchmarks.studies.value_skipping", rows=rows)
 
 
 if __name__ == "__main__":

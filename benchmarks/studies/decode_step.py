@@ -1,10 +1,9 @@
-"""Measures the parts of a decode step: building its graph in Python, computing it, and packing a block now and then.
+"""Study the parts of a decode step: building its graph in Python, computing it, and packing a block.
 
-python -m benchmarks.kernels.bench_step --models smollm2
+    python -m benchmarks.studies.decode_step --models smollm2
 
 Each step is evaluated before the next one is built, so that the parts can be separated; mlx-lm overlaps them. Caches
-take turns for several rounds. The time of a step is the median of steps that pack nothing. Packing adds the difference
-to the median of steps that pack a block, divided by the 32 tokens of a block.
+take turns. Packing is the difference of medians of steps with and without it, divided by the 32 tokens of a block.
 """
 
 import statistics
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from benchmarks.named_models import ALL_NAMES, named_model, survey_models
+from benchmarks.reports import ALL_NAMES, named_model, survey_models
 from mlx_tq import compressed, make_prompt_cache
 from mlx_tq.cli.haystack import load_text
 from mlx_tq.config import BLOCK, PROFILES
@@ -27,7 +26,6 @@ ROUNDS, STEPS, READ = 6, 32, 512  # a round of steps packs one block
 
 
 def fill_caches(model: Any, ids: list[int]) -> dict[str, list[Any]]:
-    """Return each kind of cache after prefill."""
     caches = {}
     for name in PROFILES_TIMED:
         config = PROFILES[name]
@@ -56,7 +54,6 @@ def run_steps(model: Any, cache: list[Any], count: int) -> Iterator[Step]:
 
 
 def parts(name: str) -> Iterator[dict[str, Any]]:
-    """Yield the parts of a step by context and kind of cache."""
     model, tokenizer = named_model(name)
     ids = list(tokenizer.encode(load_text(), add_special_tokens=False, verbose=False))
     for tokens in TOKENS:
@@ -85,5 +82,4 @@ def parts(name: str) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    about = __doc__.partition("\n")[0]
-    survey_models(about, "benchmarks.kernels.bench_step", "step_parts.json", parts, ("smollm2",))
+    survey_models(__doc__, "benchmarks.studies.decode_step", "step_parts.json", parts, ("smollm2",))

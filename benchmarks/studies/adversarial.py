@@ -1,19 +1,16 @@
-"""Vectors that no healthy model makes: how far off scores are with such keys, and they themselves by scale rule.
+"""Study keys that no healthy model makes: errors of scores, plain and normalized, and of vectors by scale rule.
 
-    python -m benchmarks.quality.adversarial
+    python -m benchmarks.studies.adversarial
 
-A layer of 192 keys of 128 dims, plain and normalized; the weights and means of normalized ones are learned from these
-keys and queries. It writes ../results/adversarial_keys.json.
+A layer of 192 keys of 128 dims; the normalization is learned from these keys and queries.
 """
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_tq.cli.environment import environment
+from benchmarks.reports import save
 from mlx_tq.codec import CodecOptions, get_format
 from mlx_tq.codec.normalization import (
     MEAN_TOKENS,
@@ -24,7 +21,6 @@ from mlx_tq.codec.normalization import (
     normalize,
 )
 
-TARGET = Path(__file__).resolve().parent.parent / "results" / "adversarial_keys.json"
 DIM, TOKENS, SEED = 128, 3 * MEAN_TOKENS // 2, 42
 SHAPE = (2, 2, TOKENS, DIM)
 FORMATS = ("q8", "tq4", "tq3", "tq2")
@@ -68,10 +64,7 @@ ASKED = {
 
 
 def errors(kind: str, name: str, asked: str) -> tuple[float, float]:
-    """Root mean square errors of scores with plain and with normalized keys.
-
-    They are over the norms of queries and keys, times sqrt(D): what a key is off by, over its norm, as queries see it.
-    """
+    """Return the RMS errors of scores with plain and with normalized keys, over the norms of queries and keys."""
     keys = KEYS[kind](_gaussian(SHAPE, 4)).astype(np.float16).astype(np.float32)
     queries = (_gaussian((2, 2, 64, DIM), 5) * ASKED[asked]).astype(np.float32)
     size = np.linalg.norm(queries) * np.linalg.norm(keys) / np.sqrt(queries[..., 0].size * keys[..., 0].size * DIM)
@@ -90,7 +83,7 @@ def errors(kind: str, name: str, asked: str) -> tuple[float, float]:
 
 
 def rules(kind: str, name: str) -> dict[str, float]:
-    """Errors of vectors over their norms: least squares, unbiased, and unbiased if it had no limit."""
+    """Return errors of vectors over their norms: least squares, unbiased, and unbiased without its limit."""
     x = KEYS[kind](_gaussian(SHAPE, 4)).astype(np.float16).astype(np.float64)
     decoded = {
         rule: np.array(codec.decode(codec.encode(mx.array(x, mx.float32))), np.float64) for rule, codec in _of(name)
@@ -106,7 +99,6 @@ def _of(name: str):
 
 
 def main() -> None:
-    """Measure every kind of vectors in every format, and write it."""
     rows = []
     for kind in KEYS:
         for asked in ASKED:
@@ -114,9 +106,8 @@ def main() -> None:
                 plain, normalized = errors(kind, name, asked)
                 rows.append({"keys": kind, "asked": asked, "format": name, "plain": plain, "normalized": normalized})
                 print(f"{kind}, {asked}, {name}: {plain:.5f}, normalized {normalized:.5f}")
-    about = {"command": "python -m benchmarks.quality.adversarial", "environment": environment(), "errors": rows}
-    about["rules"] = [{"keys": kind, "format": name} | rules(kind, name) for kind in KEYS for name in SCALED]
-    TARGET.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    by_rule = [{"keys": kind, "format": name} | rules(kind, name) for kind in KEYS for name in SCALED]
+    save("adversarial_keys.json", "python -m benchmarks.studies.adversarial", errors=rows, rules=by_rule)
 
 
 if __name__ == "__main__":

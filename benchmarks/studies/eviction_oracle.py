@@ -1,13 +1,10 @@
-"""How much of a needle could any policy keep? TriAttention's score and its variants beside oracles.
+"""Study how much of a needle any policy could keep: TriAttention's score and variants compared with oracles.
 
-python benchmarks/evict/bench_oracle.py [--seeds 8] [--length 800] [--json FILE]
+    python -m benchmarks.studies.eviction_oracle [--seeds 8] [--length 800] [--json FILE]
 
-A text with four access codes is read once; nothing is evicted meanwhile. Then, for each way to score tokens and each
-retention, copies of the caches lose in one round what the score says, and the four questions are asked with their right
-answers appended: an answer is found where every one of its tokens is the most likely one. What differs between lines is
-the score alone. Keys and values are fp16.
-
-Oracles know what nobody knows beforehand: the attention of the very questions and answers.
+A text with four access codes is prefilled without eviction, in fp16. For each score and retention, copies of the caches
+evict in one round, and the four questions are asked with their right answers appended: an answer is found if each of
+its tokens is the most likely one. Oracles know the attention of these very questions and answers.
 """
 
 import argparse
@@ -19,8 +16,9 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from report import write
-from scores import (
+
+from benchmarks.reports import save
+from benchmarks.studies.eviction_scores import (
     Queries,
     as_maximum,
     as_paper,
@@ -32,7 +30,6 @@ from scores import (
     recorded,
     statistics,
 )
-
 from benchmarks.studies.needle_kinds import plant
 from mlx_tq.cli.haystack import load_text
 from mlx_tq.config import EvictConfig, KVConfig
@@ -56,7 +53,7 @@ CONFIG = KVConfig(
 
 
 def answered(model: Any, caches: list[Any], ids: list[int], answer: int) -> tuple[bool, float]:
-    """Whether the last `answer` of `ids` are each the most likely token, and their mean log-likelihood."""
+    """Return whether the last `answer` of `ids` are each the most likely token, and their mean log-likelihood."""
     logits = model(mx.array(ids[:-1])[None], cache=caches)[0, -answer:].astype(mx.float32)
     wanted = mx.array(ids[-answer:])
     logs = mx.take_along_axis(logits - mx.logsumexp(logits, axis=-1, keepdims=True), wanted[:, None], axis=-1)
@@ -64,7 +61,7 @@ def answered(model: Any, caches: list[Any], ids: list[int], answer: int) -> tupl
 
 
 class Scene:
-    """A text with facts in it, read once."""
+    """A text with facts, which the model has prefilled once."""
 
     def __init__(self, model: Any, tokenizer: Any, kind: str, length: int, seed: int) -> None:
         planted = plant(kind, tokenizer, load_text(), 0.5, seed, tokens=length, sinks=PREFIX, window=WINDOW)
@@ -79,7 +76,7 @@ class Scene:
         self.asked, self.known = self._ask_all()
 
     def _ask_all(self) -> tuple[list[Queries], list[bool]]:
-        """The queries of each question with its answer, and whether the whole cache answers it."""
+        """Return the queries of each question with its answer, and whether the full cache answers it."""
         queries, known = [], []
         for ids, answer in self.asks:
             twins = copy.deepcopy(self.caches)
@@ -90,12 +87,7 @@ class Scene:
         return queries, known
 
     def scores(self, same: Queries, other: Queries) -> Iterator[tuple[str, np.ndarray]]:
-        """Every way to score.
-
-        Args:
-            same: queries of questions of this kind about other texts.
-            other: queries of questions of another kind.
-        """
+        """Yield each way to score; `same` are queries of such questions of other texts, `other` of other questions."""
         caches, policy = self.caches, Published(aggregation="paper")
         heads = self.model.args.num_key_value_heads
         samples = {
@@ -127,7 +119,7 @@ class Scene:
         yield "oracle: its maximum", np.max([x.max(axis=(0, 1, 2)) for x in future], axis=0)
 
     def measure(self, scores: np.ndarray, retention: float) -> dict[str, Any]:
-        """Lose what a score says, and ask."""
+        """Evict what a score says, and ask."""
         caches, policy = self.caches, TriAttention()
         positions, offset = caches[0].packed_positions, caches[0].offset
         count = offset - int(retention / 100 * offset)
@@ -151,12 +143,10 @@ class Scene:
 
 
 def joined(queries: list[Queries]) -> Queries:
-    """Those of all of them, layer by layer."""
     return [mx.concatenate(parts, axis=1) for parts in zip(*queries, strict=True)]
 
 
 def main() -> None:
-    """Measure every score in every scene."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--length", type=int, default=800)
@@ -172,8 +162,9 @@ def main() -> None:
             for retention in RETENTIONS:
                 cells.setdefault(f"{name} | {retention}", []).append(scene.measure(scores, retention))
         rows = [summary(key, found) for key, found in cells.items()]
-        command = f"python benchmarks/evict/bench_oracle.py --seeds {args.seeds} --length {args.length}"
-        write(args.json, command, rows, scenes=number + 1)
+        if args.json:
+            command = f"python -m benchmarks.studies.eviction_oracle --seeds {args.seeds} --length {args.length}"
+            save(args.json.resolve(), command, rows=rows, scenes=number + 1)
         print(f"scene {number + 1} of {len(scenes)}", flush=True)
     for row in rows:
         print(
@@ -183,7 +174,6 @@ def main() -> None:
 
 
 def summary(key: str, found: list[dict[str, Any]]) -> dict[str, Any]:
-    """One line."""
     name, retention = key.split(" | ")
     alive = [x for scene in found for x in scene["alive"]]
     passed = [x for scene in found for x in scene["found"]]

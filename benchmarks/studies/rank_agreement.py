@@ -1,21 +1,19 @@
-"""What agreeing costs ranks: calls and bytes of a token, of a round, and of a look into the archive, counted.
+"""Count what agreement costs ranks: calls and bytes per token, eviction round and search of the archive.
 
-Layers of the embedded model's shape are filled with random keys and values, as no model has to read them. The counts
-are of the first rank; every rank has the same.
+    mlx.launch -n 2 --backend ring -- python -m benchmarks.studies.rank_agreement
 
-mlx.launch -n 2 --backend ring -- python -m benchmarks.ranks.bench_agreement
+Layers of the embedded model's shape hold random keys and values. The counts of all ranks are the same.
 """
 
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from benchmarks.reports import save
 from mlx_tq.cache.layer import CompressedKVCache
-from mlx_tq.cli.environment import environment
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.distributed.group import Ranks, join
 from mlx_tq.models import load
@@ -23,25 +21,22 @@ from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.layer_group import LayerGroup, begin_pass, evicting_layers, layer_group_of
 
-RESULTS = Path(__file__).parents[1] / "results"
 LIVE = (1024, 8192)
 STEP, QUERIES = 128, 64
 
 
 class Counted:
-    """Calls and bytes since it was made."""
+    """Counts calls and bytes from its creation on."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks, self._before = ranks, (ranks.calls, ranks.nbytes)
 
     def row(self, **about: Any) -> dict[str, Any]:
-        """What a thing took, with what it was."""
         calls, nbytes = self._before
         return {**about, "calls": self._ranks.calls - calls, "bytes": self._ranks.nbytes - nbytes}
 
 
 def append(layers: list[CompressedKVCache], tokens: int, seed: int) -> None:
-    """Random keys and values at the end of each layer, and its queries."""
     for layer in layers:
         pair = [mx.random.normal((1, 1, tokens, 128), key=mx.random.key(seed + each)) for each in (0, 1)]
         view = layer.append(*pair)
@@ -51,7 +46,7 @@ def append(layers: list[CompressedKVCache], tokens: int, seed: int) -> None:
 
 
 def filled(model: Any, live: int, recall: str) -> tuple[list[CompressedKVCache], LayerGroup]:
-    """Layers with so many live tokens, and a round that is due."""
+    """Return layers with so many live tokens, and a round that is due."""
     evict = EvictConfig("knorm:granularity=32:trigger=127", live, recall)
     caches = build_caches(plan_caches(model, KVConfig(normalize=False, evict=evict)))
     sequence = layer_group_of(caches)
@@ -66,7 +61,6 @@ def filled(model: Any, live: int, recall: str) -> tuple[list[CompressedKVCache],
 
 
 def rows(model: Any, ranks: Ranks) -> list[dict[str, Any]]:
-    """All that was counted."""
     counted = Counted(ranks)
     mx.eval(ranks.broadcast_tokens(mx.zeros(1, mx.uint32)))
     found = [counted.row(what="token")]
@@ -82,7 +76,6 @@ def rows(model: Any, ranks: Ranks) -> list[dict[str, Any]]:
 
 
 def look(layers: list[CompressedKVCache], sequence: LayerGroup, ranks: Ranks, live: int) -> dict[str, Any]:
-    """A look into an archive of a few blocks, and what comes back."""
     sequence.capture_queries(range(len(layers)), rounds=True)
     for layer in layers:
         sequence.listeners(layer.number, 0, 0)[0].notify(
@@ -94,14 +87,12 @@ def look(layers: list[CompressedKVCache], sequence: LayerGroup, ranks: Ranks, li
 
 
 def main() -> None:
-    """Count, and write the first rank's report."""
     ranks = join()
     model, _ = load(ranks=ranks)
     found = rows(model, ranks)
     if ranks.is_first:
-        command = f"mlx.launch -n {ranks.size} --backend ring -- python -m benchmarks.ranks.bench_agreement"
-        report = {"command": command, "environment": environment(), "ranks": ranks.size, "rows": found}
-        (RESULTS / "ranks_agreement.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        command = f"mlx.launch -n {ranks.size} --backend ring -- python -m benchmarks.studies.rank_agreement"
+        save("ranks_agreement.json", command, ranks=ranks.size, rows=found)
         sys.stdout.write(f"{json.dumps(found, indent=1)}\n")
 
 

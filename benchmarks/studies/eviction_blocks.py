@@ -1,9 +1,9 @@
-"""What text evicted tokens leave for the rescue service, by the tokens that leave together.
+"""Study how much text evicted tokens send to the rescue service, by the number that is evicted together.
 
-python -m benchmarks.evict.bench_blocks --models embedded,smollm2,gemma-3-270m.gguf
+    python -m benchmarks.studies.eviction_blocks --models embedded,smollm2,gemma-3-270m.gguf
 
-A model reads WikiText-2 at a budget of 75 %; the positions of every round become spans as in a session. The text is
-counted in tokens of the same model, each span encoded by itself, and in bytes of the JSON that is sent.
+A model prefills WikiText-2 at a budget of 75 %; the positions of each round become spans as in a session. Text is
+counted in the model's tokens, each span encoded by itself, and in bytes of the JSON.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.named_models import ALL_NAMES, named_model, survey_models
+from benchmarks.reports import ALL_NAMES, named_model, survey_models
 from mlx_tq.cli.haystack import load_text
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.evaluate.asking import prefill
@@ -28,7 +28,6 @@ GRANULARITIES = (1, 8, 16, 32, 64)
 
 
 def measure(model: Any, plain: PlainText, ids: list[int], granularity: int) -> dict[str, Any]:
-    """Of tokens that leave by so many."""
     policy = TriAttention(warmup=256, trigger=32, calibration="text", granularity=granularity)
     evict = EvictConfig(policy, budget="75%", recall="off")
     caches = make_prompt_cache(model, KVConfig(sinks=32, window=64, evict=evict))
@@ -58,7 +57,6 @@ def measure(model: Any, plain: PlainText, ids: list[int], granularity: int) -> d
 
 
 def left(name: str) -> Iterator[dict[str, Any]]:
-    """By every granularity."""
     model, tokenizer = named_model(name)
     plain = PlainText(tokenizer)
     ids = plain.encode(load_text()[: 8 * LENGTH])[:LENGTH]
@@ -67,5 +65,4 @@ def left(name: str) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    about = __doc__.partition("\n")[0]
-    survey_models(about, "benchmarks.evict.bench_blocks", "evict_blocks.json", left, ALL_NAMES)
+    survey_models(__doc__, "benchmarks.studies.eviction_blocks", "evict_blocks.json", left)

@@ -1,10 +1,9 @@
-"""Files of query statistics of one model that differ in how questions and text are mixed.
+"""Write calibration files of one model that differ in how questions and text are mixed.
 
-python benchmarks/evict/make_stats.py --model M --dtype float32 --dequantize FOLDER
+    python -m benchmarks.studies.query_mixtures --model M --dtype float32 --dequantize FOLDER
 
-One reading serves all files: `questions.safetensors`, `textPERCENT.safetensors` for shares of the text's means, and
-`both.safetensors`, in which a KV head has the mean queries of questions beside those of the text, so that a token
-counts by the mean of its weights under each.
+Files: `questions.safetensors`, `textPERCENT.safetensors` for shares of the text's means, and `both.safetensors`, in
+which a KV head has the mean queries of questions and of text, so that a token counts by the mean of both weights.
 """
 
 import argparse
@@ -15,8 +14,8 @@ import mlx.core as mx
 
 from mlx_tq.cli.haystack import load_text
 from mlx_tq.cli.loading import load_model
+from mlx_tq.cli.model_calibration import Queries, collect_queries, save_queries
 from mlx_tq.cli.parser import add_model_arguments
-from mlx_tq.cli.query_calibration import Queries, collect_queries, save_queries
 from mlx_tq.config import KVConfig
 from mlx_tq.policies.calibration import QueryStats
 from mlx_tq.prompt_cache.compressed import plan_caches
@@ -25,7 +24,7 @@ SHARES = {"questions": 0.0, **{f"text{percent}": percent / 100 for percent in (1
 
 
 def beside(model: Any, asked: Queries, heard: Queries) -> Queries:
-    """The heads of both, those of a KV head together."""
+    """Return the heads of both, those of one KV head together."""
     layers = plan_caches(model, KVConfig()).layers
 
     def joined(heads: int, a: mx.array, b: mx.array) -> mx.array:
@@ -42,7 +41,6 @@ def beside(model: Any, asked: Queries, heard: Queries) -> Queries:
 
 
 def main() -> None:
-    """Gather once, write all."""
     parser = argparse.ArgumentParser()
     add_model_arguments(parser, adapter=False)
     parser.add_argument("--tokens", type=int, default=4096)

@@ -1,14 +1,12 @@
-"""What trellis codes cost beside tq's: lane operations of the kernels on the simulator, or their times on a GPU.
+"""Study what trellis codes cost compared with tq: lane operations on the simulator, or times on a GPU.
 
-    python -m benchmarks.trellis.costs
+    python -m benchmarks.studies.trellis_costs
 
-It writes ../results/trellis_counted.json, or trellis_cuda.json or trellis_metal.json. Keys and values of one format; of
-attention the first of two kernels. Counted is what one token more takes of a KV head, and timed one layer of Llama 3.1
-8B, whose matrices are timed beside it.
+Counted is one more token of a KV head, in the first of attention's two kernels. Timed is one layer of Llama 3.1 8B,
+together with its matrices.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from benchmarks.kernels.bench_kernels import ONE_BLOCK, seconds
-from mlx_tq.cli.environment import environment
+from benchmarks.reports import save
 from mlx_tq.codec import CodecOptions, get_format
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import backend, thresholds
@@ -34,8 +32,6 @@ MATRICES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
 
 
 class Layer:
-    """Random keys and values, fp16, and what the kernels make of them."""
-
     def __init__(self, name: str, dim: int, heads: int, tokens: int) -> None:
         codecs = (get_format(name).codec(dim, CodecOptions(seed=seed, scale="unbiased")) for seed in (0, 1))
         self.layout = RowLayout(*codecs)
@@ -43,18 +39,16 @@ class Layer:
         self.keys, self.values, self.queries = (mx.random.normal(shape).astype(mx.float16) for shape in shapes)
 
     def encoded(self) -> mx.array:
-        """Rows."""
         return encode(self.keys, self.values, self.layout).rows
 
     def attended(self, rows: mx.array) -> list[mx.array]:
-        """One query a head, behind the rows a token of its own."""
         last = self.keys[:, :, -1:], self.values[:, :, -1:]
         regions = Regions(rows, rows.shape[2], self.layout, *last, 0, 1)
         return [attend(self.queries, regions, scale=self.layout.key.head_dim**-0.5)]
 
 
 def counted() -> dict[str, Any]:
-    """Lane operations of a token and KV head."""
+    """Return the lane operations per token and KV head."""
     sys.path.insert(0, str(ROOT / "tests"))
     from kernels.metal.simulated import simulated  # the tests' own: no GPU is needed to count
 
@@ -78,7 +72,7 @@ def counted() -> dict[str, Any]:
 
 
 def timed() -> dict[str, Any]:
-    """Seconds of a context's attention, of a prompt's encoding, and of the products that a prompt takes."""
+    """Return the seconds of a context's attention, of a prompt's encoding, and of a prompt's matrix products."""
     mx.random.seed(0)
     found = []
     for name in FORMATS:
@@ -96,15 +90,12 @@ def timed() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure what is here and write it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="FILE", help="default: benchmarks/results/trellis_{metal,cuda,counted}.json")
     args = parser.parse_args()
     where = gpu_backend()
-    about = {"command": "python -m benchmarks.trellis.costs", "environment": environment()}
-    about |= timed() if where else counted()
-    path = Path(args.json or ROOT / f"benchmarks/results/trellis_{where or 'counted'}.json")
-    path.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    path = Path(args.json).resolve() if args.json else f"trellis_{where or 'counted'}.json"
+    save(path, "python -m benchmarks.studies.trellis_costs", **(timed() if where else counted()))
 
 
 if __name__ == "__main__":
