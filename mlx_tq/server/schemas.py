@@ -377,12 +377,16 @@ class ResponseRequest(Strict):
         messages = self._messages()
         if not messages:
             raise InvalidRequestError("the input has no message; send at least one", "input")
+        logprobs = "message.output_text.logprobs" in (self.include or [])
+        if self.top_logprobs and not logprobs:
+            message = "top_logprobs: requires message.output_text.logprobs in include"
+            raise InvalidRequestError(message, "top_logprobs")
         tools = [tool.model_dump(exclude_none=True, exclude={"type", "strict"}) for tool in self.tools or []]
         body = {
             **self.model_dump(include={"model", "temperature", "top_p", "stream", "top_logprobs", "tool_choice"}),
             "messages": messages,
             "max_tokens": self.max_output_tokens,
-            "logprobs": "message.output_text.logprobs" in (self.include or []) or None,
+            "logprobs": logprobs,
             "response_format": self._response_format(),
             "tools": [{"type": "function", "function": tool} for tool in tools] or None,
         }
