@@ -118,7 +118,7 @@ class Cell:
             "blocks": len(blocks),
             "recalled": sum(len(block.positions) for block in found.found["queries"]),
             "recall_seconds": found.seconds,
-            "deciding": found.deciding,
+            "deciding": found.deciding_layers,
             "arms": {arm: self.arm(arm, made, needle, found) for arm in self.arms if arm != "full"},
         }
         if len(made.ids) <= LONGEST_TEXTS and not self.args.policies:
