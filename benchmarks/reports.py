@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_tq import load
-from mlx_tq.cli.environment import environment
+from mlx_tq.cli.diagnostics import environment
 
 RESULTS = Path(__file__).parent / "results"
 NAMES = {"embedded": "the embedded model", "smollm2": "SmolLM2-135M-Instruct"}

@@ -37,8 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from mlx_lm.models.cache import make_prompt_cache
 
     from mlx_tq.cache.files import check_replaceable, read_header
-    from mlx_tq.cli.loading import load_model, make_caches
-    from mlx_tq.cli.preflight import check_memory, check_positions, free_memory
+    from mlx_tq.cli.loading import check_memory, check_positions, free_memory, load_model, make_caches
     from mlx_tq.cli.prompts import encode_document, read_prompt
     from mlx_tq.cli.screen import prefill_progress, show_cache, show_plan
     from mlx_tq.config import PROFILES

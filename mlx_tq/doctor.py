@@ -36,9 +36,8 @@ def run(args: argparse.Namespace) -> int:
     if args.capacity:
         return _show_capacity(args)
 
-    from mlx_tq.cli.environment import environment
+    from mlx_tq.cli.diagnostics import environment, run_checks
     from mlx_tq.cli.screen import results, table
-    from mlx_tq.cli.self_tests import run_checks
 
     checks, versions = run_checks(kernels=args.kernels), environment()
     if args.json:

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from mlx_tq.codec import Codec, Encoded, Format, register_format
 from mlx_tq.codec.formats.base import FP16_MAX, TINY
-from mlx_tq.evaluate.command import build_parser, run
+from mlx_tq.evaluate import build_parser, run
 
 _FIELD = ("affine8_64", "affine4_64", "affine4_32", "affine3_64", "affine3_32", "affine2_64", "affine2_32", "q4_0")
 _OTHERS = ("fp8", "q8_0", "tbq4_0", "tbq3_0", "tq3_0")

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mlx_tq.cli.environment import environment
+from mlx_tq.cli.diagnostics import environment
 
 # What is compared; `arms` has what each is.
 ARMS = ("full", "evicted", "quoted", "words", "queries", "meaning", "both", "random", "oracle")

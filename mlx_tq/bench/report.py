@@ -9,9 +9,8 @@ from typing import Any
 from rich.table import Table
 
 from mlx_tq.bench.model import Figure
-from mlx_tq.cli.environment import environment
+from mlx_tq.cli.diagnostics import Check, environment
 from mlx_tq.cli.screen import table
-from mlx_tq.cli.self_tests import Check
 from mlx_tq.kernels.thresholds import KernelThresholds
 
 _COLUMNS = """KV is the size of the caches' arrays after the answer, active all memory beyond that before the prompt,

@@ -16,12 +16,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mlx_tq.bench.layer import LayerShape, layer_table, measure_layer
 from mlx_tq.bench.model import BenchedCache, Figure, measure_model
 from mlx_tq.bench.report import figures_as_dict, markdown_report, markdown_tables, model_tables
-from mlx_tq.cli.environment import environment
+from mlx_tq.cli.diagnostics import environment, run_checks
 from mlx_tq.cli.haystack import load_text
 from mlx_tq.cli.loading import calibrate_model
 from mlx_tq.cli.options import OFF, make_eviction, read_options
 from mlx_tq.cli.screen import console, results, table
-from mlx_tq.cli.self_tests import run_checks
 from mlx_tq.config import PROFILES
 from mlx_tq.errors import ConfigError
 from mlx_tq.files import atomic_write

@@ -15,9 +15,18 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_tq.cli.loading import PromptCache, calibrate_model, load_options, make_caches, open_caches, open_prefix_folder
+from mlx_tq.cli.loading import (
+    PromptCache,
+    calibrate_model,
+    check_memory,
+    check_positions,
+    free_memory,
+    load_options,
+    make_caches,
+    open_caches,
+    open_prefix_folder,
+)
 from mlx_tq.cli.options import Request
-from mlx_tq.cli.preflight import check_memory, check_positions, free_memory
 from mlx_tq.cli.prompts import embed_images, encode, read_prompt, render, template_config
 from mlx_tq.cli.ranks import collect_stats, join_ranks, show_ranks
 from mlx_tq.cli.runner import DONE, INTERRUPTED

@@ -1,5 +1,145 @@
 """`mlx_tq.evaluate`: measure what a compressed KV cache costs in quality."""
 
-from mlx_tq.evaluate.command import build_parser, main
+import argparse
+import json
 
-__all__ = ["build_parser", "main"]
+from mlx_tq.cli.options import Request
+from mlx_tq.cli.parser import (
+    CommandParser,
+    add_cache_arguments,
+    add_model_arguments,
+    add_sampling_arguments,
+    command_parser,
+)
+from mlx_tq.cli.runner import command_main
+
+# Help of each measurement, and the arms that it compares by default.
+_MEASUREMENTS = {
+    "perplexity": ("perplexity of a text, compared with the fp16 cache", "off,safe,balanced,small"),
+    "divergence": ("KL divergence and top-1 agreement with the fp16 cache", "off,safe,balanced,small"),
+    "formats": ("pairs of formats: bytes, errors, divergence, perplexity", None),
+    "needle": ("find a fact planted in a long text", "balanced,small"),
+    "reasoning": ("word problems in GSM8K's format, compared with the fp16 cache", "balanced,small"),
+    "tools": ("function calls, compared with the fp16 cache", "balanced,small"),
+    "ruler": ("tasks over long texts like RULER's, compared with the fp16 cache", "balanced,small"),
+    "lm-eval": ("tasks of lm-eval through mlx-lm's evaluation, on a compressed cache", None),
+}
+_STEP = (512, "tokens per prefill step")
+
+
+def run(args: argparse.Namespace) -> int:
+    request = Request.from_args(args)
+
+    from mlx_tq.evaluate.measurements import run_measurement
+
+    return run_measurement(request)
+
+
+def build_parser() -> CommandParser:
+    parser = command_parser("evaluate", "Measure what a compressed KV cache costs in quality.", None)
+    commands = parser.add_subparsers(dest="measurement", required=True, metavar="MEASUREMENT")
+    parsers: dict[str, CommandParser] = {}
+    for name, (description, arms) in _MEASUREMENTS.items():
+        parsers[name] = commands.add_parser(name, help=description, description=description)
+        add_model_arguments(parsers[name], adapter=False)
+        add = parsers[name].add_argument
+        if name not in ("reasoning", "tools", "lm-eval"):
+            add("--text", metavar="FILE", help="text to evaluate (default: an excerpt of WikiText-2's test split)")
+        add("--json", metavar="FILE", help="write the results as JSON; - is stdout (default: a table only)")
+        if arms is not None:
+            add_arm_arguments(parsers[name], arms)
+        add_cache_arguments(parsers[name])
+    for name in ("perplexity", "divergence", "formats"):
+        _add_numbers(parsers[name], chunks=(3, "pieces of the text"), length=(2048, "tokens per piece"), step=_STEP)
+    _add_formats(parsers["formats"])
+    _add_needle(parsers["needle"])
+    _add_questions(parsers["reasoning"], parsers["tools"], parsers["ruler"])
+    _add_lm_eval(parsers["lm-eval"])
+    return parser
+
+
+def add_arm_arguments(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add --profiles; `default` is compared without it and without flags of the cache."""
+    parser.add_argument(
+        "--profiles",
+        metavar="A,B,...",
+        help="what to compare: profiles, or pairs such as q8/tq4; with a scale rule as in tq4:raw/fp16, without "
+        "normalized keys as in tq4:plain/tq4, with eviction to a budget as in off@90%% (the others then keep all "
+        f"tokens) (default: {default}, or the --kv flags)",
+    )
+    parser.set_defaults(default_profiles=default)
+
+
+def _add_numbers(parser: argparse.ArgumentParser, **numbers: tuple[int, str]) -> None:
+    """Add whole numbers by name, each with its default and its help."""
+    for name, (default, text) in numbers.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, metavar="N", help=text)
+
+
+def _add_formats(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    keys = "key formats, such as tq4 or tq4:raw, separated by commas (default: tq4 with --values)"
+    add("--keys", metavar="A,B,...", help=keys)
+    add("--values", metavar="A,B,...", help="value formats; all pairs are measured (default: tq4 with --keys)")
+    add("--pairs", metavar="A/B,...", help="pairs such as q8/tq4,tq35/tq3 (default: the sensible ones)")
+    _add_numbers(parser, needles=(0, "needles at each of three depths"), needle_length=(1000, "tokens around a needle"))
+
+
+def _add_needle(parser: argparse.ArgumentParser) -> None:
+    _add_lengths(parser)
+    depths = "positions of the needles: start, middle, end or 0 to 1"
+    parser.add_argument("--depths", default="start,middle,end", metavar="A,...", help=depths)
+    _add_numbers(
+        parser, seeds=(3, "cases for each length and depth"), step=_STEP, max_tokens=(64, "maximum tokens per answer")
+    )
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if a compressed cache misses a needle")
+
+
+def _add_lengths(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--lengths", default="1000,2000", metavar="N,...", help="tokens of the prompts")
+
+
+def _add_questions(
+    reasoning: argparse.ArgumentParser, tools: argparse.ArgumentParser, ruler: argparse.ArgumentParser
+) -> None:
+    data = "JSON lines with question and answer, in GSM8K's format"
+    reasoning.add_argument("--data", required=True, metavar="FILE", help=data)
+    reasoning.add_argument("--ignore-chat-template", action="store_true", help="prompt without the chat template")
+    tools.add_argument("--data", metavar="FILE", help="functions and cases (default: those inside the package)")
+    tools.add_argument(
+        "--tool-parser",
+        metavar="NAME",
+        help="a tool parser of mlx-lm, such as json_tools, for a model whose template does not support functions "
+        "(default: the model's own)",
+    )
+    ruler.add_argument("--tasks", default="needles,variables,common,frequent", metavar="A,...", help="tasks to run")
+    _add_lengths(ruler)
+    _add_numbers(reasoning, shots=(5, "worked problems in the prompt"), seeds=(1, "orders of the worked problems"))
+    _add_numbers(tools, shots=(0, "example cases in the prompt"))
+    for parser, samples, tokens in ((reasoning, 100, 512), (tools, 100, 200), (ruler, 5, 80)):
+        text = "samples of each task and length" if parser is ruler else "maximum number of samples"
+        numbers = {"samples": (samples, text), "max_tokens": (tokens, "maximum tokens per answer"), "step": _STEP}
+        _add_numbers(parser, **numbers)
+        parser.add_argument("--temp", type=float, default=0.0, metavar="T", help="sampling temperature; 0 is greedy")
+
+
+def _add_lm_eval(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `mlx_lm.evaluate`, with its names and defaults."""
+    add = parser.add_argument
+    add("--tasks", nargs="+", required=True, metavar="TASK", help="tasks of lm-eval, such as arc_easy")
+    _add_numbers(parser, batch_size=(8, "sequences per batch"), seed=(123, "random seed"))
+    for flag, text in (("--num-shots", "number of shots"), ("--limit", "maximum number of samples per task")):
+        add(flag, type=int, metavar="N", help=f"{text} (default: the task's)")
+    add("--max-tokens", type=int, metavar="N", help="maximum tokens to generate (default: the task's)")
+    add("--fewshot-as-multiturn", action="store_true", help="give few-shot examples as turns of a conversation")
+    add(
+        "--apply-chat-template",
+        action=argparse.BooleanOptionalAction,
+        help="use the chat template; by default, if the model has one",
+    )
+    add("--chat-template-args", type=json.loads, default={}, metavar="JSON", help="arguments of the chat template")
+    add("--confirm-run-unsafe-code", action="store_true", help="allow tasks that execute untrusted code")
+    add_sampling_arguments(parser)
+
+
+main = command_main(build_parser, run)

@@ -2,7 +2,7 @@
 
 import sys
 
-from mlx_tq.evaluate.command import main
+from mlx_tq.evaluate import main
 
 if __name__ == "__main__":
     sys.exit(main())

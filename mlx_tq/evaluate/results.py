@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from mlx_tq import __version__
 from mlx_tq.cli import screen
-from mlx_tq.cli.environment import blas
+from mlx_tq.cli.diagnostics import blas
 from mlx_tq.errors import ConfigError
 from mlx_tq.files import atomic_write
 

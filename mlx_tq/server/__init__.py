@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from mlx_tq.cli.options import API_KEY_VARIABLE, Request, parse_size
@@ -17,12 +16,8 @@ from mlx_tq.cli.parser import (
     add_sampling_arguments,
     command_parser,
 )
-from mlx_tq.cli.runner import DONE, run_command
+from mlx_tq.cli.runner import DONE, command_main
 from mlx_tq.errors import ConfigError
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    return run_command(build_parser(), run, words)
 
 
 def build_parser() -> CommandParser:
@@ -137,3 +132,6 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return value
+
+
+main = command_main(build_parser, run)

@@ -10,8 +10,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from mlx_tq.cli.loading import check_memory, check_positions
 from mlx_tq.cli.options import Request
-from mlx_tq.cli.preflight import check_memory, check_positions
 from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import ConfigError
 from mlx_tq.grammar.constraint import CompiledGrammar, Grammars

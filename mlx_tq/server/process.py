@@ -10,9 +10,8 @@ import uvicorn
 from jinja2 import TemplateError
 
 from http_limits.connections import BACKLOG, limited_connection
-from mlx_tq.cli.loading import load_model
+from mlx_tq.cli.loading import free_memory, load_model
 from mlx_tq.cli.options import Request
-from mlx_tq.cli.preflight import free_memory
 from mlx_tq.cli.screen import console, show_plan
 from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import ConfigError

@@ -15,7 +15,7 @@ from mlx_tq.__main__ import main
 LIMIT = 900  # seconds after which a rank counts as stuck; four that share two busy cores take minutes
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["mlx_lm", "mlx_tq.cli.answer", "mlx_tq.chat.terminal", "mlx_tq.server.engine", __name__]
+    ["mlx_lm", "mlx_tq.cli.answer", "mlx_tq.cli.chat_terminal", "mlx_tq.server.engine", __name__]
 )
 
 

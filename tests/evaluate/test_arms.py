@@ -6,8 +6,8 @@ from mlx_tq.cli.options import Request
 from mlx_tq.cli.parser import add_cache_arguments, command_parser
 from mlx_tq.config import PROFILES, EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
+from mlx_tq.evaluate import add_arm_arguments
 from mlx_tq.evaluate.arms import arms_from_request, parse_arm
-from mlx_tq.evaluate.command import add_arm_arguments
 
 
 def arms(*words):

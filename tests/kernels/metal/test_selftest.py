@@ -5,7 +5,7 @@ import pytest
 
 from kernels.metal.simulated import simulated
 from mlx_tq import __main__
-from mlx_tq.cli import self_tests
+from mlx_tq.cli import diagnostics
 from mlx_tq.kernels import gpu, selftest
 
 KERNELS = {"encode", "dequantize", "attend", "attend_short", "score", "recall_score", "compact", "wht"}
@@ -23,7 +23,7 @@ def test_every_kernel_is_checked(monkeypatch):
     devices, stream = [], mx.stream
     monkeypatch.setattr(mx, "stream", lambda device: devices.append(device) or stream(device))
     with simulated():
-        checks = self_tests.check_kernels()
+        checks = diagnostics.check_kernels()
     assert mx.cpu in devices
     assert {check.name for check in checks} == {f"kernel {name}" for name in KERNELS}
     assert all(check.passed for check in checks), checks
@@ -40,7 +40,7 @@ def test_every_kernel_is_checked(monkeypatch):
 )
 def test_a_wrong_kernel_fails(old, new, kernel):
     with simulated(edit=lambda text: text.replace(old, new)):
-        failed = [check.name for check in self_tests.check_kernels() if not check.passed]
+        failed = [check.name for check in diagnostics.check_kernels() if not check.passed]
     assert failed == [f"kernel {kernel}"]
 
 

@@ -1,7 +1,7 @@
 """The command `mlx_tq.chat`: its flags."""
 
 import argparse
-from collections.abc import Sequence
+import sys
 
 from mlx_tq.cli.options import Request
 from mlx_tq.cli.parser import (
@@ -11,17 +11,13 @@ from mlx_tq.cli.parser import (
     add_sampling_arguments,
     command_parser,
 )
-from mlx_tq.cli.runner import run_command
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    return run_command(build_parser(), run, words)
+from mlx_tq.cli.runner import command_main
 
 
 def run(args: argparse.Namespace) -> int:
     request = Request.from_args(args)
 
-    from mlx_tq.chat.terminal import run_chat
+    from mlx_tq.cli.chat_terminal import run_chat
 
     return run_chat(request)
 
@@ -40,3 +36,9 @@ def build_parser() -> CommandParser:
     add_sampling_arguments(group)
     add("--seed", type=int, default=0, metavar="N", help="random seed")
     return parser
+
+
+main = command_main(build_parser, run)
+
+if __name__ == "__main__":
+    sys.exit(main())
