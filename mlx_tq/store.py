@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _list(folder: "Folder") -> dict[str, Any]:
     from mlx_tq.prefix_cache.folder import BLOCKS, CHECKPOINTS  # loads mlx, which --help does without
-    from mlx_tq.prefix_cache.records import describe_checkpoint  # likewise
+    from mlx_tq.prefix_cache.prefix_cache import describe_checkpoint  # likewise
 
     records = folder.records()
     checkpoints = []

@@ -23,8 +23,7 @@ from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.config import Budget, EvictConfig, profile
 from mlx_tq.prefix_cache.folder import BLOCKS, Folder
-from mlx_tq.prefix_cache.prefix_cache import derive_key
-from mlx_tq.prefix_cache.records import Checkpoint, decode_checkpoint
+from mlx_tq.prefix_cache.prefix_cache import Checkpoint, decode_checkpoint, derive_key
 from mlx_tq.prompt_cache.layer_group import EvictionPlan, LayerGroup
 
 LAYERS, HEADS, DIM, BLOCK = 36, 8, 128, 16

@@ -1,8 +1,7 @@
 """Load models and their tokenizers, tell one model from another, and divide a model among ranks."""
 
 from mlx_tq.models.fingerprint import exact_fingerprint, fingerprint
-from mlx_tq.models.load import DTYPES, EMBEDDED, embedded_path, load
-from mlx_tq.models.sharding import ranks_of
+from mlx_tq.models.load import DTYPES, EMBEDDED, embedded_path, load, ranks_of
 
 __all__ = [
     "DTYPES",

@@ -3,10 +3,14 @@
 A checkpoint is the state of all layers at the end of a prefill step. Its key is a digest of all that its bits depend
 on: the model, how its caches are stored, what computes, and the steps so far. The same tokens in other steps have
 another key, as what a step sees unpacked depends on where it begins.
+
+It is written as records: blocks of ROWS packed tokens of all layers, which the checkpoints of a prompt share, and one
+record with the rest of the state and the block keys. A layer with two key formats stays in that record.
 """
 
 import copy
 import hashlib
+import io
 import json
 import platform
 import time
@@ -22,15 +26,17 @@ from weakref import WeakValueDictionary
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import CacheList
 
 from mlx_tq import __version__
+from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import CacheFormatError
 from mlx_tq.files import cache_folder
 from mlx_tq.kernels import backend, thresholds
 from mlx_tq.models import exact_fingerprint
 from mlx_tq.prefix_cache.folder import BLOCKS, CHECKPOINTS, LIMIT, RANK, Folder
-from mlx_tq.prefix_cache.records import ROWS, Checkpoint, decode_checkpoint
+from mlx_tq.prompt_cache.cache_file import CacheParts, join_caches, split_caches
 from mlx_tq.prompt_cache.layer_group import layer_group_of
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.statistics import tokens_seen
@@ -39,6 +45,81 @@ AUTO, OFF = "auto", "off"
 FORMAT = 1  # of the records
 _SHARED_BY = 4  # continuations that protect a checkpoint; with fewer, much is kept that nobody asks for again
 _MAX_REMEMBERED = 100_000  # checkpoints whose continuations are counted
+ROWS = 256  # packed tokens of a block
+
+
+def _growing_arrays(caches: list[Any]) -> dict[str, int]:
+    """Return the paths, in the states of all caches, of arrays that grow along axis 2, and the tokens of an entry."""
+    layers: dict[str, Any] = {}
+    for index, cache in enumerate(caches):
+        if isinstance(cache, CacheList):
+            layers |= {f"{index}.{place}.0": part for place, part in enumerate(cache.caches)}
+        else:
+            layers[str(index)] = cache
+    return {
+        f"{path}.{name}": tokens
+        for path, cache in layers.items()
+        if isinstance(cache, CompressedKVCache) and cache.packed_tokens
+        for name, tokens in cache.growing_state.items()
+    }
+
+
+class Checkpoint:
+    """The state of caches from which nothing was evicted. The caches may go on; the checkpoint stays."""
+
+    def __init__(self, caches: list[Any]) -> None:
+        self._parts, self._tokens = split_caches(caches), tokens_seen(caches)
+        growing = _growing_arrays(caches)
+        self._growing = {name: tokens for name, tokens in growing.items() if name in self._parts.arrays}
+
+    def encode_blocks(self, start: int) -> list[bytes]:
+        """Return the full blocks from number `start` on."""
+        lengths = [self._parts.arrays[name].shape[2] * tokens for name, tokens in self._growing.items()]
+        count = min(lengths, default=0) // ROWS
+        return [_to_bytes(self._slices(number * ROWS, (number + 1) * ROWS), {}) for number in range(start, count)]
+
+    def _slices(self, start: int, stop: int | None = None) -> dict[str, mx.array]:
+        return {
+            name: self._parts.arrays[name][:, :, start // tokens : stop and stop // tokens]
+            for name, tokens in self._growing.items()
+        }
+
+    def encode(self, block_keys: list[str]) -> bytes:
+        """Return the checkpoint's own record: all but the first blocks, whose keys are given."""
+        header = {"classes": self._parts.classes, "scalars": self._parts.scalars, "growing": list(self._growing)}
+        arrays = self._parts.arrays | self._slices(len(block_keys) * ROWS)
+        return _to_bytes(arrays, header | {"blocks": block_keys, "tokens": self._tokens})
+
+
+def decode_checkpoint(data: bytes, read_block: Callable[[str], bytes | None]) -> tuple[list[Any], list[str]]:
+    """Return the caches of a checkpoint and its block keys; raise CacheFormatError if a part is damaged or missing."""
+    try:
+        arrays, header = _from_bytes(data)
+        blocks = [_from_bytes(read_block(key) or b"")[0] for key in header["blocks"]]
+        for name in header["growing"] if blocks else ():
+            arrays[name] = mx.concatenate([*(block[name] for block in blocks), arrays[name]], axis=2)
+        return join_caches(CacheParts(header["classes"], header["scalars"], arrays)), header["blocks"]
+    except (KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise CacheFormatError(f"a checkpoint is incomplete ({error!r}). Its tokens are prefilled again.") from error
+
+
+def describe_checkpoint(data: bytes) -> dict[str, int]:
+    """Return how many tokens and blocks the record of a checkpoint has."""
+    _, header = _from_bytes(data)
+    return {"tokens": header["tokens"], "blocks": len(header["blocks"])}
+
+
+def _to_bytes(arrays: dict[str, mx.array], header: dict[str, Any]) -> bytes:
+    file = io.BytesIO()
+    mx.save_safetensors(file, arrays, {"header": json.dumps(header)})
+    return file.getvalue()
+
+
+def _from_bytes(data: bytes) -> tuple[dict[str, mx.array], dict[str, Any]]:
+    arrays: Any
+    metadata: Any
+    arrays, metadata = mx.load(io.BytesIO(data), format="safetensors", return_metadata=True)
+    return arrays, json.loads(metadata["header"])
 
 
 def open_folder(name: str | Folder | None, limit: int = LIMIT, ranks: Ranks = ALONE) -> Folder | None:

@@ -13,7 +13,7 @@ from mlx_tq.distributed.group import ALONE, join
 from mlx_tq.distributed.launch import is_launched
 from mlx_tq.errors import ConfigError, RankError
 from mlx_tq.models import load
-from mlx_tq.models.sharding import divide
+from mlx_tq.models.load import divide
 from mlx_tq.prompt_cache import layer_group as sequences
 from mlx_tq.prompt_cache import recall
 from mlx_tq.prompt_cache.build import build_caches

@@ -9,7 +9,7 @@ from smollm2 import PATH, WHY, needs_smollm2
 
 from mlx_tq.config import BLOCK
 from mlx_tq.prefix_cache.folder import CHECKPOINTS, Folder
-from mlx_tq.prefix_cache.records import describe_checkpoint
+from mlx_tq.prefix_cache.prefix_cache import describe_checkpoint
 
 from .together import command
 

@@ -15,7 +15,7 @@ from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.distributed.group import ALONE, join
 from mlx_tq.distributed.launch import is_launched
 from mlx_tq.models import embedded_path
-from mlx_tq.models.sharding import divide
+from mlx_tq.models.load import divide
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.server.admission import EngineLimits
 from mlx_tq.server.api_errors import ApiError

@@ -21,8 +21,14 @@ from mlx_tq.errors import CacheFormatError
 from mlx_tq.kernels import thresholds
 from mlx_tq.models import exact_fingerprint
 from mlx_tq.prefix_cache.folder import BLOCKS, CHECKPOINTS, Folder
-from mlx_tq.prefix_cache.prefix_cache import PrefixCache, reuse_prefix, root_key, step_keys
-from mlx_tq.prefix_cache.records import Checkpoint, decode_checkpoint
+from mlx_tq.prefix_cache.prefix_cache import (
+    Checkpoint,
+    PrefixCache,
+    decode_checkpoint,
+    reuse_prefix,
+    root_key,
+    step_keys,
+)
 from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache, plan_caches
 from prefix_cache.runs import CASES, LENGTH, SMALL, STEP, digest, load_model, random_tokens, run_prompt
 
