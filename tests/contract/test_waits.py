@@ -84,7 +84,7 @@ def generated(exact, config):
         with waits() as found:
             assert len(list(steps)) == COUNTED
     rounds = sequence.stats.rounds - before if sequence else 0
-    return found, rounds, sequence.take_evicted() if sequence else []
+    return found, rounds, sequence.evicted if sequence else []
 
 
 @pytest.fixture(scope="module")
