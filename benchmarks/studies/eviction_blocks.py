@@ -33,11 +33,12 @@ def measure(model: Any, plain: PlainText, ids: list[int], granularity: int) -> d
     caches = make_prompt_cache(model, KVConfig(sinks=32, window=64, evict=evict))
     sequence = layer_group_of(caches)
     assert sequence is not None
-    rounds: list[np.ndarray] = []
+    rounds, before = list[np.ndarray](), sequence.evicted
     for start in range(0, len(ids) + 1, STEP):
         prefill(model, [*ids, ids[0]][start : start + STEP], caches, STEP)
-        if len(departed := sequence.take_evicted()):
-            rounds.append(departed)
+        if sequence.evicted is not before:
+            rounds.append(np.setdiff1d(sequence.evicted, before))
+            before = sequence.evicted
     spans = [span for positions in rounds for span in make_spans(positions, ids, plain.decode)]
     evicted = sum(map(len, rounds))
     stored = sum(len(plain.encode(span.text)) for span in spans)

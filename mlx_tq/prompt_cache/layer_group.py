@@ -113,6 +113,7 @@ class LayerGroup:
         archive: where evicted rows are, or None if they are dropped.
         archived: its blocks, by their positions.
         recalled: positions reloaded from it, ascending, int64 [N]; they are exempt like pinned ones.
+        evicted: all evicted positions, recalled ones included, ascending, int64 [N]; replaced as a whole.
     """
 
     def __init__(
@@ -129,11 +130,10 @@ class LayerGroup:
         self.pinned: PositionRange | None = None
         self.archive: Archive | None = None
         self.archived: tuple[ArchivedBlock, ...] = ()
-        self.recalled = _NO_POSITIONS
+        self.recalled = self.evicted = _NO_POSITIONS
         self._saved_recalls: dict[int, int] = {}  # how often the blocks of a file were recalled, by their number there
         self._buffers: dict[int, QueryBuffer] = {}  # of layers whose queries are captured
         self._is_paused = False  # no rounds while a question is run over a copy
-        self._evicted: list[np.ndarray] = []  # positions since `take_evicted`
         self._reloaded: list[Block] = []  # by trims since the last pass, for the layers that are not trimmed yet
         self._announced = 0  # position up to which passes were announced
 
@@ -201,7 +201,7 @@ class LayerGroup:
         if recalls:
             self._archive_rows(layers, evicted)
         _drop_rows(layers, evicted)
-        self._evicted.append(positions[evicted])
+        self.evicted = np.union1d(self.evicted, positions[evicted])
         self.stats = EvictionStats(
             rounds=self.stats.rounds + 1,
             tokens=self.stats.tokens + len(evicted),
@@ -233,11 +233,6 @@ class LayerGroup:
         end = layers[0].offset - layers[0].spec.window
         count = min(layer.num_evictable for layer in layers)
         return min(end, int(positions[count])) if self.plan.config.recalls and count < len(positions) else end
-
-    def take_evicted(self) -> np.ndarray:
-        """Return the positions evicted since the last call, ascending, int64 [N]. Files do not store them."""
-        evicted, self._evicted = self._evicted, []
-        return np.sort(np.concatenate([_NO_POSITIONS, *evicted]))
 
     # Archive and recall.
 
@@ -406,16 +401,15 @@ class LayerGroup:
             mx.eval(layer.reload([(block.positions, block.layers[layer.number]) for block in blocks]))
         self.archived = self.archived[: bisect_left(self.archived, start, key=lambda block: block.positions[0])]
         self.recalled = self.recalled[self.recalled < start]
-        self._evicted = [positions[positions < start] for positions in self._evicted]
-        evicted = layer.regions.trimmed_to(length).evicted
-        self.stats = replace(self.stats, tokens=evicted + len(self.recalled))
+        self.evicted = np.union1d(layer.regions.trimmed_to(length).missing(layer.spec.sinks, length), self.recalled)
+        self.stats = replace(self.stats, tokens=len(self.evicted))
         return True
 
     def part(self, number: int) -> "LayerGroup":
         """Return what a copy of layer `number` takes along."""
         calibrator = self.calibrators.get(number)
         twin = LayerGroup(self.plan, {number: calibrator.copy()} if calibrator else {}, self.stats, self.ranks)
-        twin.pinned, twin._evicted, twin._announced = self.pinned, list(self._evicted), self._announced
+        twin.pinned, twin._announced = self.pinned, self._announced
         twin.archive, twin.archived, twin.recalled = self.archive, self.archived, self.recalled
         return twin
 
@@ -546,6 +540,8 @@ def layer_group_of(caches: Sequence[Any]) -> LayerGroup | None:
     for number, part in parts.items():
         if number in part.calibrators:
             first.calibrators[number] = part.calibrators[number]
+    regions = layers[0].regions
+    first.evicted = np.union1d(regions.missing(regions.sizes.sinks, regions.length), first.recalled)
     for layer in layers:
         layer.join_group(first)
     return first

@@ -9,7 +9,6 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_tq.distributed.group import Ranks
-from mlx_tq.prompt_cache.layer_group import layer_group_of
 from mlx_tq.server.job import Job, SessionCaches, SessionStart
 from mlx_tq.server.prompt_builder import Prompt
 from mlx_tq.server.sampling import Sampler
@@ -74,9 +73,6 @@ class OrderBroadcast:
         registered.number, self._count = self._count, self._count + 1
         if not self._ranks.is_first:
             self._caches[registered.number] = registered
-            sequence = layer_group_of(caches)
-            if sequence is not None:
-                sequence.take_evicted()  # the first rank sends them to the rescue service
         elif not self._ranks.is_alone:
             weakref.finalize(registered, self._released.append, registered.number).atexit = False
         return registered

@@ -84,6 +84,7 @@ class Transcript:
         self.has_sent = False  # the service holds text of this session
         self.session_id = session_id
         self._plain, self._client, self._config, self._limit = plain, client, config, limit
+        self._sent = np.zeros(0, np.int64)  # evicted positions whose text was sent, or belongs to a quotation
         self._start_s = start_s  # that a search waits for a service that may be starting
 
     def append(self, ids: Sequence[int], quotation: Quotation = NO_QUOTATION, quote_at: int = 0) -> None:
@@ -96,6 +97,7 @@ class Transcript:
     def truncate(self, length: int) -> None:
         """Drop the tokens from position `length` on."""
         del self.ids[length:]
+        self._sent = self._sent[self._sent < length]
         self.quoted = [(start, min(stop, length)) for start, stop in self.quoted if start < length]
 
     def ids_without_quotations(self, start: int, stop: int) -> list[int]:
@@ -103,9 +105,12 @@ class Transcript:
         quoted = {position for span in self.quoted for position in range(*span)}
         return [self.ids[position] for position in range(start, min(stop, len(self.ids))) if position not in quoted]
 
-    def send_evicted(self, positions: np.ndarray) -> None:
-        """Send the text at evicted positions, int64 [N], to the service. Returns at once."""
-        if not len(positions) or self._client is None:
+    def send_evicted(self, evicted: np.ndarray) -> None:
+        """Send the text at all evicted positions, ascending int64 [N], that was not sent yet. Returns at once."""
+        if evicted is self._sent or self._client is None:
+            return
+        positions, self._sent = np.setdiff1d(evicted, self._sent, assume_unique=True), evicted
+        if not len(positions):
             return
         for start, stop in self.quoted:
             positions = positions[(positions < start) | (positions >= stop)]

@@ -29,6 +29,10 @@ def through_mlx_lm_file(caches, folder):
     return native.load_prompt_cache(str(folder / "mlx_lm.safetensors"))
 
 
+def through_state(caches):
+    return [type(cache).from_state(cache.state) for cache in caches]
+
+
 def through_file(caches, folder):
     save_prompt_cache(folder / "x.safetensors", caches, model=MODEL, config=config())
     return load_prompt_cache(folder / "x.safetensors", model=MODEL).caches
@@ -37,7 +41,7 @@ def through_file(caches, folder):
 COPIES = {
     "deepcopy": lambda caches, _: copy.deepcopy(caches),
     "layer by layer": lambda caches, _: [copy.deepcopy(cache) for cache in caches],
-    "states": lambda caches, _: [type(cache).from_state(cache.state) for cache in caches],
+    "states": lambda caches, _: through_state(caches),
     "file": through_file,
     "file of mlx-lm": through_mlx_lm_file,
     "file of a file": lambda caches, folder: through_mlx_lm_file(through_file(caches, folder), folder),
@@ -184,7 +188,7 @@ def test_a_pass_around_the_door_is_refused(of):
     if of == "copied":
         caches = [cache.fork() for cache in caches]
     if of == "loaded":
-        caches = [type(cache).from_state(cache.state) for cache in caches]
+        caches = through_state(caches)
     before = caches[0].offset
     with pytest.raises(CacheFormatError, match=r"been announced to it, so no round could come before it"):
         caches[0].append(*(mx.zeros((1, 2, 1, 64)) for _ in range(2)))
@@ -204,13 +208,13 @@ def test_a_saved_part_waits_for_a_pass():
     """It goes on being copied, trimmed and saved meanwhile, and asks for nothing."""
     caches = fresh(POLICIES[1])
     read(caches, 0, 125)
-    loaded = [type(cache).from_state(cache.state) for cache in caches]
+    loaded = through_state(caches)
     assert all(cache.evicts and cache.group is None for cache in loaded)
     again = [cache.fork() for cache in loaded]
     loaded[0].trim(3)
     assert mx.array_equal(read(again, 125, 130), read(caches, 125, 130))
     # A file keeps no RoPE: the first pass tells it, so a calibrated round that is due then waits for the second.
-    loaded, held = [type(cache).from_state(cache.state) for cache in caches], rounds(caches)
+    loaded, held = through_state(caches), rounds(caches)
     for each in (caches, loaded):
         read(each, 130, 131)
     assert (rounds(caches), rounds(loaded)) == (held + 1, held)
@@ -221,26 +225,23 @@ def test_a_saved_part_waits_for_a_pass():
 # What left, and what may not.
 
 
-def test_what_departed_is_told_once():
-    """By the sequence and by its copies each; together with what is there, it is all that was read."""
-    caches, told = fresh(), []
-    for start in range(0, 120, 20):
-        read(caches, start, start + 20)
-        told.append(layer_group_of(caches).take_evicted())
-        assert len(layer_group_of(caches).take_evicted()) == 0
-    assert all(part.dtype == np.int64 and np.all(np.diff(part) > 0) for part in told)
-    read(caches, 120, 160)  # not asked after this round
-    others = [copy.deepcopy(caches), [cache.fork() for cache in caches], extracted(merged(caches), 0)]
+def test_evicted_and_live_positions_are_all_positions():
+    """Of a sequence, of its copies, and of one from a file; a reader sees from the object whether anything changed."""
+    caches = fresh()
+    read(caches, 0, 160)
+    before = layer_group_of(caches).evicted
+    others = [through_state(caches), copy.deepcopy(caches), [c.fork() for c in caches], extracted(merged(caches), 0)]
     for each in (caches, *others):
+        assert np.array_equal(layer_group_of(each).evicted, before)
         read(each, 160, 240)
-        mine = [*told, layer_group_of(each).take_evicted()]
-        gone = np.concatenate(mine).tolist()
-        assert len(gone) == len(set(gone)) == layer_group_of(each).stats.tokens
-        assert sorted(gone + live(each)) == list(range(240))
-    read(caches, 240, 300)
-    loaded = [type(cache).from_state(cache.state) for cache in caches]  # files do not keep what departed
-    assert len(layer_group_of(caches).take_evicted())
-    assert len(layer_group_of(loaded).take_evicted()) == 0
+        evicted = layer_group_of(each).evicted
+        assert (evicted is before, evicted.dtype) == (False, np.int64)
+        assert len(evicted) == layer_group_of(each).stats.tokens
+        assert sorted(evicted.tolist() + live(each)) == list(range(240))
+    read(caches, 240, 241)
+    held = layer_group_of(caches).evicted
+    read(caches, 241, 242)
+    assert layer_group_of(caches).evicted is held
 
 
 def test_held_positions_go_with_copies_and_rows():

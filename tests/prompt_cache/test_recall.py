@@ -151,7 +151,7 @@ def test_recalled_rows_stay_through_a_round_and_are_not_counted():
     assert set(back) <= set(caches[0].positions.tolist())
     assert caches[0].size() <= live + count + 40
     assert len(sequence.archived) > written
-    assert len(sequence.take_evicted()) == len(set(range(400)) - set(caches[0].positions.tolist()) | set(back))
+    assert len(sequence.evicted) == len(set(range(400)) - set(caches[0].positions.tolist()) | set(back))
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -342,7 +342,7 @@ def test_a_trim_past_evictions(key, normalize, sinks, window, granularity, share
     assert set(range(max(0, length - window), length)) <= set(live)
     assert sorted({*live, *archived}) == list(range(length)) == list(range(caches[0].offset))
     assert set(live) & set(archived) == set(sequence.recalled.tolist())
-    assert sequence.stats.tokens == len(archived) == len(sequence.take_evicted())
+    assert sequence.stats.tokens == len(archived) == len(sequence.evicted)
     sequence.drop_recalled(caches)
     assert sorted([*caches[0].positions.tolist(), *archived]) == list(range(length))
     for more in (0, 90):

@@ -248,7 +248,7 @@ class CacheMachine(RuleBasedStateMachine):
         sequence = layer_group_of(self.caches)
         if sequence is None:
             return
-        gone = sequence.take_evicted().tolist()
+        gone = sorted(set(sequence.evicted.tolist()) - model.gone - model.back)
         tiers = self.recalls and self.spec.cold  # of which only cold rows leave
         latest = self.spec.window + (RECENT + BLOCK if tiers else 0)
         allowed = max(self.spec.sinks + self.spec.window + ROOM, latest + 1)

@@ -2,6 +2,7 @@
 
 import time
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -134,3 +135,18 @@ def test_hits_that_are_live_are_not_quoted_and_others_within_the_limit(embedded)
     room = 200 - len(transcript.quote(last, live).ids)
     assert transcript.quote(last, live, used=room).ranges == ranges[2:]
     assert transcript.quote(last, live, used=room + 1).ranges == []
+
+
+def test_evicted_text_is_sent_once_and_anew_after_a_truncation():
+    """A trim makes room for other tokens at the same positions."""
+    sent = []
+    plain = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
+    client = SimpleNamespace(write=lambda _, spans: sent.append([(span.start, span.text) for span in spans]))
+    transcript = Transcript(plain, client, RescueConfig(), "a", 100)
+    transcript.append([ord("a") + i for i in range(8)])
+    for evicted in ([1, 2], [1, 2], [1, 2, 5]):
+        transcript.send_evicted(np.array(evicted))
+    transcript.truncate(4)
+    transcript.append(list(map(ord, "xyz")))
+    transcript.send_evicted(np.array([1, 2, 5]))
+    assert sent == [[(1, "bc")], [(5, "f")], [(5, "y")]]
