@@ -24,18 +24,11 @@ from mlx_tq.kernels.regions import Mask
 
 @dataclass(frozen=True)
 class BatchView:
-    """The views of all rows.
+    """The views of all rows."""
 
-    Attributes:
-        rows: view of each row, None if it got no token in this pass.
-        counts: number of the L queries that are the row's own; the rest is padding on the right.
-        key_heads: [H, Dk].
-        value_heads: [H, Dv].
-    """
-
-    rows: list[StepView | None]
-    counts: list[int]
-    key_heads: tuple[int, int]
+    rows: list[StepView | None]  # None if a row got no token in this pass
+    counts: list[int]  # the number of the L queries that are the row's own; the rest is padding on the right
+    key_heads: tuple[int, int]  # H, Dk
     value_heads: tuple[int, int]
 
     def _longest(self, heads: tuple[int, int]) -> tuple[int, ...]:
@@ -149,11 +142,7 @@ class BatchCompressedKVCache(_BaseCache):  # type: ignore[misc]
         return make_handles(view, keys.dtype)
 
     def keys_and_values(self) -> tuple[Handle, Handle]:
-        """Return handles of the last pass's view, for later layers that share it.
-
-        Raises:
-            UnsupportedModelError: this cache was not planned to be shared.
-        """
+        """Return handles of the last pass's view, for later layers that share it."""
         if self._last_view is None:
             raise UnsupportedModelError(
                 "a layer reads the batch of another layer, which the cache was not planned for. Make the caches with "

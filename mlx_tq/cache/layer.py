@@ -41,25 +41,15 @@ HEALTH_BYTES = 8  # of a cache's two counters
 class Group(Protocol):
     """The layers that evict together, as one of them sees them: `prompt_cache.LayerGroup`."""
 
-    def check_announced(self, stop: int) -> None:
-        """Raise CacheFormatError unless a forward pass up to position `stop` was announced."""
-        ...
+    announced: int  # position up to which forward passes were announced
 
-    def rewind(self, layer: Any, length: int) -> bool:
-        """Reload what `layer` needs after a trim to `length`; return False, without any change, if it cannot."""
-        ...
+    def rewind(self, layer: Any, length: int) -> bool: ...
 
-    def listeners(self, number: int, start: int, stop: int) -> tuple[QueryListener, ...]:
-        """Return the listeners to the queries of layer `number` at positions [start, stop)."""
-        ...
+    def listeners(self, number: int, start: int, stop: int) -> tuple[QueryListener, ...]: ...
 
-    def part(self, number: int) -> "Group":
-        """Return what a copy of layer `number` takes along."""
-        ...
+    def part(self, number: int) -> "Group": ...
 
-    def part_state(self, number: int) -> dict[str, Any]:
-        """Return the same as arrays and text, for files."""
-        ...
+    def part_state(self, number: int) -> dict[str, Any]: ...
 
 
 class CompressedKVCache(_BaseCache):  # type: ignore[misc]
@@ -146,10 +136,6 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
 
         Up to 32 tokens back from the longest length, this leads to exactly the cache that never saw them. Deeper,
         tokens that were packed stay packed. Past an eviction, what the window then needs is reloaded from the archive.
-
-        Raises:
-            ConfigError: n is not a whole number from 0 on.
-            CacheFormatError: that would lead back past an eviction, to tokens that are not in the archive.
         """
         if not isinstance(n, int) or n < 0:
             raise ConfigError(f"a trim of {n!r} tokens; it must be a whole number from 0 on.")
@@ -258,10 +244,12 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         """
         self._last_view = None
         before, after = self.offset, self.offset + keys.shape[2]
-        if self.saved_part is not None:
-            raise unannounced_pass()
-        if self.group is not None:
-            self.group.check_announced(after)
+        if self.saved_part is not None or (self.group is not None and after > self.group.announced):
+            raise CacheFormatError(
+                "a forward pass wrote to a cache that evicts without having been announced to it, so no round could "
+                "come before it. Call the model itself, not one of its parts, inside "
+                "`with mlx_tq.compressed(model):`."
+            )
         packed = self._packed(before)
         full = self._extend(keys, values)
         self.regions = self.regions.grown_to(after)
@@ -381,11 +369,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         return sum(array.nbytes for array in arrays if array is not None)
 
     def packed_rows(self) -> tuple[mx.array, RowLayout, KeyNormalization | None]:
-        """Return uint32 [B, H, capacity, W], of which the first `packed_tokens` rows are in use, and their layout.
-
-        Raises:
-            CacheFormatError: nothing is packed.
-        """
+        """Return uint32 [B, H, capacity, W], of which the first `packed_tokens` rows are in use, and their layout."""
         rows = self._rows.first(self._num_rows)
         if rows is None or self._full is None:
             raise CacheFormatError("nothing of the cache is packed yet. Read more tokens first.")
@@ -587,11 +571,3 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
 
 def _drop_none(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def unannounced_pass() -> CacheFormatError:
-    """Return the error of a forward pass that the group of layers was not told about."""
-    return CacheFormatError(
-        "a forward pass wrote to a cache that evicts without having been announced to it, so no round could come "
-        "before it. Call the model itself, not one of its parts, inside `with mlx_tq.compressed(model):`."
-    )

@@ -23,18 +23,13 @@ Pairs = tuple[tuple[int, int], ...] | None
 
 @dataclass(frozen=True, eq=False)
 class KeyNormalizer:
-    """The key statistics of one layer. Immutable, so copies share it.
+    """The key statistics of one layer. Immutable, so copies share it."""
 
-    Attributes:
-        queries: mean squares over the query heads of a KV head, one row for each token from SKIP on whose queries were
-            seen, fp32 [B, H, n, Dk]. None before the first, and once no trim can lead back to them.
-        scale: fp32 [B, H, Dk]; None before it is known.
-        means: of the blocks that have packed keys, fp16 [B, H, n, Dk] in the domain of the codes, or None.
-    """
-
+    # Mean squares over the query heads of a KV head, one row for each token from SKIP on whose queries were seen, fp32
+    # [B, H, n, Dk]. None before the first, and once no trim can lead back to them.
     queries: mx.array | None = None
-    scale: mx.array | None = None
-    means: mx.array | None = None
+    scale: mx.array | None = None  # fp32 [B, H, Dk], once it is known
+    means: mx.array | None = None  # of the blocks that have packed keys, fp16 [B, H, n, Dk] in the domain of the codes
 
     @property
     def arrays(self) -> dict[str, mx.array]:

@@ -30,17 +30,11 @@ FULL_STEP = 2 * BLOCK  # tokens by which the full-precision buffer grows while n
 
 @dataclass(frozen=True, kw_only=True)
 class RegionSizes:
-    """The sizes of the regions, and the arithmetic that follows from them while nothing is evicted.
+    """The sizes of the regions, and the arithmetic that follows from them while nothing is evicted."""
 
-    Attributes:
-        sinks: first tokens in full precision.
-        window: last tokens in full precision, at least one: attention needs the newest token unpacked.
-        normalize: whether keys are normalized, so that nothing is packed before `SCALE_READY`.
-    """
-
-    sinks: int
-    window: int
-    normalize: bool = False
+    sinks: int  # first tokens in full precision
+    window: int  # last tokens in full precision, at least one: attention needs the newest token unpacked
+    normalize: bool = False  # whether keys are normalized, so that nothing is packed before SCALE_READY
 
     def packed_until(self, length: int) -> int:
         """Return the position before which tokens are packed after `length` tokens: a multiple of BLOCK, or sinks."""
@@ -72,22 +66,14 @@ class RegionSizes:
 
 @dataclass(frozen=True, eq=False)
 class RegionMap:
-    """Where the tokens of one layer are.
-
-    Attributes:
-        sizes: sizes of the regions.
-        length: tokens seen, evicted ones included.
-        originals: position from which originals of packed tokens are in the slack.
-        evicted: number of evicted tokens.
-        floor: end of the packed region at the last eviction round; later positions are all there.
-        kept: positions between sinks and floor that were not evicted, ascending, int64 [N].
-    """
+    """Where the tokens of one layer are."""
 
     sizes: RegionSizes
-    length: int
-    originals: int
-    evicted: int = 0
-    floor: int = 0
+    length: int  # tokens seen, evicted ones included
+    originals: int  # position from which originals of packed tokens are in the slack
+    evicted: int = 0  # number of evicted tokens
+    floor: int = 0  # end of the packed region at the last eviction round; later positions are all there
+    # Positions between sinks and floor that were not evicted, ascending, int64 [N].
     kept: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @classmethod

@@ -63,27 +63,18 @@ class ShadowKVCache(CompressedKVCache):
 
     def compressed(self) -> CompressedKVCache:
         """Return the compressed cache, for a pass that attends to it."""
-        cache: CompressedKVCache = CompressedKVCache.from_state(self.state)
-        return cache
+        return CompressedKVCache.from_state(self.state)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class ShadowView:
-    """What tokens attend to, uncompressed, and the compressed view of the same tokens.
-
-    Attributes:
-        compressed: the compressed view.
-        keys: uncompressed [B, H, S, Dk].
-        values: uncompressed [B, H, S, Dv].
-        notes: list that a comparison is added to.
-        positions: positions of the tokens in `compressed`, if both are to be compared.
-    """
+    """What tokens attend to, uncompressed, and the compressed view of the same tokens."""
 
     compressed: StepView
-    keys: mx.array
-    values: mx.array
-    notes: list[mx.array]
-    positions: np.ndarray | None = None
+    keys: mx.array  # [B, H, S, Dk]
+    values: mx.array  # [B, H, S, Dv]
+    notes: list[mx.array]  # that a comparison is added to
+    positions: np.ndarray | None = None  # of the tokens in `compressed`, if both are to be compared
 
     def key_shape(self) -> tuple[int, ...]:
         return self.keys.shape
@@ -124,10 +115,8 @@ def _log_weights(queries: mx.array, keys: mx.array, scale: float) -> mx.array:
     """Return the logarithms of attention's weights, fp32 [Hq, S]."""
     heads, dim = keys.shape[1], keys.shape[3]
     grouped = queries.reshape(heads, -1, dim).astype(mx.float32)
-    scores = scale * grouped @ keys[0].astype(mx.float32).swapaxes(-1, -2)
-    scores = scores.reshape(-1, keys.shape[2])
-    log_weights: mx.array = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
-    return log_weights
+    scores = (scale * grouped @ keys[0].astype(mx.float32).swapaxes(-1, -2)).reshape(-1, keys.shape[2])
+    return scores - mx.logsumexp(scores, axis=-1, keepdims=True)
 
 
 def _cosine(x: mx.array, y: mx.array) -> mx.array:

@@ -15,25 +15,15 @@ from mlx_tq.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSpec(RegionSizes):
-    """The storage of one layer.
+    """The storage of one layer."""
 
-    Attributes:
-        key: format of packed keys.
-        value: format of packed values.
-        key_options: options of the key codec; without RoPE pairs, normalized keys are centered but not rescaled.
-        value_options: options of the value codec.
-        shared: whether later layers read this cache with `keys_and_values`, so that it keeps the view of each pass.
-        cold: format of the keys of older tokens, or "" if they have the same.
-        recent: number of packed tokens whose keys are not cold.
-    """
-
-    key: str
+    key: str  # format of packed keys
     value: str
-    key_options: CodecOptions
+    key_options: CodecOptions  # without RoPE pairs, normalized keys are centered but not rescaled
     value_options: CodecOptions
-    shared: bool = False
-    cold: str = ""
-    recent: int = 0
+    shared: bool = False  # whether later layers read this cache, so that it keeps the view of each pass
+    cold: str = ""  # format of the keys of older tokens, or "" if they have the same
+    recent: int = 0  # number of packed tokens whose keys are not cold
 
     @classmethod
     def for_layer(
@@ -85,11 +75,7 @@ class CacheSpec(RegionSizes):
         return _layout(self, key_dim, value_dim, dtype_name(dtype))
 
     def cold_layout(self, layout: RowLayout, dtype: mx.Dtype) -> RowLayout:
-        """Return the layout of cold rows, next to that of recent ones.
-
-        Raises:
-            ConfigError: a head dim that the format does not support, or a format that learns from the first tokens.
-        """
+        """Return the layout of cold rows, next to that of recent ones; raise ConfigError if keys cannot have both."""
         return RowLayout(_cold_codec(self, layout.key.head_dim, dtype_name(dtype)), layout.value)
 
     def cold_until(self, packed: int) -> int:

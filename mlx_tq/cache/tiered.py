@@ -32,17 +32,11 @@ from mlx_tq.kernels.regions import Regions, splice
 
 @dataclass(frozen=True, kw_only=True)
 class TieredView(StepView):
-    """A view whose packed region, the recent tokens, follows a run of cold ones.
+    """A view whose packed region, the recent tokens, follows a run of cold ones."""
 
-    Attributes:
-        cold: rows of the cold tokens, uint32 [B, H, n, W].
-        cold_layout: their layout.
-        cold_normalization: normalization that was applied to their keys before these were first encoded.
-    """
-
-    cold: mx.array
+    cold: mx.array  # their rows, uint32 [B, H, n, W]
     cold_layout: RowLayout
-    cold_normalization: KeyNormalization | None
+    cold_normalization: KeyNormalization | None  # that was applied to their keys before these were first encoded
 
     @property
     def tokens(self) -> int:
@@ -116,11 +110,7 @@ class TieredKVCache(CompressedKVCache):
         return super().packed_nbytes + (0 if cold is None else cold.nbytes)
 
     def packed_rows(self) -> tuple[mx.array, RowLayout, KeyNormalization | None]:
-        """Return all packed tokens with keys in the model's dtype, for scores: two formats have no common layout.
-
-        Raises:
-            CacheFormatError: nothing is packed.
-        """
+        """Return all packed tokens with keys in the model's dtype, for scores: two formats have no common layout."""
         view = self._current_view()
         if not isinstance(view, TieredView):
             return super().packed_rows()

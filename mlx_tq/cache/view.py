@@ -63,21 +63,16 @@ class View(Protocol):
 
 @dataclass(frozen=True)
 class StepView:
-    """What the tokens of one forward pass attend to.
+    """What the tokens of one forward pass attend to."""
 
-    Attributes:
-        regions: the tokens of the cache, including those of the pass.
-        earlier: if a block is packed in the middle of a short pass, the number of queries before that, and their view.
-            So each query sees what it would have seen alone.
-        pending: arrays that the cache computes in this pass. Attention waits for them, so that one layer's tokens are
-            compressed before the next layer makes its own.
-        listeners: listeners that receive the queries of this pass.
-    """
-
-    regions: Regions
+    regions: Regions  # the tokens of the cache, including those of the pass
+    # If a block is packed in the middle of a short pass, the number of queries before that, and their view: each query
+    # sees what it would have seen alone.
     earlier: "tuple[int, StepView] | None" = None
+    # Arrays that the cache computes in this pass. Attention waits for them, so that one layer's tokens are compressed
+    # before the next layer makes its own.
     pending: tuple[mx.array, ...] = ()
-    listeners: tuple[QueryListener, ...] = ()
+    listeners: tuple[QueryListener, ...] = ()  # that receive the queries of this pass
 
     @property
     def tokens(self) -> int:

@@ -33,11 +33,7 @@ class Allocation:
 
 
 def allocate(facts: ModelFacts, config: KVConfig, bits: float, losses: Losses) -> tuple[KVConfig, Allocation]:
-    """Return the configuration with formats for each layer that take at most `bits` per value, and their loss.
-
-    Raises:
-        ConfigError: fewer bits than the smallest formats take, or losses of another number of layers.
-    """
+    """Return the configuration with formats for each layer that take at most `bits` per value, and their loss."""
     slots = facts.slots
     if len(losses.keys) != len(slots):
         raise ConfigError(

@@ -39,24 +39,16 @@ def default_limit(folder: Path) -> int:
 
 
 class ArchivedBlock:
-    """A block in the archive. Its slot is free again once the block is deleted, or nobody holds this object.
-
-    Attributes:
-        positions: ascending, int64 [n].
-        nbytes: bytes of the block.
-        start: byte in the file where it begins.
-        number: number in the order of archiving.
-        recalls: how often it was recalled.
-        lost: True if it could not be written, or was deleted.
-        pending: its bytes until they are in the file; if that fails, for whoever is reading it.
-    """
+    """A block in the archive. Its slot is free again once the block is deleted, or nobody holds this object."""
 
     def __init__(
         self, positions: np.ndarray, nbytes: int, start: int, number: int, on_free: Callable[[], None]
     ) -> None:
-        self.positions, self.nbytes, self.start, self.number = positions, nbytes, start, number
-        self.recalls, self.lost = 0, False
-        self.pending: bytes | None = None
+        self.positions, self.nbytes = positions, nbytes  # int64 [n], ascending
+        self.start, self.number = start, number  # byte in the file, and number in the order of archiving
+        self.recalls = 0  # how often it was recalled
+        self.lost = False  # it could not be written, or was deleted
+        self.pending: bytes | None = None  # its bytes until they are in the file; if that fails, for its readers
         self._free = weakref.finalize(self, on_free)  # once, in any thread
         self._free.atexit = False
 
@@ -66,21 +58,13 @@ class ArchivedBlock:
 
 
 class Archive:
-    """A file of blocks, which forks of a conversation share.
-
-    Attributes:
-        shapes: shape of each layer's rows.
-        limit: maximum bytes of its blocks.
-        lost: number of blocks that could not be written.
-        deleted: number of blocks that made room for others.
-        warning: what a user should know, until it is taken.
-    """
+    """A file of blocks, which forks of a conversation share."""
 
     def __init__(self, shapes: list[LayerShape], folder: Path, limit: int | None = None) -> None:
         """Open a new file in `folder`, which is made if it is missing. If that fails, every block is lost."""
-        self.shapes = shapes
-        self.lost = self.deleted = 0
-        self.warning: str | None = None
+        self.shapes = shapes  # of each layer's rows
+        self.lost = self.deleted = 0  # blocks that could not be written, and that made room for others
+        self.warning: str | None = None  # what a user should know, until it is taken
         self._has_warned = False
         try:
             folder.mkdir(parents=True, exist_ok=True)

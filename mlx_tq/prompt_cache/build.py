@@ -37,9 +37,6 @@ def adopt_caches(plan: Plan, caches: list[Any]) -> list[Any]:
     """Return compressed caches with what the model's own caches hold, such as those that mlx-lm saved.
 
     `without_queries` makes their plan.
-
-    Raises:
-        CacheFormatError: they are not of this model.
     """
     if [type(cache).__name__ for cache in caches] != plan.classes:
         raise CacheFormatError(
@@ -65,9 +62,6 @@ def decode_caches(fresh: list[Any], caches: list[Any]) -> list[Any]:
     """Decode compressed caches into mlx-lm's own: the way back from `adopt_caches`.
 
     `fresh` are empty caches of the model. Caches that are not compressed are returned as they are.
-
-    Raises:
-        CacheFormatError: tokens were evicted, and mlx-lm's own caches cannot say which.
     """
 
     def decode(own: Any, cache: Any) -> Any:

@@ -177,11 +177,7 @@ def join_caches(parts: CacheParts) -> list[Any]:
 
 
 def with_formats(model: Any, config: KVConfig) -> KVConfig:
-    """Replace `mean_bits` by the formats that it chooses for a model.
-
-    Raises:
-        ConfigError: it cannot be met, or the sensitivity of the model's layers is not known.
-    """
+    """Replace `mean_bits` by the formats that it chooses for a model."""
     return config if config.mean_bits is None else plan_caches(model, config).config
 
 

@@ -81,13 +81,7 @@ def _check_arguments(model: Any, config: Any) -> None:
 
 
 def plan_caches(model: Any, config: KVConfig) -> Plan:
-    """Decide how each layer of `model` is stored; the first call for a model runs it once on a few tokens.
-
-    Raises:
-        UnsupportedModelError: the model cannot run on compressed caches; the message names it and the reason.
-        ConfigError: a head size that the configured formats do not support, or an eviction that the model cannot meet.
-        CacheFormatError: calibration statistics that are damaged or of another model.
-    """
+    """Decide how each layer of `model` is stored; the first call for a model runs it once on a few tokens."""
     return planner(model)(config)
 
 

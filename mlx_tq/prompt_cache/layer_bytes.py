@@ -21,19 +21,12 @@ _INDEX_BYTES = 4  # of the number of a row's mean
 
 @dataclass(frozen=True)
 class RegionBytes:
-    """Bytes of one sequence.
+    """Bytes of one sequence."""
 
-    Attributes:
-        packed: packed tokens and their key normalization.
-        sinks: sink tokens, in full precision.
-        window: recent tokens in full precision, the block in progress and the slack for trims included.
-        allocated: all arrays, with unused capacity, counters and what is learned.
-    """
-
-    packed: int = 0
-    sinks: int = 0
-    window: int = 0
-    allocated: int = 0
+    packed: int = 0  # packed tokens and their key normalization
+    sinks: int = 0  # in full precision
+    window: int = 0  # recent tokens in full precision, the block in progress and the slack for trims included
+    allocated: int = 0  # all arrays, with unused capacity, counters and what is learned
 
     def __add__(self, other: "RegionBytes") -> "RegionBytes":
         return RegionBytes(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
@@ -41,17 +34,11 @@ class RegionBytes:
 
 @dataclass(frozen=True)
 class Evicted:
-    """What is known of the tokens that were evicted from a layer.
+    """What is known of the tokens that were evicted from a layer."""
 
-    Attributes:
-        seen: tokens that the layer has seen; None for any number.
-        granularity: tokens that are evicted together.
-        recalled: tokens that may be reloaded.
-    """
-
-    seen: int | None
-    granularity: int
-    recalled: int = 0
+    seen: int | None  # tokens that the layer has seen; None for any number
+    granularity: int  # tokens that are evicted together
+    recalled: int = 0  # tokens that may be reloaded
 
 
 def layer_layout(slot: SlotFacts, spec: CacheSpec) -> RowLayout:

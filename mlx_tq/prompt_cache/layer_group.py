@@ -30,7 +30,7 @@ from mlx_lm.models.cache import CacheList
 
 from mlx_tq.cache.batch import BatchCompressedKVCache
 from mlx_tq.cache.blocks import Block, from_bytes
-from mlx_tq.cache.layer import CompressedKVCache, unannounced_pass
+from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.region_map import RegionSizes
 from mlx_tq.cache.view import QueryListener
 from mlx_tq.config import BLOCK, Budget, EvictConfig, KVConfig
@@ -51,21 +51,13 @@ _RECALL_SHARE, _MIN_RECALL = 10, 128  # recall "auto": this part of the budget, 
 
 @dataclass(frozen=True)
 class EvictionPlan:
-    """What the layers of a sequence agree on.
-
-    Attributes:
-        config: as configured.
-        budget: in tokens or as a share of those seen; bytes have been converted to tokens.
-        layers: number of layers that evict together.
-        positions: positions that the model allows, if known.
-        source: where the queries' statistics come from, for people.
-    """
+    """What the layers of a sequence agree on."""
 
     config: EvictConfig
-    budget: Budget
-    layers: int
-    positions: int | None = None
-    source: str = ""
+    budget: Budget  # in tokens or as a share of those seen; bytes have been converted to tokens
+    layers: int  # that evict together
+    positions: int | None = None  # that the model allows, if known
+    source: str = ""  # where the queries' statistics come from, for people
 
     def allowed(self, seen: int) -> int:
         """Return the budget after `seen` tokens."""
@@ -102,19 +94,7 @@ class EvictionStats:
 
 
 class LayerGroup:
-    """The state that all layers of an evicting sequence share.
-
-    Attributes:
-        plan: what the layers agree on.
-        calibrators: by layer number, if the policy needs the queries of layers.
-        stats: of the rounds so far.
-        ranks: processes that have parts of the model; all evict the same tokens.
-        pinned: positions exempt from eviction and from the budget, or None.
-        archive: where evicted rows are, or None if they are dropped.
-        archived: its blocks, by their positions.
-        recalled: positions reloaded from it, ascending, int64 [N]; they are exempt like pinned ones.
-        evicted: all evicted positions, recalled ones included, ascending, int64 [N]; replaced as a whole.
-    """
+    """The state that all layers of an evicting sequence share."""
 
     def __init__(
         self,
@@ -124,18 +104,19 @@ class LayerGroup:
         ranks: Ranks = ALONE,
     ) -> None:
         self.plan = plan
-        self.calibrators = calibrators
+        self.calibrators = calibrators  # by layer number, if the policy needs the queries of layers
         self.stats = stats or EvictionStats()
-        self.ranks = ranks
-        self.pinned: PositionRange | None = None
-        self.archive: Archive | None = None
-        self.archived: tuple[ArchivedBlock, ...] = ()
-        self.recalled = self.evicted = _NO_POSITIONS
+        self.ranks = ranks  # processes that have parts of the model; all evict the same tokens
+        self.pinned: PositionRange | None = None  # positions exempt from eviction and from the budget
+        self.archive: Archive | None = None  # where evicted rows are; None if they are dropped
+        self.archived: tuple[ArchivedBlock, ...] = ()  # its blocks, by their positions
+        self.recalled = _NO_POSITIONS  # positions reloaded from it, ascending, int64 [N]; exempt like pinned ones
+        self.evicted = _NO_POSITIONS  # all evicted positions, recalled ones included, likewise; replaced as a whole
         self._saved_recalls: dict[int, int] = {}  # how often the blocks of a file were recalled, by their number there
         self._buffers: dict[int, QueryBuffer] = {}  # of layers whose queries are captured
         self._is_paused = False  # no rounds while a question is run over a copy
         self._reloaded: list[Block] = []  # by trims since the last pass, for the layers that are not trimmed yet
-        self._announced = 0  # position up to which passes were announced
+        self.announced = 0  # position up to which passes were announced
 
     # Eviction rounds.
 
@@ -143,10 +124,6 @@ class LayerGroup:
         """Begin a forward pass of `count` tokens with a round, if one is due.
 
         `layers` are all of the sequence, by number. Returns whether the pass has to capture queries before RoPE.
-
-        Raises:
-            ConfigError: the pass would exceed the model's positions.
-            CacheFormatError: layers are missing, or of different lengths.
         """
         first, limit = layers[0], self.plan.positions
         if limit is not None and first.offset + count > limit:
@@ -165,7 +142,7 @@ class LayerGroup:
             )
         self._reloaded = []
         self.evict_if_due(layers, 0)
-        self._announced = first.offset + count
+        self.announced = first.offset + count
         return any(calibrator.is_gathering for calibrator in self.calibrators.values())
 
     def evict_if_due(self, layers: list[CompressedKVCache], count: int) -> None:
@@ -366,11 +343,6 @@ class LayerGroup:
 
     # What a layer knows of its group; see `cache.layer.Group`.
 
-    def check_announced(self, stop: int) -> None:
-        """Raise CacheFormatError unless `begin_pass` announced a pass up to position `stop`."""
-        if stop > self._announced:
-            raise unannounced_pass()
-
     def listeners(self, number: int, start: int, stop: int) -> tuple[QueryListener, ...]:
         """Return the listeners to the queries of layer `number` at positions [start, stop)."""
         listeners = []
@@ -378,7 +350,7 @@ class LayerGroup:
         if calibrator is not None and calibrator.due(stop):
             listeners.append(QueryListener(partial(_calibrate, calibrator, start), before_rope=True))
         if buffer is not None:
-            listeners.append(buffer.listener())
+            listeners.append(QueryListener(buffer.append))
         return tuple(listeners)
 
     def rewind(self, layer: CompressedKVCache, length: int) -> bool:
@@ -388,7 +360,7 @@ class LayerGroup:
         other: blocks that the first one reads are kept for the others until the next pass, which must be announced
         anew. Returns False, with nothing changed, if a position cannot be reloaded.
         """
-        self._announced = 0
+        self.announced = 0
         start = layer.spec.needed_from(length)
         needed = layer.regions.missing(start, length)
         if len(needed):
@@ -409,7 +381,7 @@ class LayerGroup:
         """Return what a copy of layer `number` takes along."""
         calibrator = self.calibrators.get(number)
         twin = LayerGroup(self.plan, {number: calibrator.copy()} if calibrator else {}, self.stats, self.ranks)
-        twin.pinned, twin._announced = self.pinned, self._announced
+        twin.pinned, twin.announced = self.pinned, self.announced
         twin.archive, twin.archived, twin.recalled = self.archive, self.archived, self.recalled
         return twin
 
@@ -495,10 +467,6 @@ def begin_pass(caches: Sequence[Any], count: int) -> bool:
     """Let each group of a prompt cache, or of a batch, do what is due before a pass of `count` tokens.
 
     Returns whether the pass has to capture queries before RoPE.
-
-    Raises:
-        ConfigError: a conversation would exceed the model's positions.
-        CacheFormatError: layers of a sequence are missing or do not belong together.
     """
     sequences = [(list[Any](compressed_caches(caches)), count)]
     batches = [part for part in cache_parts(caches) if isinstance(part, BatchCompressedKVCache)]
@@ -518,9 +486,6 @@ def layer_group_of(caches: Sequence[Any]) -> LayerGroup | None:
     """Return the group of a prompt cache's layers, or None if they keep all tokens.
 
     The parts that copied or loaded layers carry are joined first.
-
-    Raises:
-        CacheFormatError: the layers belong to different groups.
     """
     layers = [cache for cache in compressed_caches(caches) if cache.evicts]
     if not layers:

@@ -20,20 +20,11 @@ MEASURED_FORMAT = "tq3"  # its loss is visible in one layer of many, and small e
 
 @dataclass(frozen=True)
 class Losses:
-    """KL divergence in nats, mean over tokens, if one layer alone is stored as MEASURED_FORMAT.
+    """KL divergence in nats, mean over tokens, if one layer alone is stored as MEASURED_FORMAT."""
 
-    Attributes:
-        keys: by layer, if only its keys are.
-        values: by layer, if only its values are.
-        tokens: tokens that were compared.
-
-    Raises:
-        CacheFormatError: different numbers of layers, or a value that is not a loss.
-    """
-
-    keys: tuple[float, ...]
-    values: tuple[float, ...]
-    tokens: int
+    keys: tuple[float, ...]  # by layer, if only its keys are
+    values: tuple[float, ...]  # by layer, if only its values are
+    tokens: int  # that were compared
 
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.values) or not all(isfinite(x) and x >= 0 for x in (*self.keys, *self.values)):

@@ -89,19 +89,12 @@ def memory_report(
 
 @dataclass(frozen=True)
 class Capacity:
-    """What fits with one configuration.
-
-    Attributes:
-        profile: name of the configuration.
-        nbytes: bytes of one context, by its tokens.
-        longest: tokens of each context, by the number of contexts at once; 0 if not even one token fits.
-        streams: how many contexts fit, by their tokens.
-    """
+    """What fits with one configuration."""
 
     profile: str
-    nbytes: dict[int, int]
-    longest: dict[int, int]
-    streams: dict[int, int]
+    nbytes: dict[int, int]  # of one context, by its tokens
+    longest: dict[int, int]  # tokens of each context, by the number of contexts at once; 0 if not one token fits
+    streams: dict[int, int]  # how many contexts fit, by their tokens
 
 
 def capacities(

@@ -30,21 +30,13 @@ _PROMOTED = "q8"  # the least format of layers where low-bit keys would hurt
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """How one plain KV cache is stored.
-
-    Attributes:
-        slot: the cache and its sizes.
-        spec: its storage.
-        note: why it differs from the configuration, or "".
-        rope: RoPE of the layer, if an eviction policy needs its queries.
-        queries: statistics of its queries from a file.
-    """
+    """How one plain KV cache is stored."""
 
     slot: SlotFacts
     spec: CacheSpec
-    note: str
-    rope: Rope | None = None
-    queries: QueryStats | None = None
+    note: str  # why it differs from the configuration, or ""
+    rope: Rope | None = None  # of the layer, if an eviction policy needs its queries
+    queries: QueryStats | None = None  # from a file
 
     @property
     def has_kernels(self) -> bool:
@@ -79,27 +71,16 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model's caches are stored.
+    """How a model's caches are stored."""
 
-    Attributes:
-        model_type: mlx-lm's name of the architecture.
-        config: the configuration.
-        classes: class name of each of the model's own caches; those not in `layers` are kept as they are.
-        layers: the compressed ones.
-        native_caches: makes a new list of the model's own caches.
-        eviction: what evicting caches agree on, or None if they keep all tokens.
-        allocation: the bits and the loss of formats that `mean_bits` chose.
-        ranks: processes that have parts of the model; heads and bytes are this rank's.
-    """
-
-    model_type: str
+    model_type: str  # mlx-lm's name of the architecture
     config: KVConfig
-    classes: list[str]
+    classes: list[str]  # of all of the model's own caches; those not in `layers` are kept as they are
     layers: list[LayerPlan]
-    native_caches: Callable[[], list[Any]]
-    eviction: EvictionPlan | None = None
-    allocation: Allocation | None = None
-    ranks: Ranks = ALONE
+    native_caches: Callable[[], list[Any]]  # makes a new list of the model's own caches
+    eviction: EvictionPlan | None = None  # None if caches keep all tokens
+    allocation: Allocation | None = None  # the bits and the loss of formats that `mean_bits` chose
+    ranks: Ranks = ALONE  # processes that have parts of the model; heads and bytes are this rank's
 
     @property
     def recalls(self) -> bool:
@@ -183,10 +164,6 @@ def make_plan(
     """Decide the storage of each plain KV cache.
 
     A `calibration` that the policy looked up is ignored if it does not fit the model.
-
-    Raises:
-        ConfigError: a head size that a configured format does not support, or an eviction that the model cannot meet.
-        UnsupportedModelError: a model whose tokens the eviction policy cannot score; the message names it.
     """
     typical = statistics.median(slot.key_norm for slot in facts.slots)
     count = len(facts.slots)
@@ -282,11 +259,7 @@ def _with_eviction(plan: Plan, facts: ModelFacts, config: EvictConfig, calibrati
 
 
 def learn_ropes(facts: ModelFacts) -> list[Rope]:
-    """Return the RoPE of each layer; layers with the same module share it.
-
-    Raises:
-        UnsupportedModelError: TriAttention cannot score with one, which the message names.
-    """
+    """Return the RoPE of each layer; raise UnsupportedModelError if TriAttention cannot score with one."""
     learned: dict[int, Rope] = {}
     for slot in facts.slots:
         if slot.rope is None:
@@ -306,9 +279,6 @@ def budget_in_tokens(plan: Plan, config: EvictConfig, positions: int | None = No
     """Convert a budget in bytes to the tokens that it holds at any length, with those that gather before a round.
 
     Of bytes, each rank has its share. `positions` are those that the model allows, if known.
-
-    Raises:
-        ConfigError: the bytes do not hold sinks, window and one round.
     """
     budget = parse_budget(config.budget)
     if budget.nbytes is None:

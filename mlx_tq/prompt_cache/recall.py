@@ -15,7 +15,6 @@ import numpy as np
 
 from mlx_tq.cache.blocks import Block
 from mlx_tq.cache.layer import CompressedKVCache
-from mlx_tq.cache.view import QueryListener
 from mlx_tq.config import BLOCK
 from mlx_tq.distributed.group import Ranks
 from mlx_tq.kernels.recall_score import group_queries, log_sum_exp, recall_score
@@ -33,21 +32,12 @@ NUM_DECIDING = 8  # best blocks of a question that decide which layers search wh
 
 
 class QueryBuffer:
-    """Keeps the latest queries of one layer, as attention had them.
-
-    Attributes:
-        passes: queries [1, Hq, L, Dk] of each pass, the latest last.
-        scale: scale of attention scores.
-    """
+    """Keeps the latest queries of one layer, as attention had them."""
 
     def __init__(self) -> None:
-        self.passes: deque[mx.array] = deque()
-        self.scale = 1.0
+        self.passes: deque[mx.array] = deque()  # queries [1, Hq, L, Dk] of each pass, the latest last
+        self.scale = 1.0  # of attention scores
         self._tokens = 0
-
-    def listener(self) -> QueryListener:
-        """Return a listener for one pass."""
-        return QueryListener(self.append)
 
     def append(self, queries: mx.array, scale: float) -> list[mx.array]:
         """Add the queries of a pass, and drop those that are too old for any question."""
@@ -91,23 +81,14 @@ class Selection(NamedTuple):
 
 @dataclass(frozen=True)
 class Search:
-    """A search of the archive with the queries of a question.
+    """A search of the archive with the queries of a question."""
 
-    Attributes:
-        queries: queries by the number of the layer that searches.
-        sinks: tokens before the first block.
-        archive: the archive that holds the blocks.
-        blocks: the blocks to score, some of which may be lost.
-        limit: maximum tokens to reload.
-        ranks: the processes that run the model; heads of all count.
-    """
-
-    queries: dict[int, LayerQueries]
-    sinks: int
+    queries: dict[int, LayerQueries]  # by the number of the layer that searches
+    sinks: int  # tokens before the first block
     archive: Archive
-    blocks: Sequence[ArchivedBlock]
-    limit: int
-    ranks: Ranks
+    blocks: Sequence[ArchivedBlock]  # to score; some may be lost
+    limit: int  # maximum tokens to reload
+    ranks: Ranks  # heads of all processes count
 
     def run(self) -> Selection:
         """Score and select blocks.
