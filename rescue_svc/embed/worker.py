@@ -73,10 +73,12 @@ class EmbedWorker:
         return self._dim
 
     def query(self, text: str) -> "Future[Vectors]":
-        """Return the future vector [1, D] of a query; raise EmbedderUnavailableError if the embedder cannot start."""
+        """Return the future vector [1, D] of a query; it fails at once if the embedder could not start."""
         if self.state == "unavailable":
-            self.warm()
-            raise EmbedderUnavailableError(self.reason or "the embedder is not ready")
+            self.warm()  # for later queries
+            failed: Future[Vectors] = Future()
+            failed.set_exception(EmbedderUnavailableError(self.reason or "the embedder is not ready"))
+            return failed
         return self._put(QUERY, [text]).result
 
     def warm(self) -> None:
@@ -152,14 +154,11 @@ class EmbedWorker:
         try:
             self._pipe.send_bytes(json.dumps([priority == QUERY, texts]).encode())
             answer = self._receive(self._timeout_s)
-        except (EOFError, OSError):
-            self._replace("the embedder process died")
-            raise EmbedderUnavailableError("the embedder process died and is restarted") from None
-        except TimeoutError:
-            self._replace(f"the embedder was silent for {self._timeout_s} s")
-            raise EmbedderUnavailableError(
-                f"the embedder was silent for {self._timeout_s} s and is restarted"
-            ) from None
+        except (EOFError, OSError) as error:
+            is_late = isinstance(error, TimeoutError)
+            reason = f"the embedder was silent for {self._timeout_s} s" if is_late else "the embedder process died"
+            self._replace(reason)
+            raise EmbedderUnavailableError(f"{reason} and is restarted") from None
         if answer[:1] != child.VECTORS:
             raise EmbedderUnavailableError(f"the embedder failed on a text: {answer[1:].decode()}")
         return np.frombuffer(answer, "<f4", offset=1).reshape(len(texts), self.dim())
@@ -181,7 +180,7 @@ class EmbedWorker:
         try:
             self._spawn()
             answer = self._receive(LOAD_TIMEOUT_S)
-        except (EOFError, OSError, TimeoutError):
+        except (EOFError, OSError):  # also TimeoutError
             answer = child.FAILED + b"the embedder process could not start, or ended while it was loading"
         if answer[:1] != child.READY:
             reason = answer[1:].decode()

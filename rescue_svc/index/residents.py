@@ -3,34 +3,35 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from rescue_svc.index import snapshot
-from rescue_svc.index.engines import ENGINES, Engine, EngineName
-from rescue_svc.store import SqliteStore, Vectors
+from rescue_svc.index.engines import ENGINES, Engine
+from rescue_svc.store import Index, IndexName, SqliteStore, Vectors
 
 BYTES_PER_FLOAT = 4
 
 
+@dataclass
 class Resident:
-    def __init__(self, engine: Engine, last: int) -> None:
-        self.lock = threading.Lock()
-        self.engine = engine
-        self.last = last
+    engine: Engine
+    last: int  # sequence number of its newest vector
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def search(self, query: Vectors, limit: int, excluded: set[int]) -> dict[int, float]:
         with self.lock:
-            return dict(self.engine.search(query, limit, excluded))
+            return self.engine.search(query, limit, excluded)
 
     def similarities(self, query: Vectors, spans: Iterable[int]) -> dict[int, float]:
         with self.lock:
             return self.engine.similarities(query, list(spans))
 
 
-class Residents:
+class Residents(Index):
     """Indexes of the sessions in use, at most `max_bytes` of vectors; the least recently used is evicted first."""
 
     def __init__(
-        self, store: SqliteStore, engine: EngineName, model: str, dim: Callable[[], int], max_bytes: int
+        self, store: SqliteStore, engine: IndexName, model: str, dim: Callable[[], int], max_bytes: int
     ) -> None:
         self.name = engine
         self._store = store
@@ -49,7 +50,10 @@ class Residents:
             resident = self._residents.pop(session, None)
         if resident is None:
             return 0
-        self._save(session, resident)
+        with resident.lock:
+            if len(resident.engine):
+                path = snapshot.path_of(self._store.directory, session)
+                snapshot.save(path, resident.engine, self._model, self._dim(), resident.last)
         return len(resident.engine)
 
     def forget(self, session: int) -> None:
@@ -109,14 +113,3 @@ class Residents:
             if oldest == session:
                 return
             self.hibernate(oldest)
-
-    def _save(self, session: int, resident: Resident) -> None:
-        with resident.lock:
-            if len(resident.engine):
-                snapshot.save(
-                    snapshot.path_of(self._store.directory, session),
-                    resident.engine,
-                    self._model,
-                    self._dim(),
-                    resident.last,
-                )

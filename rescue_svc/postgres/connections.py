@@ -201,32 +201,32 @@ def postgres_errors(where: str) -> Iterator[None]:
     """Translate errors of PostgreSQL to errors of the service, which quote no statement, row or password."""
     try:
         yield
-    except (psycopg.OperationalError, psycopg.InternalError, psycopg.InterfaceError) as error:
-        raise _translate(error, where) from error
-    except (pg.InsufficientPrivilege, pg.UndefinedTable) as error:  # others would be bugs of our statements
+    except (
+        psycopg.OperationalError,
+        psycopg.InternalError,
+        psycopg.InterfaceError,
+        pg.InsufficientPrivilege,
+        pg.UndefinedTable,  # others would be bugs of our statements
+    ) as error:
         raise _translate(error, where) from error
 
 
 def _translate(error: psycopg.Error, where: str) -> RescueServiceError:
+    name = type(error).__name__
     match error:
         case pg.DiskFull():
             return StoreFullError(f"the disk of {where} is full; free space, or forget sessions once there is a little")
         case pg.DataCorrupted() | pg.IndexCorrupted():
-            return StoreDamagedError(
-                f"{where} is damaged ({type(error).__name__}); restore a dump of `mlx-tq-rescue backup`"
-            )
+            return StoreDamagedError(f"{where} is damaged ({name}); restore a dump of `mlx-tq-rescue backup`")
         case pg.InsufficientPrivilege():
-            return StoreUnavailableError(
-                f"{where}: the role of RESCUE_STORE lacks a privilege ({reason(error)}); grant it"
-            )
+            fault = f": the role of RESCUE_STORE lacks a privilege ({reason(error)}); grant it"
         case pg.ReadOnlySqlTransaction():
-            return StoreUnavailableError(f"{where} is read-only; name its primary in RESCUE_STORE")
+            fault = " is read-only; name its primary in RESCUE_STORE"
         case pg.UndefinedTable():
-            return StoreUnavailableError(f"{where} has lost tables ({reason(error)}); restart the service")
+            fault = f" has lost tables ({reason(error)}); restart the service"
         case _:
-            return StoreUnavailableError(
-                f"{where} cannot be used now ({type(error).__name__}); check that the server runs and what its log says"
-            )
+            fault = f" cannot be used now ({name}); check that the server runs and what its log says"
+    return StoreUnavailableError(where + fault)
 
 
 def reason(error: psycopg.Error) -> str:

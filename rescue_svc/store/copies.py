@@ -1,6 +1,5 @@
 """Backups of the database, and new databases from the intact rows of a damaged one."""
 
-import shutil
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -9,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rescue_svc.errors import StoreDamagedError, StoreUnavailableError
+from rescue_svc.errors import StoreDamagedError
 from rescue_svc.store import files, fts
 from rescue_svc.store.migrations import migrate
 from rescue_svc.store.records import COLUMNS, Span, insert_vector, span_of_row, vector_of_row
@@ -28,31 +27,17 @@ class Rebuilt:
 
 def backup(directory: Path, folder: Path) -> int:
     """Copy the database, sealed, into a new folder; return its bytes. A service may run on `directory` meanwhile."""
-    _check_exists(directory)
-    if folder.exists():
-        raise StoreUnavailableError(f"{folder} exists; name a folder that does not: nothing is overwritten")
-    # Renamed when it is complete, so that an interrupted backup is not taken for one.
-    partial = folder.with_name(f"{folder.name}.partial-{time.time_ns()}")
-    try:
-        partial.mkdir(parents=True, mode=0o700)
-        target = partial / files.DATABASE
-        with files.sqlite_errors(), closing(files.connect(directory / files.DATABASE)) as source:
-            source.execute("VACUUM INTO ?", (str(target),))
-        with target.open("rb+") as file:
-            files.sync(file.fileno())
+    database = files.existing_database(directory)
+    with files.new_folder(folder) as partial:
+        with files.sqlite_errors(), closing(files.connect(database)) as source:
+            source.execute("VACUUM INTO ?", (str(partial / files.DATABASE),))
         files.seal_closed(partial)
-        partial.rename(folder)
-        files.sync_directory(folder.parent)
-    except OSError as error:
-        raise StoreUnavailableError(f"{folder} cannot be created ({error.strerror}); name another folder") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return (folder / files.DATABASE).stat().st_size
 
 
 def rebuild(directory: Path) -> Rebuilt:
     """Build a new database from every intact span. A damaged one is renamed, never deleted."""
-    _check_exists(directory)
+    database = files.existing_database(directory)
     lock = files.DirectoryLock(directory)
     try:
         with files.sqlite_errors():
@@ -60,16 +45,11 @@ def rebuild(directory: Path) -> Rebuilt:
     except StoreDamagedError as error:
         (directory / _REBUILDING).unlink(missing_ok=True)
         raise StoreDamagedError(
-            f"no span can be read from {directory / files.DATABASE}: restore a backup, or move that file, "
+            f"no span can be read from {database}: restore a backup, or move that file, "
             f"{files.DATABASE}-wal and {files.SEAL} away to start with an empty store"
         ) from error
     finally:
         lock.release()
-
-
-def _check_exists(directory: Path) -> None:
-    if not (directory / files.DATABASE).exists():
-        raise StoreUnavailableError(f"{directory} has no {files.DATABASE}; name the service's --data-dir")
 
 
 def _rebuild(directory: Path) -> Rebuilt:

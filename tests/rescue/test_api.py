@@ -30,7 +30,7 @@ def test_what_was_written_is_found(shared):
     for alpha, mode in ((0, "bm25"), (0.5, "hybrid"), (1, "dense")):
         by_mode = shared.retrieve("api-1", "access code", hybrid_alpha=alpha)
         assert (by_mode["mode"], by_mode["degraded"], by_mode["chunks"][0]["text"]) == (mode, None, chunk["text"])
-    in_memory = shared.service.index == "faiss"
+    in_memory = shared.service.index.name == "faiss"
     for call, resident, vectors in ((shared.hibernate, False, 2 * in_memory), (shared.resume, in_memory, 2)):
         assert call("api-1") == {"session_id": "api-1", "resident": resident, "vectors": vectors}
         assert (shared.sessions()["api-1"]["resident"], shared.sessions()["api-1"]["embedded"]) == (resident, 2)

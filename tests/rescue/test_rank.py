@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rescue_svc.service.rank import fuse, join_adjacent, merge_ranges
+from rescue_svc.service.rank import fuse, merge_ranges, to_chunks
 from rescue_svc.store import Span
 
 THOUSANDTHS = st.integers(-1000, 1000).map(lambda n: n / 1000)
@@ -53,12 +53,12 @@ def test_a_span_without_a_vector_is_not_hidden():
 )
 def test_adjacent_spans_join(spans, joined):
     spans = [Span(start, stop, layer, 0.0, text, id) for id, (start, stop, layer, text) in enumerate(spans)]
-    results = join_adjacent(spans, fuse({span.id: 1 - span.id / 99 for span in spans}, {}, 1))
+    results = to_chunks(spans, fuse({span.id: 1 - span.id / 99 for span in spans}, {}, 1), join=True)
     assert [(result.text, *result.token_range) for result in results] == joined
 
 
 def test_a_joined_span_has_the_best_scores_of_its_parts():
     spans = [Span(0, 10, 0, 0.3, "a", 0), Span(10, 20, 0, 0.7, "b", 1)]
     scores = fuse({0: 0.2, 1: 0.9}, {0: 4.0}, 0.5)
-    (result,) = join_adjacent([spans[s.id] for s in scores], scores)
+    (result,) = to_chunks([spans[s.id] for s in scores], scores, join=True)
     assert (result.similarity, result.dense, result.bm25, result.score) == (0.9, 0.9, 1.0, 0.7)
