@@ -129,13 +129,18 @@ class RetrieveRequest(RequestBody):
     join: bool = Field(default=True, description="join adjacent spans to one chunk")
 
 
-class RetrievedChunk(BaseModel):
-    """A span, or adjacent spans that were joined."""
+class StoredSpan(BaseModel):
+    """A span as it was written."""
 
     text: str
     token_range: TokenRange
     layer: int
     score: float
+
+
+class RetrievedChunk(StoredSpan):
+    """A span, or adjacent spans that were joined."""
+
     similarity: float = Field(description="dense cosine, or BM25 relative to the best hit if there is no dense vector")
     dense: float | None = Field(description="cosine; null without a vector")
     bm25: float | None = Field(description="BM25 relative to the best hit; null if no word matches")
@@ -171,15 +176,6 @@ class DumpResponse(BaseModel):
     token_ranges: list[TokenRange]
     layers: list[int]
     scores: list[float]
-
-
-class StoredSpan(BaseModel):
-    """A span as it was written."""
-
-    text: str
-    token_range: TokenRange
-    layer: int
-    score: float
 
 
 class SpansResponse(BaseModel):

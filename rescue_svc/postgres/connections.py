@@ -168,20 +168,16 @@ class Connections:
     def _configure(self, connection: psycopg.Connection) -> None:
         oid, schema, _ = connection.execute(_EXTENSION).fetchone() or (0, "public", "")
         connection.execute(_SETTINGS, [f'{SCHEMA}, "{schema}"'])
-        connection.adapters.register_dumper(np.ndarray, _vector_dumper(oid))
+        connection.adapters.register_dumper(np.ndarray, type("VectorDumper", (_VectorDumper,), {"oid": oid}))
 
 
-def _vector_dumper(of_type: int) -> type[Dumper]:
-    """Return the adapter that sends a float32 vector [D] in pgvector's binary format."""
+class _VectorDumper(Dumper):
+    """Sends a float32 vector [D] in pgvector's binary format."""
 
-    class VectorDumper(Dumper):
-        format = Format.BINARY
-        oid = of_type
+    format = Format.BINARY
 
-        def dump(self, obj: Any) -> Buffer:
-            return struct.pack(">hh", len(obj), 0) + bytes(obj.astype(">f4"))
-
-    return VectorDumper
+    def dump(self, obj: Any) -> Buffer:
+        return struct.pack(">hh", len(obj), 0) + bytes(obj.astype(">f4"))
 
 
 @contextmanager

@@ -142,7 +142,7 @@ class PostgresStore(Store):
     def bm25(self, session: Session, query: str, limit: int, excluded: set[int]) -> dict[int, float]:
         common = self._common_words[session.id]
         with self._connections.take() as connection, suppress(UndefinedTable):
-            return words.search(connection, session.id, session.spans, query, limit, excluded, common)
+            return words.search(connection, session, query, limit, excluded, common)
         return {}
 
     def forget(self, name: str) -> Session:
@@ -172,9 +172,9 @@ class PostgresStore(Store):
             with transaction(connection):
                 taken = vectors.take(connection, self._given_up, limit)
                 pending = self._texts(taken)
-                if pending:
-                    vectors.store(connection, model, pending, embed(pending))
-                vectors.leave_queue(connection, set(taken) - {item.span for item in pending})
+                stored = vectors.store(connection, model, pending, embed(pending)) if pending else set()
+                waiting = {item.span for item in pending} - stored
+                connection.execute("DELETE FROM queue WHERE span = ANY(%s)", [list(taken.keys() - waiting)])
             if pending and self._hnsw:
                 vectors.index_large(connection, {item.session for item in pending})
         return bool(taken)

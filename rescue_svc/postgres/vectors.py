@@ -25,27 +25,23 @@ def take(connection: psycopg.Connection, excluded: set[int], limit: int) -> dict
     return dict(rows.fetchall())
 
 
-def leave_queue(connection: psycopg.Connection, spans: Iterable[int]) -> None:
-    connection.execute("DELETE FROM queue WHERE span = ANY(%s)", [list(spans)])
-
-
-def store(connection: psycopg.Connection, model: str, spans: list[Pending], matrix: Vectors) -> None:
-    """Store a vector [N, D] for each span, except for sessions that were forgotten or changed their model."""
-    sessions = {item.session for item in spans}
+def store(connection: psycopg.Connection, model: str, spans: list[Pending], matrix: Vectors) -> set[int]:
+    """Store vectors [N, D] and return their spans: all but those of sessions that were forgotten or changed models."""
     # Does not block writers; a `forget` waits until the vectors are stored, and then drops them.
-    rows = connection.execute(
-        "SELECT id FROM sessions WHERE id = ANY(%s) AND model = %s ORDER BY id FOR KEY SHARE", [list(sessions), model]
-    )
-    for (session,) in rows.fetchall():
-        rows_to_insert = [
-            (item.span, vector) for item, vector in zip(spans, matrix, strict=True) if item.session == session
-        ]
+    sessions = connection.execute(
+        "SELECT id FROM sessions WHERE id = ANY(%s) AND model = %s ORDER BY id FOR KEY SHARE",
+        [list({item.session for item in spans}), model],
+    ).fetchall()
+    stored: set[int] = set()
+    for (session,) in sessions:
+        rows = [(item.span, vector) for item, vector in zip(spans, matrix, strict=True) if item.session == session]
         connection.cursor().executemany(
             f"""INSERT INTO vectors_{session:d} (span, vector) VALUES (%s, %s)
                 ON CONFLICT (span) DO UPDATE SET vector = excluded.vector""",
-            rows_to_insert,
+            rows,
         )
-        leave_queue(connection, [span for span, _ in rows_to_insert])
+        stored.update(span for span, _ in rows)
+    return stored
 
 
 def adopt(connection: psycopg.Connection, session: int, model: str) -> None:

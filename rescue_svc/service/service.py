@@ -12,7 +12,7 @@ from rescue_svc.schemas import EmbedderInfo, RetrieveRequest, RetrieveResponse, 
 from rescue_svc.service.indexer import Indexer
 from rescue_svc.service.rank import Scored, fuse, merge_ranges, to_chunks
 from rescue_svc.settings import Settings
-from rescue_svc.store import READERS, NewSpan, Session, Span, Vectors
+from rescue_svc.store import READERS, NewSpan, Span, Vectors
 
 CANDIDATES = 100  # of each ranking, before they are fused
 
@@ -24,15 +24,16 @@ class RescueService:
         self.settings = settings
         self.metrics = Metrics()
         chosen, self._no_embedder_reason = choose_embedder(settings.embedder, settings.model_path)
-        self.store, self.index = open_all(settings, chosen.model if chosen else "", self._dim)
+
+        def dim() -> int:
+            return self.embedder.dim() if self.embedder else 0
+
+        self.store, self.index = open_all(settings, chosen.model if chosen else "", dim)
         self._bm25_pool = ThreadPoolExecutor(READERS, "bm25")  # more threads would wait for a connection
         self.embedder: EmbedWorker | None = None
         if chosen is not None:
             self.embedder = EmbedWorker(chosen, timeout_s=settings.embed_timeout_s, idle_s=settings.embed_idle_s)
             self.indexer = Indexer(self.store, self.embedder, settings.embed_batch)
-
-    def _dim(self) -> int:
-        return self.embedder.dim() if self.embedder else 0
 
     def close(self) -> None:
         """End the embedder, save the indexes and seal the store."""
@@ -67,7 +68,11 @@ class RescueService:
         wait_start = time.perf_counter()
         vector, degraded = self._wait_for_vector(pending) if is_dense else (None, None)
         waited = time.perf_counter() - wait_start
-        dense = self._search_dense(session, vector, excluded, sparse) if vector is not None else {}
+        dense: dict[int, float] = {}
+        if vector is not None:
+            index = self.index.current(session.id)
+            nearest = index.search(vector, CANDIDATES, excluded)
+            dense = nearest | index.similarities(vector, sparse.result().keys() - nearest.keys())
         alpha = request.hybrid_alpha if vector is not None else 0.0
         mode: Literal["hybrid", "dense", "bm25"] = "hybrid" if 0 < alpha < 1 else "dense" if alpha else "bm25"
         ranked = fuse(dense, sparse.result(), alpha)
@@ -99,14 +104,6 @@ class RescueService:
             return None, f"{reason}; {late}" if reason else late
         except EmbedderUnavailableError as error:
             return None, str(error)
-
-    def _search_dense(
-        self, session: Session, vector: Vectors, excluded: set[int], sparse: Future[dict[int, float]]
-    ) -> dict[int, float]:
-        """Return the cosines of the nearest spans, and of the spans that BM25 found."""
-        index = self.index.current(session.id)
-        nearest = index.search(vector, CANDIDATES, excluded)
-        return nearest | index.similarities(vector, sparse.result().keys() - nearest.keys())
 
     def embed(self, texts: list[str]) -> tuple[str, Vectors]:
         if self.embedder is None:

@@ -57,9 +57,8 @@ def _rebuild(directory: Path) -> Rebuilt:
     new.unlink(missing_ok=True)
     with closing(files.connect(old)) as source, closing(files.connect(new)) as target:
         migrate(target)
-        target.execute("BEGIN")
-        rebuilt = _copy_intact(source, target)
-        target.execute("COMMIT")
+        with files.transaction(target):
+            rebuilt = _copy_intact(source, target)
         target.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     aside = directory / f"{files.DATABASE}.bad-{time.time_ns()}" if not rebuilt.complete else None
     if aside:
@@ -89,7 +88,12 @@ def _copy_intact(source: sqlite3.Connection, target: sqlite3.Connection) -> Rebu
     complete = declared == seen == copied and _is_sound(source)
     if not copied and not complete:
         raise StoreDamagedError("nothing is intact")
-    return Rebuilt(copied, _copy_vectors(source, target), max(declared, seen) - copied, complete)
+    vectors = sum(
+        insert_vector(target, span, model, vector)
+        for _, span, model, vector, seal in _rows(source, "embeddings", "seq, span, model, vector, seal")
+        if vector_of_row(span, model, vector, seal) is not None
+    )
+    return Rebuilt(copied, vectors, max(declared, seen) - copied, complete)
 
 
 def _is_sound(source: sqlite3.Connection) -> bool:
@@ -123,11 +127,3 @@ def _copy_span(target: sqlite3.Connection, span: Span, session: int, name: str) 
     fts.add(target, session, span.id, span.text)
     size = len(span.text.encode())
     target.execute("UPDATE sessions SET spans = spans + 1, text_bytes = text_bytes + ? WHERE id = ?", (size, session))
-
-
-def _copy_vectors(source: sqlite3.Connection, target: sqlite3.Connection) -> int:
-    copied = 0
-    for _, span, model, vector, seal in _rows(source, "embeddings", "seq, span, model, vector, seal"):
-        if vector_of_row(span, model, vector, seal) is not None:
-            copied += insert_vector(target, span, model, vector, seal)
-    return copied

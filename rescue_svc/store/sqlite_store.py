@@ -25,11 +25,9 @@ from rescue_svc.store.records import (
     Span,
     StoredVectors,
     Vectors,
-    delete_vectors,
     insert_vector,
     span_of_row,
     vector_of_row,
-    vector_seal,
 )
 
 log = logging.getLogger(__name__)
@@ -50,24 +48,19 @@ class SqliteStore(Store):
         self._readers: queue.LifoQueue[sqlite3.Connection] = queue.LifoQueue()
         self._common_words: dict[int, dict[str, int]] = {}
         self._embedded: dict[str, int] = {}  # by model: the last span with a vector, or that was given up
-        try:
-            with files.sqlite_errors():
-                self._open(directory / files.DATABASE)
-        except OSError as error:
-            self._lock.release()
-            raise StoreUnavailableError(f"data directory {directory} cannot be used: {error}") from error
-        except BaseException:
-            self._lock.release()
-            raise
-
-    def _open(self, path: Path) -> None:
-        trust = files.trust(self.directory)
+        path = directory / files.DATABASE
         with ExitStack() as on_failure:
-            self._writer = on_failure.enter_context(closing(files.connect(path)))
-            self._prepare(trust)
+            on_failure.callback(self._lock.release)
+            try:
+                with files.sqlite_errors():
+                    trust = files.trust(directory)
+                    self._writer = on_failure.enter_context(closing(files.connect(path)))
+                    self._prepare(trust)
+                    for _ in range(READERS):
+                        self._readers.put(files.connect(path))
+            except OSError as error:
+                raise StoreUnavailableError(f"data directory {directory} cannot be used: {error}") from error
             on_failure.pop_all()
-        for _ in range(READERS):
-            self._readers.put(files.connect(path))
 
     def _prepare(self, trust: files.Trust) -> None:
         migrate(self._writer)
@@ -98,16 +91,8 @@ class SqliteStore(Store):
 
     @contextmanager
     def _write(self) -> Iterator[sqlite3.Connection]:
-        with self._writing, files.sqlite_errors():
-            self._writer.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._writer
-                self._writer.execute("COMMIT")
-            except BaseException:
-                # SQLite has already rolled back by itself after some errors, a full disk among them.
-                if self._writer.in_transaction:
-                    self._writer.execute("ROLLBACK")
-                raise
+        with self._writing, files.sqlite_errors(), files.transaction(self._writer):
+            yield self._writer
 
     @contextmanager
     def _read(self) -> Iterator[sqlite3.Connection]:
@@ -194,7 +179,7 @@ class SqliteStore(Store):
             if not connection.execute("SELECT 1 FROM sessions WHERE id = ?", (session.id,)).fetchone():
                 return {}
             common = self._common_words.setdefault(session.id, {})
-            return fts.search(connection, session.id, session.spans, query, limit, excluded, common)
+            return fts.search(connection, session, query, limit, excluded, common)
 
     def forget(self, name: str) -> Session:
         session = self.existing(name)
@@ -245,8 +230,7 @@ class SqliteStore(Store):
         """Store a vector [N, D] for each span, except for spans that were forgotten meanwhile."""
         with self._write() as connection:
             for item, vector in zip(spans, matrix, strict=True):
-                blob = vector.astype("<f4").tobytes()
-                insert_vector(connection, item.span, model, blob, vector_seal(item.span, model, blob))
+                insert_vector(connection, item.span, model, vector.astype("<f4").tobytes())
 
     def vectors(self, session: int, model: str, after: int, dim: int) -> StoredVectors:
         """Return the vectors stored after sequence number `after`; damaged ones are removed."""
@@ -265,7 +249,7 @@ class SqliteStore(Store):
                 "damaged vectors are removed, and recomputed at the next start", extra={"vectors": len(damaged)}
             )
             with self._write() as connection:
-                delete_vectors(connection, list(damaged))
+                connection.executemany("DELETE FROM embeddings WHERE span = ?", ((span,) for span in damaged))
         matrix = np.stack([vector for _, vector in intact]) if intact else np.zeros((0, dim), np.float32)
         return StoredVectors(np.array(spans, np.int64), matrix, rows[-1][0] if rows else after)
 
