@@ -42,6 +42,8 @@ def test_large_sessions_are_searched_in_cells(monkeypatch):
     vectors = unit(3000, 3)
     engine = ENGINES["faiss"](DIM)
     engine.add(np.arange(2000), vectors[:2000])
+    nearest = np.argsort(-(vectors[:2000] @ vectors[2999]))[:100].tolist()
+    assert list(engine.search(vectors[2999], 100, set())) == nearest  # a search of some cells would miss many
     engine.add(np.arange(2000, 2500), vectors[2000:2500])
     engine.add(np.arange(2500, 3000), vectors[2500:])
     engine = ENGINES["faiss"].from_bytes(engine.to_bytes(), DIM)

@@ -6,24 +6,18 @@ import numpy as np
 import pytest
 
 from rescue_svc.index import Residents
-from rescue_svc.opening import open_all
-from rescue_svc.settings import load_settings
 from rescue_svc.store import NewSpan, fts
 
-from .harness import EACH_STORE
+from .harness import EACH_STORE, open_store
 
 MODEL, DIM = "test-1", 4
 # Each word is in about half as many spans as the one before.
 VOCABULARY = ["the", "of", "cache", "token", "rotation", "zebra"]
 
 
-def open_store(folder, storage):
-    return open_all(load_settings(data_dir=folder, **storage(folder)), MODEL, lambda: DIM)[0]
-
-
 @pytest.fixture
 def store(tmp_path, storage):
-    store = open_store(tmp_path / "data", storage)
+    store, _ = open_store(data_dir=tmp_path, **storage(tmp_path))
     yield store
     store.close()
 
@@ -169,7 +163,7 @@ def test_cached_word_counts_change_no_result(budget_of_four, store, tmp_path, st
         words = ([word for place, word in enumerate(VOCABULARY) if rng.random() < 0.5**place] for _ in range(30))
         new = [NewSpan(first + n, first + n + 1, -1, 0.0, " ".join(text) or "nothing") for n, text in enumerate(words)]
         store.write("s", new)
-        fresh = open_store(tmp_path / "fresh", storage)
+        fresh, _ = open_store(data_dir=tmp_path / "fresh", **storage(tmp_path / "fresh"))
         fresh.write("s", new)
         question, excluded = " ".join(rng.sample(VOCABULARY, 4)), set(rng.sample(range(1, first + 30), 5))
         results = store.bm25(store.session("s"), question, 8, excluded)
@@ -177,6 +171,9 @@ def test_cached_word_counts_change_no_result(budget_of_four, store, tmp_path, st
         assert results
         assert not excluded & set(results)
         fresh.close()
+    assert store._common_words
+    store.forget("s")
+    assert not store._common_words
 
 
 @EACH_STORE
@@ -199,7 +196,7 @@ def test_both_stores_score_alike(tmp_path, postgres):
     several = [" ".join(rng.sample([*set(words) - {"evicts"}], 3)) for rng in map(random.Random, range(20))]
     scores = []
     for settings in ({}, {"store": postgres.database()}):
-        store = open_store(tmp_path, lambda _, settings=settings: settings)
+        store, _ = open_store(data_dir=tmp_path, **settings)
         store.write("s", pages)
         scores.append([store.bm25(store.session("s"), question, 99, set()) for question in (*words, *several)])
         store.close()
