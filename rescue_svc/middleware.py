@@ -47,11 +47,8 @@ class RequestObserver:
         except Exception:
             log.exception("internal error")
             if not status:
-                content = {
-                    "detail": "internal error; see the log of the service",
-                    "code": "internal_error",
-                    "request_id": rid,
-                }
+                detail = "internal error; see the log of the service"
+                content = {"detail": detail, "code": "internal_error", "request_id": rid}
                 await JSONResponse(content, 500)(scope, receive, send_with_id)
         seconds = time.perf_counter() - began
         route: Any = scope.get("route")

@@ -33,10 +33,6 @@ def run(settings: Settings, as_json: bool = False) -> None:
         raise RescueServiceError("something does not work; the lines marked BAD say what to do")
 
 
-def _describe_python(settings: Settings) -> str:
-    return f"{platform.python_version()} on {platform.platform(terse=True)}"
-
-
 def _describe_sqlite(settings: Settings) -> str:
     options = {row[0] for row in sqlite3.connect(":memory:").execute("PRAGMA compile_options")}
     if "ENABLE_FTS5" not in options:
@@ -77,7 +73,7 @@ def _describe_store(settings: Settings) -> str:
 
 
 CHECKS: dict[str, Callable[[Settings], str]] = {
-    "python": _describe_python,
+    "python": lambda _: f"{platform.python_version()} on {platform.platform(terse=True)}",
     "sqlite": _describe_sqlite,
     "index": _describe_index,
     "embedder": _describe_embedder,

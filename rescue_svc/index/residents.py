@@ -50,8 +50,7 @@ class Residents(Index):
             return 0
         with resident.lock:
             if len(resident.engine):
-                path = snapshot.path_of(self._store.directory, session)
-                snapshot.save(path, resident.engine, self._model, self._dim(), resident.last)
+                snapshot.save(self._store.directory, session, resident.engine, self._model, self._dim(), resident.last)
         return len(resident.engine)
 
     def forget(self, session: int) -> None:
@@ -91,19 +90,15 @@ class Residents(Index):
         with self._loading:
             resident = self._residents.get(session)
             if resident is None:
-                resident = self._from_snapshot(session) or Resident(ENGINES[self.name](self._dim()), 0)
+                loaded = snapshot.load(self._store.directory, session, self.name, self._model, self._dim())
+                engine, last = loaded or (None, 0)
+                # Recomputed vectors have newer numbers: then the snapshot has vectors that the store has replaced.
+                if engine is None or len(engine) != self._store.count_vectors(session, self._model, last):
+                    engine, last = ENGINES[self.name](self._dim()), 0
+                resident = Resident(engine, last)
                 with self._lock:
                     self._residents[session] = resident
         return resident
-
-    def _from_snapshot(self, session: int) -> Resident | None:
-        loaded = snapshot.load(snapshot.path_of(self._store.directory, session), self.name, self._model, self._dim())
-        if loaded is None:
-            return None
-        engine, last = loaded
-        # Vectors that were recomputed have newer numbers: then the snapshot has vectors that the store has replaced.
-        stale = len(engine) != self._store.count_vectors(session, self._model, last)
-        return None if stale else Resident(engine, last)
 
     def _make_room(self, session: int) -> None:
         while self.sizes()[1] > self._max_bytes and len(self._residents) > 1:

@@ -17,15 +17,18 @@ log = logging.getLogger(__name__)
 _NAME = re.compile(r"(\d+)\.index(\.partial|\.bad-\d+)?")
 
 
-def save(path: Path, engine: Engine, model: str, dim: int, last: int) -> None:
+def save(directory: Path, session: int, engine: Engine, model: str, dim: int, last: int) -> None:
     """Write a snapshot in one step, so that a crash leaves the old one; `last` numbers the newest vector in it."""
     body = engine.to_bytes()
     header = {"engine": engine.name, "model": model, "dim": dim, "count": len(engine), "last": last}
-    write_durably(path, json.dumps(header | {"blake2b": _digest(header, body)}).encode(), b"\n", body)
+    write_durably(
+        _path(directory, session), json.dumps(header | {"blake2b": _digest(header, body)}).encode(), b"\n", body
+    )
 
 
-def load(path: Path, engine: IndexName, model: str, dim: int) -> tuple[Engine, int] | None:
+def load(directory: Path, session: int, engine: IndexName, model: str, dim: int) -> tuple[Engine, int] | None:
     """Return the engine and its last sequence number; None without a valid snapshot for this engine and model."""
+    path = _path(directory, session)
     if not path.exists():
         return None
     line, _, body = path.read_bytes().partition(b"\n")
@@ -43,13 +46,13 @@ def load(path: Path, engine: IndexName, model: str, dim: int) -> tuple[Engine, i
     return ENGINES[engine].from_bytes(body, dim), header["last"]
 
 
-def path_of(directory: Path, session: int) -> Path:
+def _path(directory: Path, session: int) -> Path:
     return directory / INDEXES / f"{session}.index"
 
 
 def remove(directory: Path, session: int) -> None:
     """Delete the snapshot of a session, and damaged ones that were renamed."""
-    path = path_of(directory, session)
+    path = _path(directory, session)
     for file in path.parent.glob(path.name + "*"):
         if _NAME.fullmatch(file.name):
             file.unlink()

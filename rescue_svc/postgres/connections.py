@@ -155,15 +155,13 @@ class Connections:
                     f"the role of RESCUE_STORE may not add pgvector to {self.where}; "
                     "have an administrator run `CREATE EXTENSION vector` there"
                 ) from None
-        row = first.execute(_EXTENSION).fetchone()
-        assert row is not None  # noqa: S101 - it was just created; this tells the type checker
-        version = str(row[2])
+        ((_, _, version),) = first.execute(_EXTENSION).fetchall()
         if tuple(map(int, version.split(".")[:2])) < OLDEST_VECTOR:
             raise StoreUnavailableError(
                 f"{self.where} has pgvector {version}; 0.8 or later is required: "
                 "install it on the server, then `ALTER EXTENSION vector UPDATE`"
             )
-        return version
+        return str(version)
 
     def _configure(self, connection: psycopg.Connection) -> None:
         oid, schema, _ = connection.execute(_EXTENSION).fetchone() or (0, "public", "")

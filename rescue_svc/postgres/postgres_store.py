@@ -167,7 +167,9 @@ class PostgresStore(Store):
             return connection.execute(statement, parameters).fetchall()
 
     def embed_next(self, model: str, limit: int, embed: Callable[[list[Pending]], Vectors]) -> bool:
-        self._adopt_sessions(model)
+        for (session,) in self._rows("SELECT id FROM sessions WHERE model IS DISTINCT FROM %s", model):
+            with self._connections.take() as connection:
+                vectors.adopt(connection, session, model)
         with self._connections.take() as connection:
             with transaction(connection):
                 taken = vectors.take(connection, self._given_up, limit)
@@ -178,12 +180,6 @@ class PostgresStore(Store):
             if pending and self._hnsw:
                 vectors.index_large(connection, {item.session for item in pending})
         return bool(taken)
-
-    def _adopt_sessions(self, model: str) -> None:
-        """Take over sessions of other models; their vectors are recomputed."""
-        for (session,) in self._rows("SELECT id FROM sessions WHERE model IS DISTINCT FROM %s", model):
-            with self._connections.take() as connection:
-                vectors.adopt(connection, session, model)
 
     def _texts(self, taken: dict[int, int]) -> list[Pending]:
         """Return spans with their texts, read outside the transaction, in which they would block a DROP."""

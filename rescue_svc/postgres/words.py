@@ -73,17 +73,11 @@ def search(
         "most": most,
     }
 
-    def run() -> tuple[list[str], int, list[str], list[int], list[float]]:
-        row = connection.execute(
-            _SEARCH.format(session=session.id, k1=K1, k1_1=K1 + 1, b=B, not_b=1 - B), values
-        ).fetchone()
-        assert row is not None  # noqa: S101 - a SELECT without FROM has one; this tells the type checker
-        return row
-
-    stems, found_count, saturated, ids, scores = run()
+    statement = _SEARCH.format(session=session.id, k1=K1, k1_1=K1 + 1, b=B, not_b=1 - B)
+    ((stems, found_count, saturated, ids, scores),) = connection.execute(statement, values).fetchall()
     common.update(dict.fromkeys(saturated, most))
     too_common = [stem for stem in stems if common.get(stem, 0) >= most]
     if too_common and found_count == len(saturated):  # no word is rarer: use the longest, likely the most specific
         values |= {"left_out": [], "only": too_common[-1], "most": None}
-        *_, ids, scores = run()
+        ((*_, ids, scores),) = connection.execute(statement, values).fetchall()
     return dict(zip(ids, scores, strict=True))

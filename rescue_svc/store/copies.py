@@ -4,7 +4,7 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,7 @@ class Rebuilt:
     spans: int
     vectors: int
     lost: int  # spans of the old database that are not intact
-    complete: bool  # nothing is known to be lost
-    damaged_file: Path | None = None  # the old database, unless the rebuild is complete
+    damaged_file: Path | None = None  # the old database, if something may be lost
 
 
 def backup(directory: Path, folder: Path) -> int:
@@ -58,20 +57,19 @@ def _rebuild(directory: Path) -> Rebuilt:
     with closing(files.connect(old)) as source, closing(files.connect(new)) as target:
         migrate(target)
         with files.transaction(target):
-            rebuilt = _copy_intact(source, target)
+            rebuilt = _copy_intact(source, target, old.with_name(f"{old.name}.bad-{time.time_ns()}"))
         target.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    aside = directory / f"{files.DATABASE}.bad-{time.time_ns()}" if not rebuilt.complete else None
-    if aside:
-        aside.hardlink_to(old)
+    if rebuilt.damaged_file:
+        rebuilt.damaged_file.hardlink_to(old)
     for log in ("-wal", "-shm"):
         old.with_name(old.name + log).unlink(missing_ok=True)
     new.replace(old)
     files.sync_directory(directory)
     files.seal_closed(directory)
-    return replace(rebuilt, damaged_file=aside)
+    return rebuilt
 
 
-def _copy_intact(source: sqlite3.Connection, target: sqlite3.Connection) -> Rebuilt:
+def _copy_intact(source: sqlite3.Connection, target: sqlite3.Connection, damaged_file: Path) -> Rebuilt:
     declared = seen = copied = 0
     names: dict[int, str] = {}
     for session, name, spans, created, updated in _rows(source, "sessions", "id, name, spans, created, updated"):
@@ -85,15 +83,15 @@ def _copy_intact(source: sqlite3.Connection, target: sqlite3.Connection) -> Rebu
             name = names[session]
             _copy_span(target, span_of_row(tuple(row), name), session, name)
             copied += 1
-    complete = declared == seen == copied and _is_sound(source)
-    if not copied and not complete:
+    is_complete = declared == seen == copied and _is_sound(source)
+    if not copied and not is_complete:
         raise StoreDamagedError("nothing is intact")
     vectors = sum(
         insert_vector(target, span, model, vector)
         for _, span, model, vector, seal in _rows(source, "embeddings", "seq, span, model, vector, seal")
         if vector_of_row(span, model, vector, seal) is not None
     )
-    return Rebuilt(copied, vectors, max(declared, seen) - copied, complete)
+    return Rebuilt(copied, vectors, max(declared, seen) - copied, None if is_complete else damaged_file)
 
 
 def _is_sound(source: sqlite3.Connection) -> bool:

@@ -171,19 +171,18 @@ def test_a_rebuild_keeps_intact_rows(pristine, copy, times):
         spans = {name: set(answer[0]) for name, answer in answers(work).items()}
         assert all(some <= all_spans[name] for name, some in spans.items())
         assert sum(map(len, spans.values())) == rebuilt.spans
-        assert rebuilt.complete == (rebuilt.damaged_file is None)
         assert rebuilt.spans == SPANS or rebuilt.damaged_file.exists()
         total += rebuilt.spans
     assert total > times(100) * SPANS
 
 
 def test_a_rebuild_reports_what_it_kept(pristine, copy, changed):
-    assert copies.rebuild(copy(pristine[0])) == copies.Rebuilt(SPANS, SPANS, lost=0, complete=True)
+    assert copies.rebuild(copy(pristine[0])) == copies.Rebuilt(SPANS, SPANS, lost=0)
     assert copies.rebuild(changed("embeddings SET seal = 0 WHERE span")).vectors == SPANS - 1
     work = changed("spans SET layer = 1 WHERE id")
     before = (work / files.DATABASE).read_bytes()
     rebuilt = copies.rebuild(work)
-    assert rebuilt == copies.Rebuilt(SPANS - 1, SPANS - 1, lost=1, complete=False, damaged_file=rebuilt.damaged_file)
+    assert rebuilt == copies.Rebuilt(SPANS - 1, SPANS - 1, lost=1, damaged_file=rebuilt.damaged_file)
     assert rebuilt.damaged_file.read_bytes() == before
 
 
