@@ -56,7 +56,7 @@ def test_a_session_counts_its_spans_and_bytes(store):
 
 
 @EACH_STORE
-def test_spans_are_embedded_once_per_model(store):
+def test_spans_are_embedded_once_per_model_and_forgotten_with_their_ids(store):
     store.write("a", spans(0, 10))
     store.write("b", spans(0))
     assert store.count_pending(MODEL) == 3
@@ -67,6 +67,12 @@ def test_spans_are_embedded_once_per_model(store):
     assert store.count_pending("another") == len(embed(store, "another")) == 3
     assert (store.count_pending("another"), store.count_pending(MODEL)) == (0, 3)  # it replaced the first
     assert (store.count_vectors(a, MODEL), store.count_vectors(a, "another")) == (0, 2)
+    forgotten, b = store.session("a"), store.session("b").id
+    assert store.forget("a").spans == 2
+    assert (store.spans(forgotten), store.count_vectors(a, "another"), store.count_vectors(b, "another")) == ([], 0, 1)
+    store.write("a", spans(0))
+    assert store.session("a").id > b
+    assert [span.id for span in store.spans(store.session("a"))] == [4]  # ids are not used again
 
 
 @EACH_STORE
@@ -82,19 +88,6 @@ def test_a_failed_span_stays_in_the_queue_until_it_is_given_up(store):
     store.give_up(MODEL, 1)
     assert embed(store) == [2]
     assert store.count_pending(MODEL) == 1
-
-
-@EACH_STORE
-def test_forget_reuses_no_id(store):
-    store.write("a", spans(0, 10))
-    store.write("b", spans(0))
-    embed(store)
-    a, b = store.session("a"), store.session("b")
-    assert store.forget("a").spans == 2
-    assert (store.spans(a), store.count_vectors(a.id, MODEL), store.count_vectors(b.id, MODEL)) == ([], 0, 1)
-    store.write("a", spans(0))
-    assert store.session("a").id > b.id
-    assert [span.id for span in store.spans(store.session("a"))] == [4]
 
 
 # Resident indexes, which only SQLite needs.

@@ -13,14 +13,11 @@ import psutil
 import pytest
 from http_harness import wait_for
 
-from rescue_svc.settings import Caps
-from rescue_svc.store import NewSpan, SqliteStore
+from rescue_svc.store import NewSpan
 from rescue_svc.store.files import DATABASE, connect
 from rescue_svc.store.migrations import MIGRATIONS, migrate
 
-from ..harness import IN_FULL_EACH_STORE, Server
-
-CAPS = Caps(10**6, 10**6, 10**4)
+from ..harness import IN_FULL_EACH_STORE, Server, open_store
 
 
 class Writer(threading.Thread):
@@ -142,7 +139,7 @@ def test_kill_at_every_statement_of_a_migration(tmp_path, version):
     connection.close()
     assert len(moments) > 6
     for moment in moments:
-        store = SqliteStore(moment, CAPS)
+        store, _ = open_store(data_dir=moment)
         assert store.write("s", [NewSpan(0, 1, -1, 0.0, "after")]) == (1, 1)
         store.close()
 
