@@ -138,7 +138,7 @@ def readyz(service: Service) -> schemas.ReadyResponse:
     return schemas.ReadyResponse(
         retrieval="hybrid" if embedder.state == "ready" else "bm25",
         embedder=embedder,
-        index=service.index,
+        index=service.index.name,
         sessions=len(stored),
         spans=sum(session.spans for session in stored),
     )

@@ -155,33 +155,27 @@ class Connections:
                     f"the role of RESCUE_STORE may not add pgvector to {self.where}; "
                     "have an administrator run `CREATE EXTENSION vector` there"
                 ) from None
-        row = first.execute(_EXTENSION).fetchone()
-        assert row is not None  # noqa: S101 - it was just created; this tells the type checker
-        version = str(row[2])
+        ((_, _, version),) = first.execute(_EXTENSION).fetchall()
         if tuple(map(int, version.split(".")[:2])) < OLDEST_VECTOR:
             raise StoreUnavailableError(
                 f"{self.where} has pgvector {version}; 0.8 or later is required: "
                 "install it on the server, then `ALTER EXTENSION vector UPDATE`"
             )
-        return version
+        return str(version)
 
     def _configure(self, connection: psycopg.Connection) -> None:
         oid, schema, _ = connection.execute(_EXTENSION).fetchone() or (0, "public", "")
         connection.execute(_SETTINGS, [f'{SCHEMA}, "{schema}"'])
-        connection.adapters.register_dumper(np.ndarray, _vector_dumper(oid))
+        connection.adapters.register_dumper(np.ndarray, type("VectorDumper", (_VectorDumper,), {"oid": oid}))
 
 
-def _vector_dumper(of_type: int) -> type[Dumper]:
-    """Return the adapter that sends a float32 vector [D] in pgvector's binary format."""
+class _VectorDumper(Dumper):
+    """Sends a float32 vector [D] in pgvector's binary format."""
 
-    class VectorDumper(Dumper):
-        format = Format.BINARY
-        oid = of_type
+    format = Format.BINARY
 
-        def dump(self, obj: Any) -> Buffer:
-            return struct.pack(">hh", len(obj), 0) + bytes(obj.astype(">f4"))
-
-    return VectorDumper
+    def dump(self, obj: Any) -> Buffer:
+        return struct.pack(">hh", len(obj), 0) + bytes(obj.astype(">f4"))
 
 
 @contextmanager
@@ -201,32 +195,32 @@ def postgres_errors(where: str) -> Iterator[None]:
     """Translate errors of PostgreSQL to errors of the service, which quote no statement, row or password."""
     try:
         yield
-    except (psycopg.OperationalError, psycopg.InternalError, psycopg.InterfaceError) as error:
-        raise _translate(error, where) from error
-    except (pg.InsufficientPrivilege, pg.UndefinedTable) as error:  # others would be bugs of our statements
+    except (
+        psycopg.OperationalError,
+        psycopg.InternalError,
+        psycopg.InterfaceError,
+        pg.InsufficientPrivilege,
+        pg.UndefinedTable,  # others would be bugs of our statements
+    ) as error:
         raise _translate(error, where) from error
 
 
 def _translate(error: psycopg.Error, where: str) -> RescueServiceError:
+    name = type(error).__name__
     match error:
         case pg.DiskFull():
             return StoreFullError(f"the disk of {where} is full; free space, or forget sessions once there is a little")
         case pg.DataCorrupted() | pg.IndexCorrupted():
-            return StoreDamagedError(
-                f"{where} is damaged ({type(error).__name__}); restore a dump of `mlx-tq-rescue backup`"
-            )
+            return StoreDamagedError(f"{where} is damaged ({name}); restore a dump of `mlx-tq-rescue backup`")
         case pg.InsufficientPrivilege():
-            return StoreUnavailableError(
-                f"{where}: the role of RESCUE_STORE lacks a privilege ({reason(error)}); grant it"
-            )
+            fault = f": the role of RESCUE_STORE lacks a privilege ({reason(error)}); grant it"
         case pg.ReadOnlySqlTransaction():
-            return StoreUnavailableError(f"{where} is read-only; name its primary in RESCUE_STORE")
+            fault = " is read-only; name its primary in RESCUE_STORE"
         case pg.UndefinedTable():
-            return StoreUnavailableError(f"{where} has lost tables ({reason(error)}); restart the service")
+            fault = f" has lost tables ({reason(error)}); restart the service"
         case _:
-            return StoreUnavailableError(
-                f"{where} cannot be used now ({type(error).__name__}); check that the server runs and what its log says"
-            )
+            fault = f" cannot be used now ({name}); check that the server runs and what its log says"
+    return StoreUnavailableError(where + fault)
 
 
 def reason(error: psycopg.Error) -> str:

@@ -3,14 +3,13 @@
 import os
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 from psycopg.pq import Conninfo
 
 from rescue_svc.errors import StoreUnavailableError
 from rescue_svc.postgres.connections import SCHEMA
-from rescue_svc.store.files import sync, sync_directory
+from rescue_svc.store.files import new_folder
 
 DUMP = "rescue.dump"
 
@@ -20,18 +19,8 @@ def backup(url: str, folder: Path) -> int:
     program = shutil.which("pg_dump")
     if program is None:
         raise StoreUnavailableError("pg_dump is missing; install PostgreSQL's client programs, as new as the server")
-    if folder.exists():
-        raise StoreUnavailableError(f"{folder} exists; name a folder that does not: nothing is overwritten")
-    partial = folder.with_name(f"{folder.name}.partial-{time.time_ns()}")
-    try:
-        partial.mkdir(parents=True, mode=0o700)
+    with new_folder(folder) as partial:
         _dump(program, url, partial / DUMP)
-        partial.rename(folder)
-        sync_directory(folder.parent)
-    except OSError as error:
-        raise StoreUnavailableError(f"{folder} cannot be created ({error.strerror}); name another folder") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return (folder / DUMP).stat().st_size
 
 
@@ -44,5 +33,3 @@ def _dump(program: str, url: str, file: Path) -> None:
     if result.returncode:
         reason = (result.stderr.strip().splitlines() or ["it gave no reason"])[0]
         raise StoreUnavailableError(f"pg_dump failed: {reason}")
-    with file.open("rb+") as dump:
-        sync(dump.fileno())

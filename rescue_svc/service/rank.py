@@ -52,16 +52,12 @@ def fuse(dense: dict[int, float], bm25: dict[int, float], alpha: float) -> list[
     return sorted(scored, key=lambda s: (-s.fused, s.id))
 
 
-def without_joining(spans: Sequence[Span], scores: Sequence[Scored]) -> list[RetrievedChunk]:
-    return [_join(spans, scores, [i]) for i in range(len(spans))]
-
-
-def join_adjacent(spans: Sequence[Span], scores: Sequence[Scored]) -> list[RetrievedChunk]:
-    """Join spans of one layer that are adjacent; return the chunks, best first."""
+def to_chunks(spans: Sequence[Span], scores: Sequence[Scored], *, join: bool) -> list[RetrievedChunk]:
+    """Return the chunks of ranked spans, best first; with `join`, adjacent spans of one layer are one chunk."""
     runs: list[list[int]] = []
     for place in sorted(range(len(spans)), key=lambda i: (spans[i].layer, spans[i].start, spans[i].stop)):
         last = spans[runs[-1][-1]] if runs else None
-        if last and (last.layer, last.stop) == (spans[place].layer, spans[place].start):
+        if join and last and (last.layer, last.stop) == (spans[place].layer, spans[place].start):
             runs[-1].append(place)
         else:
             runs.append([place])

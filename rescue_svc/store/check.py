@@ -5,7 +5,8 @@ import sqlite3
 
 from rescue_svc.errors import StoreDamagedError
 from rescue_svc.store import fts
-from rescue_svc.store.records import COLUMNS, delete_vectors, span_of_row, vector_of_row
+from rescue_svc.store.files import transaction
+from rescue_svc.store.records import COLUMNS, span_of_row, vector_of_row
 
 log = logging.getLogger(__name__)
 
@@ -21,9 +22,8 @@ def verify(connection: sqlite3.Connection, *, rebuild_words: bool) -> None:
     _repair_vectors(connection)
     for (session,) in connection.execute("SELECT id FROM sessions").fetchall():
         if rebuild_words or not fts.is_whole(connection, session):
-            connection.execute("BEGIN IMMEDIATE")
-            fts.rebuild(connection, session)
-            connection.execute("COMMIT")
+            with transaction(connection):
+                fts.rebuild(connection, session)
     _sqlite_check(connection, "PRAGMA integrity_check")
 
 
@@ -49,9 +49,8 @@ def _repair_vectors(connection: sqlite3.Connection) -> None:
     damaged = [span for span, model, blob, seal in rows if vector_of_row(span, model, blob, seal) is None]
     if damaged:
         log.warning("damaged vectors are recomputed", extra={"vectors": len(damaged)})
-        connection.execute("BEGIN IMMEDIATE")
-        delete_vectors(connection, damaged)
-        connection.execute("COMMIT")
+        with transaction(connection):
+            connection.executemany("DELETE FROM embeddings WHERE span = ?", ((span,) for span in damaged))
 
 
 def _message(fault: str) -> str:

@@ -4,7 +4,9 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,6 +63,19 @@ def connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
+@contextmanager
+def transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        # SQLite has already rolled back by itself after some errors, a full disk among them.
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
 class DirectoryLock:
     """Keeps other processes out of the data directory; the system releases it when this one ends."""
 
@@ -82,6 +97,35 @@ class DirectoryLock:
 
     def release(self) -> None:
         os.close(self._fd)
+
+
+def existing_database(directory: Path) -> Path:
+    """Return the path of the database; raise StoreUnavailableError if there is none."""
+    if not (directory / DATABASE).exists():
+        raise errors.StoreUnavailableError(f"{directory} has no {DATABASE}; name the service's --data-dir")
+    return directory / DATABASE
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder for files, which are synced and get the name `folder` when the block is complete."""
+    if folder.exists():
+        raise errors.StoreUnavailableError(f"{folder} exists; name a folder that does not: nothing is overwritten")
+    partial = folder.with_name(f"{folder.name}.partial-{time.time_ns()}")
+    try:
+        partial.mkdir(parents=True, mode=0o700)
+        yield partial
+        for path in partial.iterdir():
+            with path.open("rb+") as file:
+                sync(file.fileno())
+        partial.rename(folder)
+        sync_directory(folder.parent)
+    except OSError as error:
+        raise errors.StoreUnavailableError(
+            f"{folder} cannot be created ({error.strerror}); name another folder"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_durably(path: Path, *parts: bytes) -> None:
@@ -138,12 +182,9 @@ def trust(directory: Path) -> Trust:
         )
     if state == "open":
         return "crashed"
-    unchanged = state == "closed" and digest == _digest(database) and not _log(database).exists()
+    has_log = (directory / f"{DATABASE}-wal").exists()
+    unchanged = state == "closed" and digest == _digest(database) and not has_log
     return "sealed" if unchanged else "altered"
-
-
-def _log(database: Path) -> Path:
-    return database.with_name(database.name + "-wal")
 
 
 def _digest(path: Path) -> str:

@@ -7,6 +7,7 @@ them. Every call is safe from many threads, and may raise StoreUnavailableError 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, Protocol
 
+from rescue_svc.errors import SessionNotFoundError
 from rescue_svc.store.records import NewSpan, Pending, Session, Span, Vectors
 
 IndexName = Literal["faiss", "numpy", "hnsw", "exact"]
@@ -29,6 +30,13 @@ class Store(Protocol):
 
     def session(self, name: str) -> Session | None:
         """Return a session, or None if it was never written or is forgotten."""
+
+    def existing(self, name: str) -> Session:
+        """Return a session; raise SessionNotFoundError if there is none."""
+        session = self.session(name)
+        if session is None:
+            raise SessionNotFoundError(f"no session {name}; `GET /sessions` lists all")
+        return session
 
     def sessions(self) -> list[Session]:
         """Return all sessions, the most recently written first."""
@@ -74,30 +82,33 @@ class SessionIndex(Protocol):
         """Return the cosine of each of these spans that has a vector."""
 
 
-class Index(Protocol):
-    """Dense search over the vectors of the spans."""
+class Index:
+    """Dense search over the vectors of the spans. Methods about memory are for indexes that the service loads."""
 
-    @property
-    def name(self) -> IndexName:
-        """Return the method of search."""
+    name: IndexName
 
     def current(self, session: int) -> SessionIndex:
         """Return a session's index with every vector that the store has now."""
+        raise NotImplementedError
 
     def resume(self, session: int) -> int:
         """Load a session's index ahead of a query; return how many vectors it has."""
+        raise NotImplementedError
 
     def hibernate(self, session: int) -> int:
         """Remove a session's index from memory; return how many vectors it had there."""
+        return 0
 
     def forget(self, session: int) -> None:
         """Delete a session's vectors outside the store."""
 
     def is_resident(self, session: int) -> bool:
         """Return whether a session's index is in memory."""
+        return False
 
     def sizes(self) -> tuple[int, int]:
         """Return the number of indexes in memory, and the bytes of their vectors."""
+        return 0, 0
 
     def save_all(self) -> None:
         """Save the indexes in memory for a fast next start."""

@@ -1,16 +1,15 @@
 import os
-import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import postgres_server
 import pytest
 
-from rescue_svc.postgres.connections import SCHEMA
+from rescue_svc.store import Index, Store
 
-from .harness import LocalService, Server
+from .harness import LocalService, Server, open_store
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -28,14 +27,37 @@ def times(request: pytest.FixtureRequest) -> Callable[[int], int]:
     return lambda count: count // request.param
 
 
+def running_postgres(**settings: str) -> Iterator[postgres_server.PostgresServer]:
+    if lacking := postgres_server.missing():
+        pytest.skip(lacking)
+    server = postgres_server.PostgresServer(**settings)
+    yield server
+    server.stop()
+
+
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[postgres_server.PostgresServer]:
     """Run a server in which each test makes its own databases."""
-    if lacking := postgres_server.missing():
-        pytest.skip(lacking)
-    server = postgres_server.PostgresServer(fsync="off")
-    yield server
-    server.stop()
+    yield from running_postgres(fsync="off")
+
+
+@pytest.fixture(scope="module")
+def killable() -> Iterator[postgres_server.PostgresServer]:
+    """Run a server that tests may kill."""
+    yield from running_postgres()
+
+
+@pytest.fixture
+def opening() -> Iterator[Callable[..., tuple[Store, Index]]]:
+    """Return a function that opens a store and its index; all are closed after the test."""
+    with ExitStack() as stack:
+
+        def opened(url: str | None, **options: Any) -> tuple[Store, Index]:
+            store, index = open_store(store=url, **options)
+            stack.callback(store.close)
+            return store, index
+
+        yield opened
 
 
 class Sqlite:
@@ -48,16 +70,6 @@ class Sqlite:
     def files(self, data_dir: Path) -> list[Path]:
         """Return every file that may contain a service's data."""
         return [path for path in data_dir.rglob("*") if path.is_file()]
-
-    def change(self, data_dir: Path, statement: str) -> None:
-        """Run a statement directly on the database."""
-        with closing(sqlite3.connect(data_dir / "rescue.db")) as database, database:
-            database.execute(statement)
-
-    def dims(self, service: LocalService, session: str) -> list[int]:
-        """Return the dimensions of each stored vector."""
-        store, worker = service.service.store, service.service.embedder
-        return [len(row) for row in store.vectors(store.session(session).id, worker.model, 0, worker.dim()).vectors]
 
 
 class Postgres(Sqlite):
@@ -74,14 +86,6 @@ class Postgres(Sqlite):
         ((number,),) = self.server.sql(oid, self(data_dir)["store"])
         others = {path for path in (self.server.data / "base").iterdir() if path.name != str(number)}
         return [path for path in super().files(self.server.data) if not others & {*path.parents}]
-
-    def change(self, data_dir: Path, statement: str) -> None:
-        self.server.sql(f"SET search_path = {SCHEMA}; {statement}", self(data_dir)["store"])
-
-    def dims(self, service: LocalService, session: str) -> list[int]:
-        table = f"{SCHEMA}.vectors_{service.service.store.session(session).id}"
-        rows = self.server.sql(f"SELECT vector_dims(vector) FROM {table}", self(service.data_dir)["store"])
-        return [dims for (dims,) in rows]
 
 
 @pytest.fixture(scope="session")

@@ -41,7 +41,7 @@ def test_no_trace_remains(start_service, storage):
     service.wait_until_embedded()
     assert service.search("secret", SECRET)
     service.hibernate("secret")
-    in_files = service.service.index == "faiss"
+    in_files = service.service.index.name == "faiss"
     if in_files:
         (service.data_dir / "index" / "2.index.bad-1").write_bytes(BYTES)  # as if a damaged one had been renamed
     # The search works: it is in the database or its log, and there in the index and the file aside.

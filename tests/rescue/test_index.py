@@ -22,13 +22,13 @@ def unit(count, seed):
 def test_search_is_exact(name, excluded):
     vectors, query = unit(400, 1), unit(1, 2)[0]
     engine = ENGINES[name](DIM)
-    assert (engine.search(query, 8, set()), engine.similarities(query, [1])) == ([], {})
+    assert (engine.search(query, 8, set()), engine.similarities(query, [1])) == ({}, {})
     engine.add(np.arange(10, 210), vectors[:200])
     engine.add(np.arange(210, 410), vectors[200:])
     order = [int(i) + 10 for i in np.argsort(-(vectors @ query)) if int(i) + 10 not in excluded]
     results = engine.search(query, 8, excluded)
-    assert [i for i, _ in results] == order[:8]
-    assert [s for _, s in results] == pytest.approx([float(vectors[i - 10] @ query) for i in order[:8]], abs=1e-6)
+    assert list(results) == order[:8]
+    assert list(results.values()) == pytest.approx([float(vectors[i - 10] @ query) for i in order[:8]], abs=1e-6)
     again = ENGINES[name].from_bytes(engine.to_bytes(), DIM)
     assert again.search(query, 8, excluded) == results
     assert len(again) == 400
@@ -42,12 +42,14 @@ def test_large_sessions_are_searched_in_cells(monkeypatch):
     vectors = unit(3000, 3)
     engine = ENGINES["faiss"](DIM)
     engine.add(np.arange(2000), vectors[:2000])
+    nearest = np.argsort(-(vectors[:2000] @ vectors[2999]))[:100].tolist()
+    assert list(engine.search(vectors[2999], 100, set())) == nearest  # a search of some cells would miss many
     engine.add(np.arange(2000, 2500), vectors[2000:2500])
     engine.add(np.arange(2500, 3000), vectors[2500:])
     engine = ENGINES["faiss"].from_bytes(engine.to_bytes(), DIM)
     for i in (0, 1999, 2000, 2999):
-        assert engine.search(vectors[i], 1, set())[0] == (i, pytest.approx(1, abs=1e-5))
-        assert engine.search(vectors[i], 1, {i})[0][0] != i
+        assert engine.search(vectors[i], 1, set()) == {i: pytest.approx(1, abs=1e-5)}
+        assert i not in engine.search(vectors[i], 1, {i})
         assert engine.similarities(vectors[i], [i]) == {i: pytest.approx(1, abs=1e-5)}
     assert len(engine) == 3000
 

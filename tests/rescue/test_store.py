@@ -6,24 +6,18 @@ import numpy as np
 import pytest
 
 from rescue_svc.index import Residents
-from rescue_svc.opening import open_all
-from rescue_svc.settings import load_settings
 from rescue_svc.store import NewSpan, fts
 
-from .harness import EACH_STORE
+from .harness import EACH_STORE, open_store
 
 MODEL, DIM = "test-1", 4
 # Each word is in about half as many spans as the one before.
 VOCABULARY = ["the", "of", "cache", "token", "rotation", "zebra"]
 
 
-def open_store(folder, storage):
-    return open_all(load_settings(data_dir=folder, **storage(folder)), MODEL, lambda: DIM)[0]
-
-
 @pytest.fixture
 def store(tmp_path, storage):
-    store = open_store(tmp_path / "data", storage)
+    store, _ = open_store(data_dir=tmp_path, **storage(tmp_path))
     yield store
     store.close()
 
@@ -62,7 +56,7 @@ def test_a_session_counts_its_spans_and_bytes(store):
 
 
 @EACH_STORE
-def test_spans_are_embedded_once_per_model(store):
+def test_spans_are_embedded_once_per_model_and_forgotten_with_their_ids(store):
     store.write("a", spans(0, 10))
     store.write("b", spans(0))
     assert store.count_pending(MODEL) == 3
@@ -73,6 +67,12 @@ def test_spans_are_embedded_once_per_model(store):
     assert store.count_pending("another") == len(embed(store, "another")) == 3
     assert (store.count_pending("another"), store.count_pending(MODEL)) == (0, 3)  # it replaced the first
     assert (store.count_vectors(a, MODEL), store.count_vectors(a, "another")) == (0, 2)
+    forgotten, b = store.session("a"), store.session("b").id
+    assert store.forget("a").spans == 2
+    assert (store.spans(forgotten), store.count_vectors(a, "another"), store.count_vectors(b, "another")) == ([], 0, 1)
+    store.write("a", spans(0))
+    assert store.session("a").id > b
+    assert [span.id for span in store.spans(store.session("a"))] == [4]  # ids are not used again
 
 
 @EACH_STORE
@@ -88,19 +88,6 @@ def test_a_failed_span_stays_in_the_queue_until_it_is_given_up(store):
     store.give_up(MODEL, 1)
     assert embed(store) == [2]
     assert store.count_pending(MODEL) == 1
-
-
-@EACH_STORE
-def test_forget_reuses_no_id(store):
-    store.write("a", spans(0, 10))
-    store.write("b", spans(0))
-    embed(store)
-    a, b = store.session("a"), store.session("b")
-    assert store.forget("a").spans == 2
-    assert (store.spans(a), store.count_vectors(a.id, MODEL), store.count_vectors(b.id, MODEL)) == ([], 0, 1)
-    store.write("a", spans(0))
-    assert store.session("a").id > b.id
-    assert [span.id for span in store.spans(store.session("a"))] == [4]
 
 
 # Resident indexes, which only SQLite needs.
@@ -169,7 +156,7 @@ def test_cached_word_counts_change_no_result(budget_of_four, store, tmp_path, st
         words = ([word for place, word in enumerate(VOCABULARY) if rng.random() < 0.5**place] for _ in range(30))
         new = [NewSpan(first + n, first + n + 1, -1, 0.0, " ".join(text) or "nothing") for n, text in enumerate(words)]
         store.write("s", new)
-        fresh = open_store(tmp_path / "fresh", storage)
+        fresh, _ = open_store(data_dir=tmp_path / "fresh", **storage(tmp_path / "fresh"))
         fresh.write("s", new)
         question, excluded = " ".join(rng.sample(VOCABULARY, 4)), set(rng.sample(range(1, first + 30), 5))
         results = store.bm25(store.session("s"), question, 8, excluded)
@@ -177,6 +164,9 @@ def test_cached_word_counts_change_no_result(budget_of_four, store, tmp_path, st
         assert results
         assert not excluded & set(results)
         fresh.close()
+    assert store._common_words
+    store.forget("s")
+    assert not store._common_words
 
 
 @EACH_STORE
@@ -199,7 +189,7 @@ def test_both_stores_score_alike(tmp_path, postgres):
     several = [" ".join(rng.sample([*set(words) - {"evicts"}], 3)) for rng in map(random.Random, range(20))]
     scores = []
     for settings in ({}, {"store": postgres.database()}):
-        store = open_store(tmp_path, lambda _, settings=settings: settings)
+        store, _ = open_store(data_dir=tmp_path, **settings)
         store.write("s", pages)
         scores.append([store.bm25(store.session("s"), question, 99, set()) for question in (*words, *several)])
         store.close()

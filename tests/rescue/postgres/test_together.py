@@ -3,7 +3,7 @@
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import numpy as np
 import psycopg
@@ -44,7 +44,7 @@ def test_services_create_the_tables_once_and_share_a_session(postgres, opening):
 def test_each_span_is_embedded_by_one_of_them(postgres, opening):
     """While one fails the other embeds the next spans. Failed spans return to the queue."""
     url, seen = postgres.database(), []
-    first, second = (opening(url)[0] for _ in range(2))
+    (first, _), (second, _) = opening(url), opening(url)
     first.write("s", spans(0, 6))
 
     def embed(waiting):
@@ -88,9 +88,8 @@ def test_a_session_may_be_forgotten_while_it_is_embedded_and_read(postgres, open
 
 
 def test_writers_and_forgetters_at_once_neither_fail_nor_mix(postgres, opening):
-    url = postgres.database()
+    url, done = postgres.database(), threading.Event()
     stores = [opening(url)[0] for _ in range(2)]
-    done = threading.Event()
 
     def embed():
         while not done.is_set():
@@ -104,15 +103,14 @@ def test_writers_and_forgetters_at_once_neither_fail_nor_mix(postgres, opening):
 
     with ThreadPoolExecutor(5) as threads:
         embedding = threads.submit(embed)
-        for job in [threads.submit(work, n) for n in range(4)]:
-            job.result()
+        list(threads.map(work, range(4)))
         done.set()
         embedding.result()
     for session in stores[0].sessions():
         assert len(stores[0].spans(session)) == session.spans
     tables = postgres.sql("SELECT relname FROM pg_class WHERE relname ~ '^(spans|vectors)_[0-9]+$'", url)
     ids = [session.id for session in stores[0].sessions()]
-    assert {name for (name,) in tables} == {f"{kind}_{session}" for session in ids for kind in ("spans", "vectors")}
+    assert {*tables} == {(f"{kind}_{session}",) for session in ids for kind in ("spans", "vectors")}
 
 
 def test_a_migration_that_fails_leaves_nothing(postgres, opening, monkeypatch):
@@ -194,18 +192,13 @@ def lose(connection, server):
             connection.pgconn.consume_input()
 
 
-@pytest.mark.parametrize("alive", [True, False], ids=["alive", "lost"])
-def test_a_transaction_that_is_not_committed_raises(killable, alive):
+@pytest.mark.parametrize("expectation", [nullcontext(), pytest.raises(psycopg.OperationalError)], ids=["alive", "lost"])
+def test_a_transaction_that_is_not_committed_raises(killable, expectation):
     """psycopg's own block ends without an error."""
-    url = killable.database()
+    url, is_alive = killable.database(), isinstance(expectation, nullcontext)
     killable.sql("CREATE TABLE spans (id int)", url)
-    with psycopg.connect(url, autocommit=True) as connection:
-        try:
-            with transaction(connection):
-                connection.execute("INSERT INTO spans VALUES (1)")
-                if not alive:
-                    lose(connection, killable)
-            acknowledged = True
-        except psycopg.OperationalError:
-            acknowledged = False
-    assert acknowledged == bool(killable.sql("SELECT id FROM spans", url)) == alive
+    with psycopg.connect(url, autocommit=True) as connection, expectation, transaction(connection):
+        connection.execute("INSERT INTO spans VALUES (1)")
+        if not is_alive:
+            lose(connection, killable)
+    assert bool(killable.sql("SELECT id FROM spans", url)) == is_alive
