@@ -184,8 +184,8 @@ def with_formats(model: Any, config: KVConfig) -> KVConfig:
 def check_config(path: str | Path, stored: KVConfig, config: KVConfig) -> None:
     """Raise CacheFormatError with the differences if a file has another configuration than `config`."""
     if config != stored:
-        wanted = config.to_dict()
-        differs = [f"{k} is {v!r}, not {wanted[k]!r}" for k, v in stored.to_dict().items() if v != wanted[k]]
+        fields = config.to_dict()
+        differs = [f"{k} is {v!r}, not {fields[k]!r}" for k, v in stored.to_dict().items() if v != fields[k]]
         raise CacheFormatError(f"{path} was made with another configuration: {'; '.join(differs)}. Drop those options.")
 
 

@@ -219,8 +219,8 @@ class LayerGroup:
         pieces = [layer.split_into_blocks(index) for layer in layers]
         blocks = []
         for i, (start, rows) in enumerate(pieces[0]):
-            own = positions[start : start + rows.keys.shape[1]]
-            blocks.append(archive.put(Block(own, [layer_pieces[i][1] for layer_pieces in pieces])))
+            block_positions = positions[start : start + rows.keys.shape[1]]
+            blocks.append(archive.put(Block(block_positions, [layer_pieces[i][1] for layer_pieces in pieces])))
         archived = blocks_on_all_ranks((*self.archived, *blocks), self.ranks)
         self.archived = tuple(sorted(archived, key=lambda block: int(block.positions[0])))
 
@@ -259,8 +259,8 @@ class LayerGroup:
     def replace_recalled(self, layers: list[CompressedKVCache], blocks: list[ArchivedBlock]) -> np.ndarray:
         """Recall these blocks and no others; return the positions that were reloaded, ascending int64 [N]."""
         before = self.recalled
-        wanted = np.concatenate([_NO_POSITIONS, *(block.positions for block in blocks)])
-        self._evict_recalled(layers, np.setdiff1d(before, wanted))
+        selected = np.concatenate([_NO_POSITIONS, *(block.positions for block in blocks)])
+        self._evict_recalled(layers, np.setdiff1d(before, selected))
         new = [block for block in blocks if block.positions[0] not in before]
         if new:
             self.recall(layers, new)
@@ -281,16 +281,16 @@ class LayerGroup:
         self.ranks.check_equal("the recalled tokens", self.recalled, layers[0].positions)
         return len(positions)
 
-    def _read(self, wanted: list[ArchivedBlock]) -> list[Block]:
+    def _read(self, blocks: list[ArchivedBlock]) -> list[Block]:
         """Read the blocks that all ranks have undamaged; delete and forget the others."""
         assert self.archive is not None  # noqa: S101 - tells the type checker: there are blocks
-        contents = [self.archive.read(block) for block in wanted]
-        self.archive.delete_damaged(block for block, data in zip(wanted, contents, strict=True) if data is None)
+        contents = [self.archive.read(block) for block in blocks]
+        self.archive.delete_damaged(block for block, data in zip(blocks, contents, strict=True) if data is None)
         is_missing = self.ranks.any([data is None for data in contents])
-        missing = [block for block, flag in zip(wanted, is_missing, strict=True) if flag]
+        missing = [block for block, flag in zip(blocks, is_missing, strict=True) if flag]
         self.archived = tuple(block for block in self.archived if block not in missing)
         loaded = []
-        for block, data in zip(wanted, contents, strict=True):
+        for block, data in zip(blocks, contents, strict=True):
             if data is not None and block not in missing:
                 loaded.append(data)
                 block.recalls += 1
@@ -435,9 +435,9 @@ def _calibrate(calibrator: Calibrator, start: int, queries: mx.array, rope: Any)
 def _drop_rows(layers: list[CompressedKVCache], index: np.ndarray) -> None:
     """Drop packed rows, by their ascending indices, from every layer."""
     positions = layers[0].packed_positions
-    kept = np.delete(np.arange(len(positions)), index)
-    kept_positions = positions[kept]  # one array for all layers
-    mx.eval([layer.compact(kept, kept_positions) for layer in layers])
+    remaining = np.delete(np.arange(len(positions)), index)
+    remaining_positions = positions[remaining]  # one array for all layers
+    mx.eval([layer.compact(remaining, remaining_positions) for layer in layers])
 
 
 # From the caches of a forward pass to their groups.
