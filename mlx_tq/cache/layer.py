@@ -166,8 +166,10 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         """Return a batch of copies of `caches`."""
         return BatchCompressedKVCache.merge(caches)
 
-    def __deepcopy__(self, memo: object) -> "CompressedKVCache":
-        return self.fork()
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CompressedKVCache":
+        twin = self.fork()
+        twin.group = copy.deepcopy(self.group, memo)  # a list of layers gets one copy of their group
+        return twin
 
     def fork(self) -> "CompressedKVCache":
         """Return a copy that shares packed rows, but no change, with this cache."""

@@ -37,7 +37,7 @@ from mlx_tq.config import BLOCK, Budget, EvictConfig, KVConfig
 from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.files import cache_folder
-from mlx_tq.policies.calibration import Calibrator, QueryStats
+from mlx_tq.policies.calibration import Calibrator
 from mlx_tq.policies.policy import CalibratedPolicy, PackedLayer, PackedTokens
 from mlx_tq.policies.rope import Rope
 from mlx_tq.policies.selection import PositionRange, select
@@ -377,12 +377,15 @@ class LayerGroup:
         self.stats = replace(self.stats, tokens=len(self.evicted))
         return True
 
-    def part(self, number: int) -> "LayerGroup":
-        """Return what a copy of layer `number` takes along."""
-        calibrator = self.calibrators.get(number)
-        twin = LayerGroup(self.plan, {number: calibrator.copy()} if calibrator else {}, self.stats, self.ranks)
-        twin.pinned, twin.announced = self.pinned, self.announced
-        twin.archive, twin.archived, twin.recalled = self.archive, self.archived, self.recalled
+    def __deepcopy__(self, memo: object) -> "LayerGroup":
+        return self.part(*self.calibrators)
+
+    def part(self, *numbers: int) -> "LayerGroup":
+        """Return a copy with the calibrators of these layers alone, for copies of these."""
+        calibrators = {number: self.calibrators[number].copy() for number in numbers if number in self.calibrators}
+        twin = LayerGroup(self.plan, calibrators, self.stats, self.ranks)
+        twin.pinned, twin.announced, twin.archive = self.pinned, self.announced, self.archive
+        twin.archived, twin.recalled, twin.evicted = self.archived, self.recalled, self.evicted
         return twin
 
     def part_state(self, number: int) -> dict[str, Any]:
@@ -412,20 +415,11 @@ class LayerGroup:
         group.recalled = np.array(header["recalled"], np.int64)
         return group
 
-    # Changes from outside.
-
     def set_ropes(self, ropes: Iterable[Rope | None]) -> None:
         """Set the RoPE of each layer, which files do not store."""
         for number, rope in enumerate(ropes):
             if number in self.calibrators:
                 self.calibrators[number].rope = rope
-
-    def replan(self, plan: EvictionPlan, queries: Iterable[QueryStats | None]) -> None:
-        """Evict by another plan from now on, with a file's query statistics for each layer that has some."""
-        self.plan = plan
-        for number, stats in enumerate(queries):
-            if stats is not None and number in self.calibrators:
-                self.calibrators[number].stats = stats
 
 
 def _calibrate(calibrator: Calibrator, start: int, queries: mx.array, rope: Any) -> list[mx.array]:
