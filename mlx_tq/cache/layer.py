@@ -64,7 +64,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
     """
 
     # State arrays that grow with the packed tokens, along axis 2, and the tokens of an entry. The prefix cache stores
-    # them in blocks. A class whose packed rows change later has none.
+    # them in blocks. Empty in a class whose packed rows change later.
     growing_state: ClassVar[dict[str, int]] = {"rows": 1, "normalizer.means": MEAN_TOKENS}
 
     def __init__(self, spec: CacheSpec, number: int = 0, group: Group | None = None) -> None:
@@ -560,7 +560,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         return mx.concatenate([slack_keys, keys], axis=2), mx.concatenate([slack_values, values], axis=2)
 
     def _lay_out(self, full: Pair, originals: Pair, start: int) -> Pair:
-        """Make the buffers anew from the sinks of `full` and the originals of [start, offset): slack and window."""
+        """Build the buffers from the sinks of `full` and the originals of [start, offset): slack and window."""
         length = max(self.offset - start, 0)
         packed = min(max(self._packed(self.offset) - start, 0), length)
         first = min(max(self.regions.originals - start, 0), packed)

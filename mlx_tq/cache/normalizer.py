@@ -1,4 +1,4 @@
-"""What a layer learns of its first tokens, by which all of its keys are normalized, and the means of packed keys.
+"""The scale of a layer's keys, which is learned from its first tokens, and the means of packed keys.
 
 The scale of each dim comes from the keys and queries of tokens [SKIP, SCALE_TOKENS). A mean is that of a block of
 MEAN_TOKENS positions; its first keys are packed before its last ones arrive, so it is taken of as many as have arrived

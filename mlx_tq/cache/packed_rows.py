@@ -1,7 +1,7 @@
 """The packed rows of a layer, in buffers that copies of a cache share.
 
-Rows that several caches have are never written again: whoever writes first puts new rows into a buffer behind them. So
-a prefix that many sequences share is stored once.
+Rows that several caches have are never written again: the first one that writes puts new rows into a buffer behind
+them. So a prefix that many sequences share is stored once.
 """
 
 import weakref

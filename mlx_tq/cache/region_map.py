@@ -1,4 +1,4 @@
-"""Where the tokens of a layer are: sinks | packed region | window. Plain numbers, no arrays of the model.
+"""The regions of a layer, sinks | packed region | window, as plain numbers without arrays of the model.
 
     position    0        sinks             originals         packed          length
                 |  sinks   |   packed region    :    packed     |   window     |  next token
@@ -66,7 +66,7 @@ class RegionSizes:
 
 @dataclass(frozen=True, eq=False)
 class RegionMap:
-    """Where the tokens of one layer are."""
+    """The positions that one layer stores, by region."""
 
     sizes: RegionSizes
     length: int  # tokens seen, evicted ones included
@@ -131,7 +131,7 @@ class RegionMap:
         return replace(self, length=length, originals=originals, evicted=evicted, floor=floor, retained=retained)
 
     def with_packed(self, positions: np.ndarray, packed: int) -> "RegionMap":
-        """Return the map after a round that left these of the positions [sinks, packed), ascending int64 [N].
+        """Return the map after a round; `positions` of [sinks, packed) were not evicted, ascending int64 [N].
 
         Originals of packed tokens are given up: a trim would lead back to rows that are gone.
         """

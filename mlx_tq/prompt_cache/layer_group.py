@@ -46,12 +46,12 @@ from mlx_tq.prompt_cache.recall import QueryBuffer, Search, Selection, blocks_on
 
 _TOGETHER = "All layers evict together: copy, keep and drop a prompt cache as a whole."
 _NO_POSITIONS = np.zeros(0, np.int64)
-_RECALL_SHARE, _MIN_RECALL = 10, 128  # recall "auto": this part of the budget, and at least so many tokens
+_RECALL_SHARE, _MIN_RECALL = 10, 128  # recall "auto": a tenth of the budget, and at least 128 tokens
 
 
 @dataclass(frozen=True)
 class EvictionPlan:
-    """What the layers of a sequence agree on."""
+    """The eviction of one sequence, which is the same in all of its layers."""
 
     config: EvictConfig
     budget: Budget  # in tokens or as a share of those seen; bytes have been converted to tokens
@@ -86,7 +86,7 @@ class EvictionPlan:
 
 @dataclass(frozen=True)
 class EvictionStats:
-    """What was evicted from a sequence."""
+    """Counts of the evictions of a sequence."""
 
     rounds: int = 0
     tokens: int = 0
@@ -358,7 +358,7 @@ class LayerGroup:
 
         Blocks behind the new end are forgotten; those before the window stay archived. Layers are trimmed one after the
         other: blocks that the first one reads are kept for the others until the next pass, which must be announced
-        anew. Returns False, with nothing changed, if a position cannot be reloaded.
+        again. Returns False, with nothing changed, if a position cannot be reloaded.
         """
         self.announced = 0
         start = layer.spec.needed_from(length)
