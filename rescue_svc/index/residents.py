@@ -79,11 +79,11 @@ class Residents(Index):
         if resident is None:
             resident = self._load(session)
         with resident.lock:
-            newer = self._store.vectors(session, self._model, resident.last, self._dim())
-            if len(newer.spans):
-                resident.engine.add(newer.spans, newer.vectors)
-            resident.last = newer.last
-        self._make_room(session)
+            spans, vectors, resident.last = self._store.vectors(session, self._model, resident.last, self._dim())
+            if len(spans):
+                resident.engine.add(spans, vectors)
+        while self.sizes()[1] > self._max_bytes and (oldest := next(iter(self._residents), session)) != session:
+            self.hibernate(oldest)
         return resident
 
     def _load(self, session: int) -> Resident:
@@ -99,10 +99,3 @@ class Residents(Index):
                 with self._lock:
                     self._residents[session] = resident
         return resident
-
-    def _make_room(self, session: int) -> None:
-        while self.sizes()[1] > self._max_bytes and len(self._residents) > 1:
-            oldest = next(iter(self._residents))
-            if oldest == session:
-                return
-            self.hibernate(oldest)

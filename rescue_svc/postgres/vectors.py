@@ -1,4 +1,4 @@
-"""Vectors of spans: the queue of pending spans, the table of each session, its HNSW index, and dense search."""
+"""Vectors of spans: the table of each session, its HNSW index, and dense search."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -14,15 +14,6 @@ from rescue_svc.store import Index, IndexName, Pending, Vectors
 # Up to here an exact scan takes a few milliseconds.
 HNSW_FROM = 10_000
 _BUILD_BYTES = 2**30  # maximum memory to build an index; beyond it the build uses the disk and is far slower
-
-
-def take(connection: psycopg.Connection, excluded: set[int], limit: int) -> dict[int, int]:
-    """Lock the next spans that no other service has locked, until the transaction ends; return their sessions."""
-    rows = connection.execute(
-        "SELECT span, session FROM queue WHERE NOT (span = ANY(%s)) ORDER BY span LIMIT %s FOR UPDATE SKIP LOCKED",
-        [list(excluded), limit],
-    )
-    return dict(rows.fetchall())
 
 
 def store(connection: psycopg.Connection, model: str, spans: list[Pending], matrix: Vectors) -> set[int]:

@@ -12,7 +12,7 @@ from rescue_svc.schemas import EmbedderInfo, RetrieveRequest, RetrieveResponse, 
 from rescue_svc.service.indexer import Indexer
 from rescue_svc.service.rank import Scored, fuse, merge_ranges, to_chunks
 from rescue_svc.settings import Settings
-from rescue_svc.store import READERS, NewSpan, Span, Vectors
+from rescue_svc.store import READERS, NewSpan, Vectors
 
 CANDIDATES = 100  # of each ranking, before they are fused
 
@@ -110,14 +110,6 @@ class RescueService:
             raise EmbedderUnavailableError(f"no embedder: {self._no_embedder_reason}")
         return self.embedder.model, self.embedder.bulk(texts)
 
-    def dump(self, name: str) -> list[Span]:
-        session = self.store.session(name)
-        return self.store.spans(session) if session else []
-
-    def page(self, name: str, first: int, count: int) -> tuple[list[Span], int]:
-        session = self.store.existing(name)
-        return self.store.page(session, first, count), session.spans
-
     def sessions(self) -> list[SessionInfo]:
         return [
             SessionInfo(
@@ -138,16 +130,6 @@ class RescueService:
         self.index.forget(session.id)
         self.metrics.sessions_forgotten.inc()
         return session.spans
-
-    def hibernate(self, name: str) -> int:
-        session = self.store.existing(name)
-        return self.index.hibernate(session.id)
-
-    def resume(self, name: str) -> tuple[bool, int]:
-        """Load a session's index ahead of a query; return whether it is in memory, and its number of vectors."""
-        session = self.store.existing(name)
-        vectors = self.index.resume(session.id) if self.embedder else 0
-        return self.index.is_resident(session.id), vectors
 
     def embedder_info(self) -> EmbedderInfo:
         if self.embedder is None:

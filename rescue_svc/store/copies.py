@@ -11,7 +11,7 @@ from typing import Any
 from rescue_svc.errors import StoreDamagedError
 from rescue_svc.store import files, fts
 from rescue_svc.store.migrations import migrate
-from rescue_svc.store.records import COLUMNS, Span, insert_vector, span_of_row, vector_of_row
+from rescue_svc.store.records import COLUMNS, insert_vector, span_of_row, vector_of_row
 
 _REBUILDING = f"{files.DATABASE}.rebuilding"
 
@@ -81,7 +81,17 @@ def _copy_intact(source: sqlite3.Connection, target: sqlite3.Connection, damaged
         seen += 1
         with suppress(StoreDamagedError, KeyError):  # damaged, or of a lost session
             name = names[session]
-            _copy_span(target, span_of_row(tuple(row), name), session, name)
+            span = span_of_row(tuple(row), name)
+            stored = (span.id, span.start, span.stop, span.layer, span.score, span.text, span.digest(), span.seal(name))
+            target.execute(
+                f"INSERT INTO spans ({COLUMNS}, session) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",  # noqa: S608
+                (*stored, session),
+            )
+            fts.add(target, session, span.id, span.text)
+            target.execute(
+                "UPDATE sessions SET spans = spans + 1, text_bytes = text_bytes + ? WHERE id = ?",
+                (len(span.text.encode()), session),
+            )
             copied += 1
     is_complete = declared == seen == copied and _is_sound(source)
     if not copied and not is_complete:
@@ -115,13 +125,3 @@ def _rows(source: sqlite3.Connection, table: str, columns: str) -> Iterator[tupl
         except sqlite3.DatabaseError:
             continue
         return
-
-
-def _copy_span(target: sqlite3.Connection, span: Span, session: int, name: str) -> None:
-    target.execute(
-        f"INSERT INTO spans ({COLUMNS}, session) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",  # noqa: S608
-        (span.id, span.start, span.stop, span.layer, span.score, span.text, span.digest(), span.seal(name), session),
-    )
-    fts.add(target, session, span.id, span.text)
-    size = len(span.text.encode())
-    target.execute("UPDATE sessions SET spans = spans + 1, text_bytes = text_bytes + ? WHERE id = ?", (size, session))

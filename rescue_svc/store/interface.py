@@ -19,8 +19,7 @@ class Store(Protocol):
     def describe(self) -> str:
         """Return the location and state of the store, without a password."""
 
-    def close(self) -> None:
-        """Finish calls in progress and release the store."""
+    def close(self) -> None: ...
 
     def write(self, name: str, spans: Sequence[NewSpan]) -> tuple[int, int]:
         """Store spans in one transaction; return how many are new and how many the session then has.
@@ -28,8 +27,7 @@ class Store(Protocol):
         They are on disk when this returns. After SessionFullError or StoreFullError nothing of the call is stored.
         """
 
-    def session(self, name: str) -> Session | None:
-        """Return a session, or None if it was never written or is forgotten."""
+    def session(self, name: str) -> Session | None: ...
 
     def existing(self, name: str) -> Session:
         """Return a session; raise SessionNotFoundError if there is none."""
@@ -68,8 +66,7 @@ class Store(Protocol):
     def count_pending(self, model: str) -> int:
         """Count the spans without a vector of `model`."""
 
-    def count_vectors(self, session: int, model: str) -> int:
-        """Count a session's vectors."""
+    def count_vectors(self, session: int, model: str) -> int: ...
 
 
 class SessionIndex(Protocol):
@@ -103,7 +100,6 @@ class Index:
         """Delete a session's vectors outside the store."""
 
     def is_resident(self, session: int) -> bool:
-        """Return whether a session's index is in memory."""
         return False
 
     def sizes(self) -> tuple[int, int]:
