@@ -1,4 +1,4 @@
-"""Commands on stored data: list and forget sessions, back up, rebuild. All but the last may run beside a service."""
+"""Commands on stored data: list and forget sessions, back up, rebuild. A service may run meanwhile, but for rebuild."""
 
 # ruff: noqa: T201 - prints the output of a command
 
