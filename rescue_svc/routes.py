@@ -84,7 +84,19 @@ def dump(service: Service, session_id: Annotated[schemas.SessionId, Query()]) ->
 @private.get("/sessions")
 def sessions(service: Service) -> schemas.SessionsResponse:
     """List all sessions, the most recently written first."""
-    return schemas.SessionsResponse(sessions=service.sessions())
+    infos = [
+        schemas.SessionInfo(
+            session_id=session.name,
+            session_total=session.spans,
+            embedded=service.store.count_vectors(session.id, service.embedder.model) if service.embedder else 0,
+            text_bytes=session.text_bytes,
+            created=session.created,
+            updated=session.updated,
+            resident=service.index.is_resident(session.id),
+        )
+        for session in service.store.sessions()
+    ]
+    return schemas.SessionsResponse(sessions=infos)
 
 
 @private.delete("/sessions/{session_id}", responses=schemas.error_responses(404, 422, 507))

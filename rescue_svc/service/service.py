@@ -8,7 +8,7 @@ from rescue_svc.embed import EmbedWorker, choose_embedder
 from rescue_svc.errors import EmbedderUnavailableError
 from rescue_svc.metrics import Metrics
 from rescue_svc.opening import open_all
-from rescue_svc.schemas import EmbedderInfo, RetrieveRequest, RetrieveResponse, SessionInfo
+from rescue_svc.schemas import EmbedderInfo, RetrieveRequest, RetrieveResponse
 from rescue_svc.service.indexer import Indexer
 from rescue_svc.service.rank import Scored, fuse, merge_ranges, to_chunks
 from rescue_svc.settings import Settings
@@ -70,9 +70,9 @@ class RescueService:
         waited = time.perf_counter() - wait_start
         dense: dict[int, float] = {}
         if vector is not None:
-            index = self.index.current(session.id)
-            nearest = index.search(vector, CANDIDATES, excluded)
-            dense = nearest | index.similarities(vector, sparse.result().keys() - nearest.keys())
+            nearest = self.index.search(session.id, vector, CANDIDATES, excluded)
+            others = sparse.result().keys() - nearest.keys()
+            dense = nearest | self.index.similarities(session.id, vector, others)
         alpha = request.hybrid_alpha if vector is not None else 0.0
         mode: Literal["hybrid", "dense", "bm25"] = "hybrid" if 0 < alpha < 1 else "dense" if alpha else "bm25"
         ranked = fuse(dense, sparse.result(), alpha)
@@ -109,20 +109,6 @@ class RescueService:
         if self.embedder is None:
             raise EmbedderUnavailableError(f"no embedder: {self._no_embedder_reason}")
         return self.embedder.model, self.embedder.bulk(texts)
-
-    def sessions(self) -> list[SessionInfo]:
-        return [
-            SessionInfo(
-                session_id=session.name,
-                session_total=session.spans,
-                embedded=self.store.count_vectors(session.id, self.embedder.model) if self.embedder else 0,
-                text_bytes=session.text_bytes,
-                created=session.created,
-                updated=session.updated,
-                resident=self.index.is_resident(session.id),
-            )
-            for session in self.store.sessions()
-        ]
 
     def forget(self, name: str) -> int:
         """Delete a session for good; return how many spans it had."""

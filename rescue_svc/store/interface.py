@@ -69,23 +69,17 @@ class Store(Protocol):
     def count_vectors(self, session: int, model: str) -> int: ...
 
 
-class SessionIndex(Protocol):
-    """The vectors of one session."""
-
-    def search(self, query: Vectors, limit: int, excluded: set[int]) -> dict[int, float]:
-        """Return the cosines of up to `limit` spans for a unit query [D], best first."""
-
-    def similarities(self, query: Vectors, spans: Iterable[int]) -> dict[int, float]:
-        """Return the cosine of each of these spans that has a vector."""
-
-
 class Index:
     """Dense search over the vectors of the spans. Methods about memory are for indexes that the service loads."""
 
     name: IndexName
 
-    def current(self, session: int) -> SessionIndex:
-        """Return a session's index with every vector that the store has now."""
+    def search(self, session: int, query: Vectors, limit: int, excluded: set[int]) -> dict[int, float]:
+        """Return the cosines of up to `limit` spans for a unit query [D], best first, of all that have a vector now."""
+        raise NotImplementedError
+
+    def similarities(self, session: int, query: Vectors, spans: Iterable[int]) -> dict[int, float]:
+        """Return the cosine of each of these spans that has a vector."""
         raise NotImplementedError
 
     def resume(self, session: int) -> int:

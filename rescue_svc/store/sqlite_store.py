@@ -55,24 +55,20 @@ class SqliteStore(Store):
                 with files.sqlite_errors():
                     trust = files.trust(directory)
                     self._writer = on_failure.enter_context(closing(files.connect(path)))
-                    self._prepare(trust)
+                    migrate(self._writer)
+                    if trust in ("crashed", "altered"):
+                        fault = "the database was not closed cleanly, or was changed; checking every row"
+                        log.warning(fault, extra={"trust": trust})
+                        check.verify(self._writer, rebuild_words=trust == "altered")
+                    # A crash after a committed DELETE may keep old text in the log.
+                    self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                    files.seal_open(directory)
+                    (directory / files.INDEXES).mkdir(exist_ok=True, mode=0o700)
                     for _ in range(READERS):
                         self._readers.put(files.connect(path))
             except OSError as error:
                 raise StoreUnavailableError(f"data directory {directory} cannot be used: {error}") from error
             on_failure.pop_all()
-
-    def _prepare(self, trust: files.Trust) -> None:
-        migrate(self._writer)
-        if trust in ("crashed", "altered"):
-            log.warning(
-                "the database was not closed cleanly, or was changed; checking every row", extra={"trust": trust}
-            )
-            check.verify(self._writer, rebuild_words=trust == "altered")
-        # A crash after a committed DELETE may keep old text in the log.
-        self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        files.seal_open(self.directory)
-        (self.directory / files.INDEXES).mkdir(exist_ok=True, mode=0o700)
 
     def describe(self) -> str:
         return str(self.directory)

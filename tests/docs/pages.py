@@ -31,7 +31,7 @@ def text(page):
 
 
 def blocks(page):
-    return [Block(*found) for found in _BLOCK.findall(text(page))]
+    return [Block(*groups) for groups in _BLOCK.findall(text(page))]
 
 
 def without_blocks(page):
@@ -54,14 +54,8 @@ def conversation(page):
     return re.findall(r"^> (.*)\n(.*)$", shown, re.MULTILINE)
 
 
-def anchors(page):
-    """Return the names by which headings are linked, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)$", without_blocks(page), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
-
-
-def run(words, folder, **variables):
-    """Run a program on this checkout, and return its exit code and output."""
+def run(words, folder, stdin=None, **variables):
+    """Run a program on this checkout, by default with an input that does not end; return its exit code and output."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-    pipe = {"stdin": os.pipe()[0], "capture_output": True, "text": True}  # an input that does not end
-    return subprocess.run(words, cwd=folder, env=env, timeout=300, check=False, **pipe)
+    pipes = {"stdin": os.pipe()[0] if stdin is None else stdin, "capture_output": True, "text": True}
+    return subprocess.run(words, cwd=folder, env=env, timeout=300, check=False, **pipes)

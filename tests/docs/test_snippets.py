@@ -1,7 +1,6 @@
 """What README.md, the guides and the Python page say to type works as it is, in the order in which it stands there."""
 
 import io
-import os
 import re
 import shlex
 import subprocess
@@ -43,18 +42,12 @@ PAGES = [
 ]
 
 
-def is_setup(line):
-    """Return whether the owner of a machine does this once."""
-    return bool(re.match(r"(\. |(python3? -m )?pip )", line))
-
-
 class Reader:
     """Somebody who types a page from its top to its end; if `full`, every command as it is, however long it takes."""
 
     def __init__(self, page, folder, full, capsys, monkeypatch):
         self.page, self.folder, self.full = page, folder, full
         self.capsys, self.monkeypatch = capsys, monkeypatch
-        self.names = {"__name__": "__main__"}
         self.server = None
         self.stack = ExitStack()
 
@@ -68,31 +61,33 @@ class Reader:
             same = [] if self.server is None else ["--port", self.server.url.rpartition(":")[2]]
             self.server = self.stack.enter_context(running(embedded_path(), self.folder / "log", *words[1:], *same))
         elif words[0] == "python":
-            self.program(words[1:])
-        elif words[0] == "mlx-tq-rescue":  # one that ends with its standard input
+            done = run([sys.executable, *words[1:]], self.folder, OPENAI_BASE_URL=f"{self.server.url}/v1")
+            assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+            assert FACT in done.stdout, done.stdout
+        elif words[0] == "mlx-tq-rescue":
             added = ["--port", "0", "--ephemeral", "true"] if words[1] == "serve" else []
-            program = [sys.executable, "-m", "rescue_svc", *words[1:], *added]
-            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-            options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "check": False}
-            done = subprocess.run(program, cwd=self.folder, env=environment, **options)
+            done = run([sys.executable, "-m", "rescue_svc", *words[1:], *added], self.folder, subprocess.DEVNULL)
             assert done.returncode == 0, done.stderr
         elif words[0] == LAUNCH:
             if self.full:
-                self.launch(words[1:])
+                program = Path(sys.executable).with_name(LAUNCH)
+                processes = [sys.executable if word == "python" else word for word in words[1:]]
+                shown = run([program, *processes], self.folder).stderr
+                assert re.search(r"^1 +[\d.]+ .B .* calls", shown, re.MULTILINE), f"{words}\n{shown}"
         elif line.startswith(CHAT):
-            unasked = [] if self.full else ["--kv-evict", "recency"]  # needs no statistics of questions
-            self.command([*words, *DENSE, *unasked])
-        elif not is_setup(line):
+            eviction = [] if self.full else ["--kv-evict", "recency"]  # which needs no calibration statistics
+            self.command([*words, *DENSE, *eviction])
+        elif not re.match(r"(\. |(python3? -m )?pip )", line):  # the owner of a machine does those once
             self.command(words)
 
     def command(self, words):
         package, _, command = words[0].partition(".")
         assert package == "mlx_tq", words
         assert command in COMMANDS, words
-        known = self.full or "--kv-mean-bits" in words  # by what is shipped for the model's own type
-        added = [] if known else SHORTER.get(words[0], "").split()
+        as_written = self.full or "--kv-mean-bits" in words  # whose statistics are for the model's own type
+        added = [] if as_written else SHORTER.get(words[0], "").split()
         talk = conversation(self.page) if command == "chat" else []
-        self.monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{said}\n" for said, _ in talk)))
+        self.monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{question}\n" for question, _ in talk)))
         code = main([command, *words[1:], *added])
         shown = self.capsys.readouterr()
         if "smollm2" in words and PATH is None:
@@ -106,22 +101,6 @@ class Reader:
         if talk:
             assert [line for line in shown.out.splitlines() if line] == [answer for _, answer in talk]
 
-    def program(self, words):
-        done = run([sys.executable, *words], self.folder, OPENAI_BASE_URL=f"{self.server.url}/v1")
-        assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
-        assert FACT in done.stdout, done.stdout
-
-    def launch(self, words):
-        """Start several processes on this machine."""
-        program = Path(sys.executable).with_name("mlx.launch")
-        done = run([program, *(sys.executable if word == "python" else word for word in words)], self.folder)
-        assert re.search(r"^1 +[\d.]+ .B .* calls", done.stderr, re.MULTILINE), f"{words}\n{done.stdout}\n{done.stderr}"
-
-    def paste(self, code):
-        if self.server is not None:
-            code = code.replace(SERVER, self.server.url)
-        exec(compile(code, name(self.page), "exec"), self.names)
-
 
 @pytest.mark.parametrize(("page", "full"), PAGES)
 def test_a_page_typed_from_top_to_end(page, full, tmp_path, capsys, monkeypatch):
@@ -130,13 +109,15 @@ def test_a_page_typed_from_top_to_end(page, full, tmp_path, capsys, monkeypatch)
     (tmp_path / TEXT).write_text(text if full else text[: len(text) // 3])
     monkeypatch.chdir(tmp_path)
     reader = Reader(page, tmp_path, full, capsys, monkeypatch)
+    names = {"__name__": "__main__"}
     with reader.stack:
         for block in blocks(page):
             if block.language == "sh":
                 for line in sh_lines(block):
                     reader.type(line)
             elif block.language == "python":
-                reader.paste(block.code)
+                code = block.code.replace(SERVER, reader.server.url) if reader.server else block.code
+                exec(compile(code, name(page), "exec"), names)
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=name)

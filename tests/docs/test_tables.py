@@ -46,7 +46,7 @@ def test_what_is_compared_over_a_text_was_measured_over_the_same_one():
         for row in about["rows"] if about.get("command") == "sweep" else ():
             if "delta" in row:
                 whole.setdefault(row["text"], set()).add(row["ppl"] / (1 + row["delta"] / 100))
-        assert all(max(each) < 1.0001 * min(each) for each in whole.values()), path.name
+        assert all(max(perplexities) < 1.0001 * min(perplexities) for perplexities in whole.values()), path.name
 
 
 def test_a_number_that_changes_changes_its_table(monkeypatch):
@@ -55,7 +55,7 @@ def test_a_number_that_changes_changes_its_table(monkeypatch):
     changed = json.loads((RESULTS / source).read_text())
     changed["results"]["balanced"]["kld"] += 1
     report = tables.report
-    monkeypatch.setattr(tables, "report", lambda found: changed if found == source else report(found))
+    monkeypatch.setattr(tables, "report", lambda file: changed if file == source else report(file))
     differ = [line for line in TABLES["divergence"]().splitlines() if line not in before]
     assert len(differ) == 1
     assert differ[0].startswith("| q8/tq4 ")

@@ -62,17 +62,15 @@ def test_the_named_engine_is_used_or_refused(start_service, monkeypatch):
         assert choose_engine("auto") == "numpy"
         with pytest.raises(SettingsError, match="faiss-cpu"):
             choose_engine("faiss")
-    service = start_service(index="numpy")
-    service.write("s", ("a fig", 0, 5), ("a plum", 10, 15))
-    service.wait_until_embedded()
-    assert service.ready()["index"] == "numpy"
-    before = service.retrieve("s", "plum", hybrid_alpha=1)
-    service.hibernate("s")
-    assert service.retrieve("s", "plum", hybrid_alpha=1) == before
-    service.stop()
-    service = start_service(index="faiss")  # a snapshot of the other engine is not read
-    service.wait_until_embedded()
-    assert service.search("s", "plum", hybrid_alpha=1)[0] == "a plum"
+    for name in ("numpy", "faiss"):  # which does not read the snapshot of the other
+        service = start_service(index=name)
+        service.write_and_embed("s", ("a fig", 0, 5), ("a plum", 10, 15))
+        assert service.ready()["index"] == name
+        before = service.retrieve("s", "plum", hybrid_alpha=1)
+        assert before["chunks"][0]["text"] == "a plum"
+        service.hibernate("s")
+        assert service.retrieve("s", "plum", hybrid_alpha=1) == before
+        service.stop()
 
 
 def test_only_snapshots_are_removed_from_the_folder_of_indexes(tmp_path):
