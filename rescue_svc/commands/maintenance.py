@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 from rescue_svc.errors import DirectoryInUseError, SessionNotFoundError, SettingsError, StoreUnavailableError
-from rescue_svc.index import remove_orphans
+from rescue_svc.index import remove_snapshots
 from rescue_svc.opening import open_all
 from rescue_svc.settings import Settings
 from rescue_svc.store import copies
@@ -35,18 +35,15 @@ def list_sessions(settings: Settings, as_json: bool = False) -> None:
 
 def forget(settings: Settings, session: str) -> None:
     try:
-        spans = _forget_in_store(settings, session)
+        store, index = open_all(settings)
     except DirectoryInUseError:
         spans = _forget_by_service(settings, session)
+    else:
+        with closing(store):
+            forgotten = store.forget(session)
+            index.forget(forgotten.id)
+        spans = forgotten.spans
     print(f"{session}: {spans} spans forgotten")
-
-
-def _forget_in_store(settings: Settings, session: str) -> int:
-    store, index = open_all(settings)
-    with closing(store):
-        forgotten = store.forget(session)
-        index.forget(forgotten.id)
-    return forgotten.spans
 
 
 def _forget_by_service(settings: Settings, session: str) -> int:
@@ -80,7 +77,7 @@ def rebuild(settings: Settings) -> None:
     if settings.store is not None:
         raise SettingsError("rebuild is for SQLite; restore a dump of PostgreSQL with pg_restore")
     rebuilt = copies.rebuild(settings.data_dir)
-    remove_orphans(settings.data_dir, set())  # indexes are built again on demand
+    remove_snapshots(settings.data_dir)  # indexes are built again on demand
     print(f"kept {rebuilt.spans} spans and {rebuilt.vectors} vectors, lost {rebuilt.lost} spans")
     if rebuilt.damaged_file:
         print(

@@ -177,7 +177,15 @@ class EmbedWorker:
         if not self._failures:  # else the reason of the last failure stands until a start succeeds
             self.state, self.reason = "starting", "the embedder is loading"
         try:
-            self._spawn()
+            context = multiprocessing.get_context("spawn")
+            self._pipe, theirs = context.Pipe()
+            with theirs:  # closed here, so that the pipe ends when the child does
+                process = context.Process(
+                    target=run_child, args=(theirs, self._choice), name="rescue-embedder", daemon=True
+                )
+                process.start()
+            self._process = process
+            self.starts += 1
             answer = self._receive(LOAD_TIMEOUT_S)
         except (EOFError, OSError):  # also TimeoutError
             answer = FAILED + b"the embedder process could not start, or ended while it was loading"
@@ -194,17 +202,6 @@ class EmbedWorker:
         self._dim = int(answer[1:])
         self._last_use = time.monotonic()
         self.state, self.reason = "ready", None
-
-    def _spawn(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        with theirs:  # closed here, so that the pipe ends when the child does
-            process = context.Process(
-                target=run_child, args=(theirs, self._choice), name="rescue-embedder", daemon=True
-            )
-            process.start()
-        self._process = process
-        self.starts += 1
 
     def _try_to_start(self) -> None:
         with contextlib.suppress(EmbedderUnavailableError):  # visible in the state; the next text tries again

@@ -2,7 +2,6 @@
 
 from rescue_svc.index.engines import choose_engine
 from rescue_svc.index.residents import Residents
-from rescue_svc.index.snapshot import remove as remove_snapshot
-from rescue_svc.index.snapshot import remove_orphans
+from rescue_svc.index.snapshot import remove as remove_snapshots
 
-__all__ = ["Residents", "choose_engine", "remove_orphans", "remove_snapshot"]
+__all__ = ["Residents", "choose_engine", "remove_snapshots"]

@@ -40,18 +40,15 @@ class FaissEngine:
         self._index.add_with_ids(vectors, ids)
         self._ids.update(ids.tolist())
         if was_flat and len(self) > FLAT_LIMIT:
-            self._to_cells()
-
-    def _to_cells(self) -> None:
-        ids = self._faiss.vector_to_array(self._index.id_map)
-        vectors = self._index.reconstruct_batch(ids)
-        cells = int(len(ids) ** 0.5)
-        inner = self._faiss.index_factory(vectors.shape[1], f"IVF{cells},Flat", self._faiss.METRIC_INNER_PRODUCT)
-        inner.nprobe = max(1, cells // CELLS_SEARCHED)
-        inner.train(vectors[:: max(1, len(vectors) // (cells * VECTORS_PER_CELL))])
-        inner.make_direct_map()  # `similarities` reads single vectors
-        self._index = self._faiss.IndexIDMap2(inner)
-        self._index.add_with_ids(vectors, ids)
+            ids = self._faiss.vector_to_array(self._index.id_map)
+            vectors = self._index.reconstruct_batch(ids)
+            cells = int(len(ids) ** 0.5)
+            inner = self._faiss.index_factory(vectors.shape[1], f"IVF{cells},Flat", self._faiss.METRIC_INNER_PRODUCT)
+            inner.nprobe = max(1, cells // CELLS_SEARCHED)
+            inner.train(vectors[:: max(1, len(vectors) // (cells * VECTORS_PER_CELL))])
+            inner.make_direct_map()  # `similarities` reads single vectors
+            self._index = self._faiss.IndexIDMap2(inner)
+            self._index.add_with_ids(vectors, ids)
 
     def search(self, query: Vectors, limit: int, excluded: set[int]) -> dict[int, float]:
         """Return the cosines of up to `limit` ids, best first, for a unit query [D]."""
@@ -60,15 +57,13 @@ class FaissEngine:
         params = None
         if excluded:
             batch = self._faiss.IDSelectorBatch(np.fromiter(excluded, np.int64))
-            params = self._parameters(self._faiss.IDSelectorNot(batch))
+            selector = self._faiss.IDSelectorNot(batch)
+            params = self._faiss.SearchParameters(sel=selector)
+            inner = self._faiss.downcast_index(self._index.index)
+            if isinstance(inner, self._faiss.IndexIVF):
+                params = self._faiss.SearchParametersIVF(sel=selector, nprobe=inner.nprobe)
         similarity, ids = self._index.search(query[None], min(limit, len(self)), params=params)
         return {int(i): float(s) for i, s in zip(ids[0], similarity[0], strict=True) if i >= 0}
-
-    def _parameters(self, selector: Any) -> Any:
-        inner = self._faiss.downcast_index(self._index.index)
-        if isinstance(inner, self._faiss.IndexIVF):
-            return self._faiss.SearchParametersIVF(sel=selector, nprobe=inner.nprobe)
-        return self._faiss.SearchParameters(sel=selector)
 
     def similarities(self, query: Vectors, ids: list[int]) -> dict[int, float]:
         indexed = [i for i in ids if i in self._ids]

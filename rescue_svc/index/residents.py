@@ -16,14 +16,6 @@ class Resident:
     last: int  # sequence number of its newest vector
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def search(self, query: Vectors, limit: int, excluded: set[int]) -> dict[int, float]:
-        with self.lock:
-            return self.engine.search(query, limit, excluded)
-
-    def similarities(self, query: Vectors, spans: Iterable[int]) -> dict[int, float]:
-        with self.lock:
-            return self.engine.similarities(query, list(spans))
-
 
 class Residents(Index):
     """Indexes of the sessions in use, at most `max_bytes` of vectors; the least recently used is evicted first."""
@@ -40,8 +32,18 @@ class Residents(Index):
         self._loading = threading.Lock()
         self._residents: OrderedDict[int, Resident] = OrderedDict()
 
+    def search(self, session: int, query: Vectors, limit: int, excluded: set[int]) -> dict[int, float]:
+        resident = self._current(session)
+        with resident.lock:
+            return resident.engine.search(query, limit, excluded)
+
+    def similarities(self, session: int, query: Vectors, spans: Iterable[int]) -> dict[int, float]:
+        resident = self._residents.get(session) or self._current(session)
+        with resident.lock:
+            return resident.engine.similarities(query, list(spans))
+
     def resume(self, session: int) -> int:
-        return len(self.current(session).engine)
+        return len(self._current(session).engine)
 
     def hibernate(self, session: int) -> int:
         with self._lock:
@@ -71,7 +73,8 @@ class Residents(Index):
         for session in list(self._residents):
             self.hibernate(session)
 
-    def current(self, session: int) -> Resident:
+    def _current(self, session: int) -> Resident:
+        """Return a session's index with every vector that the store has now."""
         with self._lock:
             resident = self._residents.get(session)
             if resident:
@@ -79,11 +82,11 @@ class Residents(Index):
         if resident is None:
             resident = self._load(session)
         with resident.lock:
-            newer = self._store.vectors(session, self._model, resident.last, self._dim())
-            if len(newer.spans):
-                resident.engine.add(newer.spans, newer.vectors)
-            resident.last = newer.last
-        self._make_room(session)
+            spans, vectors, resident.last = self._store.vectors(session, self._model, resident.last, self._dim())
+            if len(spans):
+                resident.engine.add(spans, vectors)
+        while self.sizes()[1] > self._max_bytes and (oldest := next(iter(self._residents), session)) != session:
+            self.hibernate(oldest)
         return resident
 
     def _load(self, session: int) -> Resident:
@@ -99,10 +102,3 @@ class Residents(Index):
                 with self._lock:
                     self._residents[session] = resident
         return resident
-
-    def _make_room(self, session: int) -> None:
-        while self.sizes()[1] > self._max_bytes and len(self._residents) > 1:
-            oldest = next(iter(self._residents))
-            if oldest == session:
-                return
-            self.hibernate(oldest)

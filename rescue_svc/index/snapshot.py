@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import time
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -50,19 +51,11 @@ def _path(directory: Path, session: int) -> Path:
     return directory / INDEXES / f"{session}.index"
 
 
-def remove(directory: Path, session: int) -> None:
-    """Delete the snapshot of a session, and damaged ones that were renamed."""
-    path = _path(directory, session)
-    for file in path.parent.glob(path.name + "*"):
-        if _NAME.fullmatch(file.name):
-            file.unlink()
-
-
-def remove_orphans(directory: Path, sessions: set[int]) -> None:
-    """Delete snapshots of other sessions, which remain if a crash interrupts `forget`. Other files stay."""
-    for file in (directory / INDEXES).glob("*.index*"):
-        named = _NAME.fullmatch(file.name)
-        if named and int(named[1]) not in sessions:
+def remove(directory: Path, session: int | None = None, *, keep: Container[int] = ()) -> None:
+    """Delete the snapshots of a session or of all but `keep`, and damaged ones that were renamed. Other files stay."""
+    for file in (directory / INDEXES).glob(f"{'*' if session is None else session}.index*"):
+        name = _NAME.fullmatch(file.name)
+        if name and int(name[1]) not in keep:
             file.unlink()
 
 

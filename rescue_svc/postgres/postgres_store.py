@@ -13,7 +13,7 @@ from psycopg.errors import UndefinedTable
 from rescue_svc.errors import SessionNotFoundError
 from rescue_svc.postgres import vectors, words
 from rescue_svc.postgres.connections import Connections, transaction
-from rescue_svc.postgres.schema import create_tables, drop_tables, migrate
+from rescue_svc.postgres.schema import create_tables, migrate
 from rescue_svc.settings import Caps
 from rescue_svc.store import NewSpan, Pending, Session, Span, Store, Vectors
 
@@ -154,7 +154,7 @@ class PostgresStore(Store):
                 if row is None:
                     raise SessionNotFoundError(f"no session {name}; `GET /sessions` lists all")
                 session = Session(*row)
-                drop_tables(connection, session.id)
+                connection.execute(f"DROP TABLE spans_{session.id:d}, vectors_{session.id:d}")
             if self._connections.server.may_empty_log:
                 connection.execute("SELECT pg_switch_wal()")
             if self._connections.server.may_checkpoint:
@@ -172,27 +172,31 @@ class PostgresStore(Store):
                 vectors.adopt(connection, session, model)
         with self._connections.take() as connection:
             with transaction(connection):
-                taken = vectors.take(connection, self._given_up, limit)
-                pending = self._texts(taken)
+                # Until the transaction ends, no other service takes these spans.
+                taken = connection.execute(
+                    """SELECT session, span FROM queue WHERE NOT (span = ANY(%s)) ORDER BY span LIMIT %s
+                       FOR UPDATE SKIP LOCKED""",
+                    [list(self._given_up), limit],
+                ).fetchall()
+                by_session = defaultdict(list)
+                for session, span in taken:
+                    by_session[session].append(span)
+                pending = [
+                    Pending(span, session, text)
+                    for session, spans in by_session.items()
+                    # On another connection: in the transaction this would block a DROP.
+                    for span, text in self._connections.rows_of_session(
+                        f"SELECT id, text FROM spans_{session:d} WHERE id = ANY(%s) ORDER BY id", spans
+                    )
+                ]
                 stored = vectors.store(connection, model, pending, embed(pending)) if pending else set()
                 waiting = {item.span for item in pending} - stored
-                connection.execute("DELETE FROM queue WHERE span = ANY(%s)", [list(taken.keys() - waiting)])
+                connection.execute(
+                    "DELETE FROM queue WHERE span = ANY(%s)", [[span for _, span in taken if span not in waiting]]
+                )
             if pending and self._hnsw:
                 vectors.index_large(connection, {item.session for item in pending})
         return bool(taken)
-
-    def _texts(self, taken: dict[int, int]) -> list[Pending]:
-        """Return spans with their texts, read outside the transaction, in which they would block a DROP."""
-        by_session = defaultdict(list)
-        for span, session in taken.items():
-            by_session[session].append(span)
-        return [
-            Pending(span, session, text)
-            for session, spans in by_session.items()
-            for span, text in self._connections.rows_of_session(
-                f"SELECT id, text FROM spans_{session:d} WHERE id = ANY(%s) ORDER BY id", spans
-            )
-        ]
 
     def give_up(self, model: str, span: int) -> None:
         self._given_up.add(span)

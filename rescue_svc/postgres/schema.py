@@ -63,7 +63,3 @@ def create_tables(connection: psycopg.Connection, session: int) -> None:
         CREATE TABLE vectors_{session:d} (span bigint PRIMARY KEY, vector vector NOT NULL);
         ALTER TABLE vectors_{session:d} ALTER vector SET STATISTICS 0"""
     )
-
-
-def drop_tables(connection: psycopg.Connection, session: int) -> None:
-    connection.execute(f"DROP TABLE spans_{session:d}, vectors_{session:d}")

@@ -1,28 +1,18 @@
-"""Vectors of spans: the queue of pending spans, the table of each session, its HNSW index, and dense search."""
+"""Vectors of spans: the table of each session, its HNSW index, and dense search."""
 
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Literal
 
 import psycopg
 from psycopg.errors import UndefinedTable
 
 from rescue_svc.postgres.connections import LOCK, Connections, transaction
-from rescue_svc.store import Index, IndexName, Pending, Vectors
+from rescue_svc.store import Index, Pending, Vectors
 
 # Up to here an exact scan takes a few milliseconds.
 HNSW_FROM = 10_000
 _BUILD_BYTES = 2**30  # maximum memory to build an index; beyond it the build uses the disk and is far slower
-
-
-def take(connection: psycopg.Connection, excluded: set[int], limit: int) -> dict[int, int]:
-    """Lock the next spans that no other service has locked, until the transaction ends; return their sessions."""
-    rows = connection.execute(
-        "SELECT span, session FROM queue WHERE NOT (span = ANY(%s)) ORDER BY span LIMIT %s FOR UPDATE SKIP LOCKED",
-        [list(excluded), limit],
-    )
-    return dict(rows.fetchall())
 
 
 def store(connection: psycopg.Connection, model: str, spans: list[Pending], matrix: Vectors) -> set[int]:
@@ -104,35 +94,24 @@ class PostgresIndex(Index):
         self._connections = connections
         self._model = model
 
-    def current(self, session: int) -> "SessionVectors":
-        return SessionVectors(self._connections, self._model, self.name, session)
-
     def resume(self, session: int) -> int:
         return count(self._connections, session, self._model)
 
-
-@dataclass(frozen=True)
-class SessionVectors:
-    connections: Connections
-    model: str
-    index: IndexName
-    session: int
-
-    def search(self, query: Vectors, limit: int, excluded: set[int]) -> dict[int, float]:
+    def search(self, session: int, query: Vectors, limit: int, excluded: set[int]) -> dict[int, float]:
         condition = "NOT (span = ANY(%s)) AND " if excluded else ""
         # The planner finds the index by its expression, which has the cast.
-        vector = f"vector::vector({query.size:d})" if self.index == "hnsw" else "vector"
-        rows = self.connections.rows_of_session(
+        vector = f"vector::vector({query.size:d})" if self.name == "hnsw" else "vector"
+        rows = self._connections.rows_of_session(
             f"""SELECT span, -distance FROM (
-                SELECT span, {vector} <#> %s AS distance FROM vectors_{self.session:d}
-                WHERE {condition}{_of_model(self.session)} ORDER BY distance LIMIT {limit:d}) AS nearest""",
+                SELECT span, {vector} <#> %s AS distance FROM vectors_{session:d}
+                WHERE {condition}{_of_model(session)} ORDER BY distance LIMIT {limit:d}) AS nearest""",
             query,
             *([list(excluded)] if excluded else []),
-            self.model,
+            self._model,
         )
         return dict(rows)
 
-    def similarities(self, query: Vectors, spans: Iterable[int]) -> dict[int, float]:
-        statement = f"""SELECT span, -(vector <#> %s) FROM vectors_{self.session:d}
-                        WHERE span = ANY(%s) AND {_of_model(self.session)}"""
-        return dict(self.connections.rows_of_session(statement, query, list(spans), self.model))
+    def similarities(self, session: int, query: Vectors, spans: Iterable[int]) -> dict[int, float]:
+        statement = f"""SELECT span, -(vector <#> %s) FROM vectors_{session:d}
+                        WHERE span = ANY(%s) AND {_of_model(session)}"""
+        return dict(self._connections.rows_of_session(statement, query, list(spans), self._model))

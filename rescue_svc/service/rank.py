@@ -61,16 +61,15 @@ def to_chunks(spans: Sequence[Span], scores: Sequence[Scored], *, join: bool) ->
             runs[-1].append(place)
         else:
             runs.append([place])
-    return [_join(spans, scores, run) for run in sorted(runs, key=min)]
-
-
-def _join(spans: Sequence[Span], scores: Sequence[Scored], run: Sequence[int]) -> RetrievedChunk:
-    return RetrievedChunk(
-        text="".join(spans[i].text for i in run),
-        token_range=[spans[run[0]].start, spans[run[-1]].stop],
-        layer=spans[run[0]].layer,
-        score=max(spans[i].score for i in run),
-        similarity=max(scores[i].similarity for i in run),
-        dense=max((s for i in run if (s := scores[i].dense) is not None), default=None),
-        bm25=max((s for i in run if (s := scores[i].bm25) is not None), default=None),
-    )
+    return [
+        RetrievedChunk(
+            text="".join(spans[i].text for i in run),
+            token_range=[spans[run[0]].start, spans[run[-1]].stop],
+            layer=spans[run[0]].layer,
+            score=max(spans[i].score for i in run),
+            similarity=max(scores[i].similarity for i in run),
+            dense=max((s for i in run if (s := scores[i].dense) is not None), default=None),
+            bm25=max((s for i in run if (s := scores[i].bm25) is not None), default=None),
+        )
+        for run in sorted(runs, key=min)
+    ]

@@ -8,11 +8,11 @@ from rescue_svc.embed import EmbedWorker, choose_embedder
 from rescue_svc.errors import EmbedderUnavailableError
 from rescue_svc.metrics import Metrics
 from rescue_svc.opening import open_all
-from rescue_svc.schemas import EmbedderInfo, RetrieveRequest, RetrieveResponse, SessionInfo
+from rescue_svc.schemas import EmbedderInfo, RetrieveRequest, RetrieveResponse
 from rescue_svc.service.indexer import Indexer
 from rescue_svc.service.rank import Scored, fuse, merge_ranges, to_chunks
 from rescue_svc.settings import Settings
-from rescue_svc.store import READERS, NewSpan, Span, Vectors
+from rescue_svc.store import READERS, NewSpan, Vectors
 
 CANDIDATES = 100  # of each ranking, before they are fused
 
@@ -70,9 +70,9 @@ class RescueService:
         waited = time.perf_counter() - wait_start
         dense: dict[int, float] = {}
         if vector is not None:
-            index = self.index.current(session.id)
-            nearest = index.search(vector, CANDIDATES, excluded)
-            dense = nearest | index.similarities(vector, sparse.result().keys() - nearest.keys())
+            nearest = self.index.search(session.id, vector, CANDIDATES, excluded)
+            others = sparse.result().keys() - nearest.keys()
+            dense = nearest | self.index.similarities(session.id, vector, others)
         alpha = request.hybrid_alpha if vector is not None else 0.0
         mode: Literal["hybrid", "dense", "bm25"] = "hybrid" if 0 < alpha < 1 else "dense" if alpha else "bm25"
         ranked = fuse(dense, sparse.result(), alpha)
@@ -110,44 +110,12 @@ class RescueService:
             raise EmbedderUnavailableError(f"no embedder: {self._no_embedder_reason}")
         return self.embedder.model, self.embedder.bulk(texts)
 
-    def dump(self, name: str) -> list[Span]:
-        session = self.store.session(name)
-        return self.store.spans(session) if session else []
-
-    def page(self, name: str, first: int, count: int) -> tuple[list[Span], int]:
-        session = self.store.existing(name)
-        return self.store.page(session, first, count), session.spans
-
-    def sessions(self) -> list[SessionInfo]:
-        return [
-            SessionInfo(
-                session_id=session.name,
-                session_total=session.spans,
-                embedded=self.store.count_vectors(session.id, self.embedder.model) if self.embedder else 0,
-                text_bytes=session.text_bytes,
-                created=session.created,
-                updated=session.updated,
-                resident=self.index.is_resident(session.id),
-            )
-            for session in self.store.sessions()
-        ]
-
     def forget(self, name: str) -> int:
         """Delete a session for good; return how many spans it had."""
         session = self.store.forget(name)
         self.index.forget(session.id)
         self.metrics.sessions_forgotten.inc()
         return session.spans
-
-    def hibernate(self, name: str) -> int:
-        session = self.store.existing(name)
-        return self.index.hibernate(session.id)
-
-    def resume(self, name: str) -> tuple[bool, int]:
-        """Load a session's index ahead of a query; return whether it is in memory, and its number of vectors."""
-        session = self.store.existing(name)
-        vectors = self.index.resume(session.id) if self.embedder else 0
-        return self.index.is_resident(session.id), vectors
 
     def embedder_info(self) -> EmbedderInfo:
         if self.embedder is None:

@@ -11,9 +11,7 @@ from typing import Any
 from rescue_svc.errors import StoreDamagedError
 from rescue_svc.store import files, fts
 from rescue_svc.store.migrations import migrate
-from rescue_svc.store.records import COLUMNS, Span, insert_vector, span_of_row, vector_of_row
-
-_REBUILDING = f"{files.DATABASE}.rebuilding"
+from rescue_svc.store.records import COLUMNS, insert_vector, span_of_row, vector_of_row
 
 
 @dataclass(frozen=True)
@@ -36,37 +34,31 @@ def backup(directory: Path, folder: Path) -> int:
 
 def rebuild(directory: Path) -> Rebuilt:
     """Build a new database from every intact span. A damaged one is renamed, never deleted."""
-    database = files.existing_database(directory)
+    old, new = files.existing_database(directory), directory / f"{files.DATABASE}.rebuilding"
     lock = files.DirectoryLock(directory)
     try:
-        with files.sqlite_errors():
-            return _rebuild(directory)
+        new.unlink(missing_ok=True)
+        with files.sqlite_errors(), closing(files.connect(old)) as source, closing(files.connect(new)) as target:
+            migrate(target)
+            with files.transaction(target):
+                rebuilt = _copy_intact(source, target, old.with_name(f"{old.name}.bad-{time.time_ns()}"))
+            target.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        if rebuilt.damaged_file:
+            rebuilt.damaged_file.hardlink_to(old)
+        for log in ("-wal", "-shm"):
+            old.with_name(old.name + log).unlink(missing_ok=True)
+        new.replace(old)
+        files.sync_directory(directory)
+        files.seal_closed(directory)
+        return rebuilt
     except StoreDamagedError as error:
-        (directory / _REBUILDING).unlink(missing_ok=True)
+        new.unlink(missing_ok=True)
         raise StoreDamagedError(
-            f"no span can be read from {database}: restore a backup, or move that file, "
+            f"no span can be read from {old}: restore a backup, or move that file, "
             f"{files.DATABASE}-wal and {files.SEAL} away to start with an empty store"
         ) from error
     finally:
         lock.release()
-
-
-def _rebuild(directory: Path) -> Rebuilt:
-    old, new = directory / files.DATABASE, directory / _REBUILDING
-    new.unlink(missing_ok=True)
-    with closing(files.connect(old)) as source, closing(files.connect(new)) as target:
-        migrate(target)
-        with files.transaction(target):
-            rebuilt = _copy_intact(source, target, old.with_name(f"{old.name}.bad-{time.time_ns()}"))
-        target.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    if rebuilt.damaged_file:
-        rebuilt.damaged_file.hardlink_to(old)
-    for log in ("-wal", "-shm"):
-        old.with_name(old.name + log).unlink(missing_ok=True)
-    new.replace(old)
-    files.sync_directory(directory)
-    files.seal_closed(directory)
-    return rebuilt
 
 
 def _copy_intact(source: sqlite3.Connection, target: sqlite3.Connection, damaged_file: Path) -> Rebuilt:
@@ -81,9 +73,22 @@ def _copy_intact(source: sqlite3.Connection, target: sqlite3.Connection, damaged
         seen += 1
         with suppress(StoreDamagedError, KeyError):  # damaged, or of a lost session
             name = names[session]
-            _copy_span(target, span_of_row(tuple(row), name), session, name)
+            span = span_of_row(tuple(row), name)
+            stored = (span.id, span.start, span.stop, span.layer, span.score, span.text, span.digest(), span.seal(name))
+            target.execute(
+                f"INSERT INTO spans ({COLUMNS}, session) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",  # noqa: S608
+                (*stored, session),
+            )
+            fts.add(target, session, span.id, span.text)
+            target.execute(
+                "UPDATE sessions SET spans = spans + 1, text_bytes = text_bytes + ? WHERE id = ?",
+                (len(span.text.encode()), session),
+            )
             copied += 1
-    is_complete = declared == seen == copied and _is_sound(source)
+    is_complete = False
+    with suppress(sqlite3.DatabaseError):
+        checks = [source.execute(f"PRAGMA integrity_check({table})").fetchone()[0] for table in ("sessions", "spans")]
+        is_complete = declared == seen == copied and checks == ["ok", "ok"]
     if not copied and not is_complete:
         raise StoreDamagedError("nothing is intact")
     vectors = sum(
@@ -92,14 +97,6 @@ def _copy_intact(source: sqlite3.Connection, target: sqlite3.Connection, damaged
         if vector_of_row(span, model, vector, seal) is not None
     )
     return Rebuilt(copied, vectors, max(declared, seen) - copied, None if is_complete else damaged_file)
-
-
-def _is_sound(source: sqlite3.Connection) -> bool:
-    try:
-        results = [source.execute(f"PRAGMA integrity_check({table})").fetchone()[0] for table in ("sessions", "spans")]
-    except sqlite3.DatabaseError:
-        return False
-    return results == ["ok", "ok"]
 
 
 def _rows(source: sqlite3.Connection, table: str, columns: str) -> Iterator[tuple[Any, ...]]:
@@ -115,13 +112,3 @@ def _rows(source: sqlite3.Connection, table: str, columns: str) -> Iterator[tupl
         except sqlite3.DatabaseError:
             continue
         return
-
-
-def _copy_span(target: sqlite3.Connection, span: Span, session: int, name: str) -> None:
-    target.execute(
-        f"INSERT INTO spans ({COLUMNS}, session) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",  # noqa: S608
-        (span.id, span.start, span.stop, span.layer, span.score, span.text, span.digest(), span.seal(name), session),
-    )
-    fts.add(target, session, span.id, span.text)
-    size = len(span.text.encode())
-    target.execute("UPDATE sessions SET spans = spans + 1, text_bytes = text_bytes + ? WHERE id = ?", (size, session))

@@ -27,22 +27,19 @@ def sqlite_errors() -> Iterator[None]:
     try:
         yield
     except (sqlite3.Error, UnicodeDecodeError) as error:
-        raise _translate(error) from error
-
-
-def _translate(error: Exception) -> errors.RescueServiceError:
-    # Python raises without a code if stored text, or a message that quotes it, is not UTF-8: that is damage, too.
-    primary = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
-    if primary == sqlite3.SQLITE_FULL:
-        return errors.StoreFullError("the disk is full; free space, or forget sessions once there is a little")
-    if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-        return errors.StoreDamagedError(
-            "the database is damaged; stop the service, then `mlx-tq-rescue rebuild` or restore a backup"
-        )
-    name = getattr(error, "sqlite_errorname", type(error).__name__)
-    return errors.StoreUnavailableError(
-        f"the database cannot be used now ({name}); check the data directory and its disk"
-    )
+        # Python raises without a code if stored text, or a message that quotes it, is not UTF-8: that is damage, too.
+        primary = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
+        if primary == sqlite3.SQLITE_FULL:
+            raise errors.StoreFullError(
+                "the disk is full; free space, or forget sessions once there is a little"
+            ) from error
+        if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            fault = "the database is damaged; stop the service, then `mlx-tq-rescue rebuild` or restore a backup"
+            raise errors.StoreDamagedError(fault) from error
+        name = getattr(error, "sqlite_errorname", type(error).__name__)
+        raise errors.StoreUnavailableError(
+            f"the database cannot be used now ({name}); check the data directory and its disk"
+        ) from error
 
 
 def connect(path: Path) -> sqlite3.Connection:

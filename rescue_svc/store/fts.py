@@ -42,13 +42,6 @@ def drop(connection: sqlite3.Connection, session: int) -> None:
     connection.execute(f"DROP TABLE IF EXISTS {table_name(session)}")
 
 
-def rebuild(connection: sqlite3.Connection, session: int) -> None:
-    drop(connection, session)
-    create(connection, session)
-    for span, text in connection.execute("SELECT id, text FROM spans WHERE session = ?", (session,)).fetchall():
-        add(connection, session, span, text)
-
-
 def is_whole(connection: sqlite3.Connection, session: int) -> bool:
     name = table_name(session)
     try:

@@ -19,8 +19,7 @@ class Store(Protocol):
     def describe(self) -> str:
         """Return the location and state of the store, without a password."""
 
-    def close(self) -> None:
-        """Finish calls in progress and release the store."""
+    def close(self) -> None: ...
 
     def write(self, name: str, spans: Sequence[NewSpan]) -> tuple[int, int]:
         """Store spans in one transaction; return how many are new and how many the session then has.
@@ -28,8 +27,7 @@ class Store(Protocol):
         They are on disk when this returns. After SessionFullError or StoreFullError nothing of the call is stored.
         """
 
-    def session(self, name: str) -> Session | None:
-        """Return a session, or None if it was never written or is forgotten."""
+    def session(self, name: str) -> Session | None: ...
 
     def existing(self, name: str) -> Session:
         """Return a session; raise SessionNotFoundError if there is none."""
@@ -68,18 +66,7 @@ class Store(Protocol):
     def count_pending(self, model: str) -> int:
         """Count the spans without a vector of `model`."""
 
-    def count_vectors(self, session: int, model: str) -> int:
-        """Count a session's vectors."""
-
-
-class SessionIndex(Protocol):
-    """The vectors of one session."""
-
-    def search(self, query: Vectors, limit: int, excluded: set[int]) -> dict[int, float]:
-        """Return the cosines of up to `limit` spans for a unit query [D], best first."""
-
-    def similarities(self, query: Vectors, spans: Iterable[int]) -> dict[int, float]:
-        """Return the cosine of each of these spans that has a vector."""
+    def count_vectors(self, session: int, model: str) -> int: ...
 
 
 class Index:
@@ -87,8 +74,12 @@ class Index:
 
     name: IndexName
 
-    def current(self, session: int) -> SessionIndex:
-        """Return a session's index with every vector that the store has now."""
+    def search(self, session: int, query: Vectors, limit: int, excluded: set[int]) -> dict[int, float]:
+        """Return the cosines of up to `limit` spans for a unit query [D], best first, of all that have a vector now."""
+        raise NotImplementedError
+
+    def similarities(self, session: int, query: Vectors, spans: Iterable[int]) -> dict[int, float]:
+        """Return the cosine of each of these spans that has a vector."""
         raise NotImplementedError
 
     def resume(self, session: int) -> int:
@@ -103,7 +94,6 @@ class Index:
         """Delete a session's vectors outside the store."""
 
     def is_resident(self, session: int) -> bool:
-        """Return whether a session's index is in memory."""
         return False
 
     def sizes(self) -> tuple[int, int]:

@@ -58,15 +58,6 @@ class Pending:
     text: str
 
 
-@dataclass(frozen=True)
-class StoredVectors:
-    """Vectors in the order in which they were stored."""
-
-    spans: npt.NDArray[np.int64]  # [N]
-    vectors: Vectors  # [N, D]
-    last: int  # sequence number of the newest, 0 if there is none
-
-
 def span_of_row(row: SpanRow, session: str) -> Span:
     """Build a span from a row of COLUMNS; raise StoreDamagedError when it is not what was written."""
     id, start, stop, layer, score, text, digest, seal = row

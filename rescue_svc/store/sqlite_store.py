@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from rescue_svc.errors import StoreUnavailableError
 from rescue_svc.settings import Caps
@@ -23,7 +24,6 @@ from rescue_svc.store.records import (
     Pending,
     Session,
     Span,
-    StoredVectors,
     Vectors,
     insert_vector,
     span_of_row,
@@ -55,24 +55,20 @@ class SqliteStore(Store):
                 with files.sqlite_errors():
                     trust = files.trust(directory)
                     self._writer = on_failure.enter_context(closing(files.connect(path)))
-                    self._prepare(trust)
+                    migrate(self._writer)
+                    if trust in ("crashed", "altered"):
+                        fault = "the database was not closed cleanly, or was changed; checking every row"
+                        log.warning(fault, extra={"trust": trust})
+                        check.verify(self._writer, rebuild_words=trust == "altered")
+                    # A crash after a committed DELETE may keep old text in the log.
+                    self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                    files.seal_open(directory)
+                    (directory / files.INDEXES).mkdir(exist_ok=True, mode=0o700)
                     for _ in range(READERS):
                         self._readers.put(files.connect(path))
             except OSError as error:
                 raise StoreUnavailableError(f"data directory {directory} cannot be used: {error}") from error
             on_failure.pop_all()
-
-    def _prepare(self, trust: files.Trust) -> None:
-        migrate(self._writer)
-        if trust in ("crashed", "altered"):
-            log.warning(
-                "the database was not closed cleanly, or was changed; checking every row", extra={"trust": trust}
-            )
-            check.verify(self._writer, rebuild_words=trust == "altered")
-        # A crash after a committed DELETE may keep old text in the log.
-        self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        files.seal_open(self.directory)
-        (self.directory / files.INDEXES).mkdir(exist_ok=True, mode=0o700)
 
     def describe(self) -> str:
         return str(self.directory)
@@ -111,7 +107,17 @@ class SqliteStore(Store):
         now = time.time()
         with self._write() as connection:
             session = self._session_for_writing(connection, name, now)
-            new = [span for span in spans if self._insert(connection, session, name, span)]
+            new = []
+            for span in spans:
+                row = connection.execute(
+                    """INSERT INTO spans (session, start, stop, layer, score, text, digest, seal)
+                       VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+                       ON CONFLICT (session, digest) DO NOTHING RETURNING id""",
+                    (session, span.start, span.stop, span.layer, span.score, span.text, span.digest(), span.seal(name)),
+                ).fetchone()
+                if row:
+                    new.append(span)
+                    fts.add(connection, session, row[0], span.text)
             size = sum(len(span.text.encode()) for span in new)
             total = connection.execute(
                 """UPDATE sessions SET spans = spans + ?, text_bytes = text_bytes + ?, updated = max(updated, ?)
@@ -133,17 +139,6 @@ class SqliteStore(Store):
         ).fetchone()[0]
         fts.create(connection, session)
         return session
-
-    def _insert(self, connection: sqlite3.Connection, session: int, name: str, span: NewSpan) -> bool:
-        row = connection.execute(
-            """INSERT INTO spans (session, start, stop, layer, score, text, digest, seal)
-               VALUES (?, ?, ?, ?, ?, ?, ?, ?)
-               ON CONFLICT (session, digest) DO NOTHING RETURNING id""",
-            (session, span.start, span.stop, span.layer, span.score, span.text, span.digest(), span.seal(name)),
-        ).fetchone()
-        if row:
-            fts.add(connection, session, row[0], span.text)
-        return row is not None
 
     def _rows(self, statement: str, *parameters: object) -> list[Any]:
         with self._read() as connection:
@@ -201,39 +196,37 @@ class SqliteStore(Store):
             )
 
     def embed_next(self, model: str, limit: int, embed: Callable[[list[Pending]], Vectors]) -> bool:
-        spans = self.pending(model, self._embedded.get(model, 0), limit)
+        rows = self._rows(
+            """SELECT s.id, s.session, s.text FROM spans s LEFT JOIN embeddings e ON e.span = s.id AND e.model = ?
+               WHERE s.id > ? AND e.span IS NULL ORDER BY s.id LIMIT ?""",
+            model,
+            self._embedded.get(model, 0),
+            limit,
+        )
+        spans = [Pending(*row) for row in rows]
         if spans:
-            self.store_vectors(model, spans, embed(spans))
+            matrix = embed(spans)
+            with self._write() as connection:
+                for item, vector in zip(spans, matrix, strict=True):  # stores none of a span that is forgotten by now
+                    insert_vector(connection, item.span, model, vector.astype("<f4").tobytes())
             self._embedded[model] = spans[-1].span
         return bool(spans)
 
     def give_up(self, model: str, span: int) -> None:
         self._embedded[model] = span
 
-    def pending(self, model: str, after: int, limit: int) -> list[Pending]:
-        """Return the next spans after id `after` without a vector of `model`."""
-        rows = self._rows(
-            """SELECT s.id, s.session, s.text FROM spans s LEFT JOIN embeddings e ON e.span = s.id AND e.model = ?
-               WHERE s.id > ? AND e.span IS NULL ORDER BY s.id LIMIT ?""",
-            model,
-            after,
-            limit,
-        )
-        return [Pending(*row) for row in rows]
-
     def count_pending(self, model: str) -> int:
         statement = """SELECT (SELECT coalesce(sum(spans), 0) FROM sessions)
                             - (SELECT count(*) FROM embeddings WHERE model = ?)"""
         return int(self._rows(statement, model)[0][0])
 
-    def store_vectors(self, model: str, spans: Sequence[Pending], matrix: Vectors) -> None:
-        """Store a vector [N, D] for each span, except for spans that were forgotten meanwhile."""
-        with self._write() as connection:
-            for item, vector in zip(spans, matrix, strict=True):
-                insert_vector(connection, item.span, model, vector.astype("<f4").tobytes())
+    def vectors(
+        self, session: int, model: str, after: int, dim: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], int]:
+        """Return the vectors stored after number `after`: their spans [N], the rows [N, D], and the last one's number.
 
-    def vectors(self, session: int, model: str, after: int, dim: int) -> StoredVectors:
-        """Return the vectors stored after sequence number `after`; damaged ones are removed."""
+        Damaged ones are removed.
+        """
         rows = self._rows(
             "SELECT seq, span, vector, seal FROM embeddings WHERE session = ? AND model = ? AND seq > ? ORDER BY seq",
             session,
@@ -251,7 +244,7 @@ class SqliteStore(Store):
             with self._write() as connection:
                 connection.executemany("DELETE FROM embeddings WHERE span = ?", ((span,) for span in damaged))
         matrix = np.stack([vector for _, vector in intact]) if intact else np.zeros((0, dim), np.float32)
-        return StoredVectors(np.array(spans, np.int64), matrix, rows[-1][0] if rows else after)
+        return np.array(spans, np.int64), matrix, rows[-1][0] if rows else after
 
     def count_vectors(self, session: int, model: str, upto: int = 2**62) -> int:
         statement = "SELECT count(*) FROM embeddings WHERE session = ? AND model = ? AND seq <= ?"

@@ -52,54 +52,46 @@ def opening() -> Iterator[Callable[..., tuple[Store, Index]]]:
     """Return a function that opens a store and its index; all are closed after the test."""
     with ExitStack() as stack:
 
-        def opened(url: str | None, **options: Any) -> tuple[Store, Index]:
-            store, index = open_store(store=url, **options)
-            stack.callback(store.close)
-            return store, index
+        def opened(store: str | None = None, **options: Any) -> tuple[Store, Index]:
+            opened_store, index = open_store(store=store, **options)
+            stack.callback(opened_store.close)
+            return opened_store, index
 
         yield opened
 
 
-class Sqlite:
-    """Services that store their data in folders."""
+class Storage:
+    """Where services store their data: in their folders, or in PostgreSQL with one database per folder."""
 
-    def __call__(self, data_dir: Path) -> dict[str, str]:
-        """Return the settings of a service."""
-        return {}
-
-    def files(self, data_dir: Path) -> list[Path]:
-        """Return every file that may contain a service's data."""
-        return [path for path in data_dir.rglob("*") if path.is_file()]
-
-
-class Postgres(Sqlite):
-    """Services that store their data in PostgreSQL, in one database per data folder."""
-
-    def __init__(self, server: postgres_server.PostgresServer) -> None:
+    def __init__(self, server: postgres_server.PostgresServer | None) -> None:
         self.server = server
 
     def __call__(self, data_dir: Path) -> dict[str, str]:
-        return {"store": self.server.database(data_dir)}
+        """Return the settings of a service."""
+        return {"store": self.server.database(data_dir)} if self.server else {}
 
     def files(self, data_dir: Path) -> list[Path]:
-        oid = "SELECT oid FROM pg_database WHERE datname = current_database()"
-        ((number,),) = self.server.sql(oid, self(data_dir)["store"])
-        others = {path for path in (self.server.data / "base").iterdir() if path.name != str(number)}
-        return [path for path in super().files(self.server.data) if not others & {*path.parents}]
+        """Return every file that may contain a service's data."""
+        folder, databases_of_others = data_dir, set()
+        if self.server:
+            folder, oid = self.server.data, "SELECT oid FROM pg_database WHERE datname = current_database()"
+            ((number,),) = self.server.sql(oid, self(data_dir)["store"])
+            databases_of_others = {path for path in (folder / "base").iterdir() if path.name != str(number)}
+        return [path for path in folder.rglob("*") if path.is_file() and not databases_of_others & {*path.parents}]
 
 
 @pytest.fixture(scope="session")
-def storage(request: pytest.FixtureRequest) -> Sqlite:
-    """Return where services store their data: SQLite, with EACH_STORE then PostgreSQL."""
+def storage(request: pytest.FixtureRequest) -> Storage:
+    """Return SQLite, with EACH_STORE then PostgreSQL."""
     on_postgres = getattr(request, "param", "sqlite") == "postgres"
-    return Postgres(request.getfixturevalue("postgres")) if on_postgres else Sqlite()
+    return Storage(request.getfixturevalue("postgres") if on_postgres else None)
 
 
 def starting(kind: Any, end: Callable[[Any], None]) -> Any:
     """Return a fixture that starts services in `tmp_path / 'data'` or another folder and ends them with the test."""
 
     @pytest.fixture
-    def start(tmp_path: Path, storage: Sqlite) -> Iterator[Callable[..., Any]]:
+    def start(tmp_path: Path, storage: Storage) -> Iterator[Callable[..., Any]]:
         with ExitStack() as stack:
 
             def started(data_dir: Path = tmp_path / "data", **settings: object) -> Any:
@@ -117,7 +109,7 @@ start_server = starting(Server, Server.kill)  # in processes of their own
 
 
 @pytest.fixture(scope="session")
-def shared(tmp_path_factory: pytest.TempPathFactory, storage: Sqlite) -> Iterator[LocalService]:
+def shared(tmp_path_factory: pytest.TempPathFactory, storage: Storage) -> Iterator[LocalService]:
     """Run one service for tests that only add sessions of their own."""
     folder = tmp_path_factory.mktemp("shared") / "data"
     service = LocalService(folder, **storage(folder))

@@ -41,6 +41,10 @@ class Calls:
         spans = [{"text": text, "token_range": [start, end], "layer": -1, "score": 0.5} for text, start, end in chunks]
         return self.http.post("/evict/write", json={"session_id": session, "chunks": spans})
 
+    def write_and_embed(self, session: str, *chunks: tuple[str, int, int]) -> None:
+        self.write(session, *chunks)
+        self.wait_until_embedded()
+
     def retrieve(self, session: str, query: str, **options: Any) -> dict[str, Any]:
         answer = self.http.post("/evict/retrieve", json={"session_id": session, "query": query, **options})
         assert answer.status_code == 200, answer.text

@@ -71,8 +71,7 @@ def test_adjacent_spans_are_joined(shared):
 
 @EACH_STORE
 def test_the_score_floor_applies_to_the_similarity(shared):
-    shared.write("api-7", ("kiwi kiwi kiwi", 0, 5), ("a long text about many things, and one kiwi", 10, 30))
-    shared.wait_until_embedded()
+    shared.write_and_embed("api-7", ("kiwi kiwi kiwi", 0, 5), ("a long text about many things, and one kiwi", 10, 30))
     first, second = both = shared.retrieve("api-7", "kiwi")["chunks"]
     assert first["similarity"] >= 0.9 > second["similarity"]
     assert shared.retrieve("api-7", "kiwi", score_floor=0.9)["chunks"] == [first]

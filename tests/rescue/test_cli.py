@@ -86,8 +86,7 @@ def test_backup_rebuild_and_forget(start_service, tmp_path):
         assert not (tmp_path / "nothing").exists()
     service = start_service()
     where = ("--data-dir", service.data_dir)
-    service.write("s", ("kept in the backup", 0, 5))
-    service.wait_until_embedded()
+    service.write_and_embed("s", ("kept in the backup", 0, 5))
     folder = tmp_path / "backups" / "monday"
     assert command("backup", folder, *where).code == 0
     assert "exists" in command("backup", folder, *where).err
@@ -115,9 +114,6 @@ def test_backup_rebuild_and_forget(start_service, tmp_path):
 def test_launchd():
     shown = command("install-launchd", "--print", "--data-dir", "/Users/me/Library/Application Support/mlx-tq-rescue")
     job = plistlib.loads(shown.out.encode())
-    assert job["Label"] == "com.mlx-tq.rescue"
-    assert job["ProgramArguments"][1] == "serve"
-    assert job["KeepAlive"] == {"SuccessfulExit": False}
     sample = plistlib.loads((ROOT / "deploy" / "com.mlx-tq.rescue.plist").read_bytes())
     assert sample["ProgramArguments"][1:] == job["ProgramArguments"][1:]
     of_this_machine = {"ProgramArguments": 0, "StandardErrorPath": 0}

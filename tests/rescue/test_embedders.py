@@ -35,20 +35,20 @@ def no_model(tmp_path, monkeypatch):
     return tmp_path
 
 
-def folder_with_weights(path: Path) -> Path:
-    path.mkdir(parents=True)
-    (path / sentence_models.WEIGHTS).write_bytes(b"not the weights")
-    return path
+def model_in(folder: Path, **files: str) -> Path:
+    """Return a folder with the files of a model."""
+    (folder / "1_Pooling").mkdir(parents=True)
+    for name, text in {"modules.json": "[]", "model.safetensors": "weights", **files}.items():
+        (folder / name).write_text(text)
+    return folder
 
 
 def test_a_path_comes_before_the_cache_before_the_wheel(no_model, monkeypatch):
     with pytest.raises(EmbedderUnavailableError, match="embed-offline"):
         find_minilm(None)
-    cached = folder_with_weights(
-        no_model / "hub-home/hub/models--sentence-transformers--all-MiniLM-L6-v2/snapshots/0123abcd"
-    )
+    cached = model_in(no_model / "hub-home/hub/models--sentence-transformers--all-MiniLM-L6-v2/snapshots/0123abcd")
     assert find_minilm(None) == cached
-    named = folder_with_weights(no_model / "named")
+    named = model_in(no_model / "named")
     assert find_minilm(named) == named
     with pytest.raises(EmbedderUnavailableError, match=r"has no model\.safetensors"):
         find_minilm(no_model / "elsewhere")
@@ -81,18 +81,15 @@ def test_hashing_is_the_same_everywhere():
     assert vectors.shape == (3, 384)
     assert np.linalg.norm(vectors, axis=1).tolist() == pytest.approx([1, 0, 1], abs=1e-6)
     assert np.flatnonzero(vectors[2]).tolist() == [84, 242]
-    assert (
-        hashlib.sha256(vectors.astype("<f4").tobytes()).hexdigest()
-        == "ac864f6ad880d8c3a63fa745affbe99d02ec45e5b138b74ee7a69dd97ad0d06d"
-    )
+    digest = hashlib.sha256(vectors.astype("<f4").tobytes()).hexdigest()
+    assert digest == "ac864f6ad880d8c3a63fa745affbe99d02ec45e5b138b74ee7a69dd97ad0d06d"
 
 
 @REAL
 def test_minilm_finds_by_meaning(start_service):
     service = start_service()
     others = ("quarterly revenue rose by seven percent", 20, 30), ("the train to Oslo leaves at noon", 40, 50)
-    service.write("s", ("the feline slept on the warm windowsill", 0, 10), *others)
-    service.wait_until_embedded()
+    service.write_and_embed("s", ("the feline slept on the warm windowsill", 0, 10), *others)
     assert service.search("s", "feline", top_k=1) == ["the feline slept on the warm windowsill"]
     service.stop()
     service = start_service(embedder="auto")
@@ -114,8 +111,7 @@ def test_minilm_finds_by_meaning(start_service):
 
 @INSTALLED
 def test_wrong_weights_are_reported_and_search_uses_keywords(start_server, tmp_path):
-    folder_with_weights(tmp_path / "model")
-    server = start_server(embedder="minilm", model_path=tmp_path / "model")
+    server = start_server(embedder="minilm", model_path=model_in(tmp_path / "model"))
     server.write("s", ("a fig", 0, 5))
     wait_for(lambda: server.ready()["embedder"]["state"] == "unavailable")
     assert "has sha256" in server.ready()["embedder"]["reason"]
@@ -123,14 +119,6 @@ def test_wrong_weights_are_reported_and_search_uses_keywords(start_server, tmp_p
     assert (answer["mode"], answer["chunks"][0]["text"]) == ("bm25", "a fig")
     assert "has sha256" in answer["degraded"]
     assert json.dumps(server.lines()).count("did not start") >= 1
-
-
-def model_in(folder: Path, **files: str) -> Path:
-    """Return a folder with the files of a model."""
-    (folder / "1_Pooling").mkdir(parents=True)
-    for name, text in {"modules.json": "[]", "model.safetensors": "weights", **files}.items():
-        (folder / name).write_text(text)
-    return folder
 
 
 @INSTALLED
@@ -156,11 +144,8 @@ def test_the_digest_covers_what_vectors_depend_on(tmp_path):
     (twin / "onnx").mkdir()
     (twin / "onnx" / "model.onnx").write_text("the same for another library")
     assert digest_model(twin) == name
-    others = [
-        model_in(tmp_path / "c", **{"model.safetensors": "trained on"}),
-        model_in(tmp_path / "d", **{"1_Pooling/config.json": "{}"}),
-    ]
-    assert len({name, *map(digest_model, others)}) == 3
+    for folder, change in (("c", {"model.safetensors": "trained on"}), ("d", {"1_Pooling/config.json": "{}"})):
+        assert digest_model(model_in(tmp_path / folder, **change)) != name
 
 
 @pytest.fixture
@@ -181,8 +166,9 @@ def wide(tmp_path) -> Path:
 @EACH_STORE
 def test_another_embedder_embeds_all_spans_again(start_service, wide):
     service = start_service(embedder="minilm")
-    service.write("s", ("the feline slept on the warm windowsill", 0, 10), ("the train leaves at noon", 20, 30))
-    service.wait_until_embedded()
+    service.write_and_embed(
+        "s", ("the feline slept on the warm windowsill", 0, 10), ("the train leaves at noon", 20, 30)
+    )
     service.stop()
     for embedder in (f"sentence-transformers:{wide}", "sentence-transformers:" + str(find_minilm(None)), "minilm"):
         service = start_service(embedder=embedder)
@@ -204,8 +190,7 @@ def test_another_embedder_embeds_all_spans_again(start_service, wide):
 @EACH_STORE
 def test_a_model_that_changes_while_the_service_runs_is_not_used(start_service, wide):
     service = start_service(embedder=f"sentence-transformers:{wide}")
-    service.write("s", ("a fig", 0, 5))
-    service.wait_until_embedded()
+    service.write_and_embed("s", ("a fig", 0, 5))
     (wide / "1_Pooling" / "config.json").write_text('{"word_embedding_dimension": 384, "pooling_mode_cls_token": true}')
     psutil.Process(service.service.embedder.pid).kill()
     wait_for(lambda: service.ready()["embedder"]["state"] == "unavailable", 60)
@@ -213,25 +198,21 @@ def test_a_model_that_changes_while_the_service_runs_is_not_used(start_service, 
     assert service.search("s", "fig") == ["a fig"]
 
 
-def mean_of_berts_last_layer(texts):
-    """Return MiniLM's vectors as its paper defines them, without sentence-transformers."""
+@REAL
+@pytest.mark.full
+def test_vectors_are_those_of_the_model(wide):
+    """MiniLM's are the mean of BERT's last layer, as its paper defines them."""
     import torch  # both may be missing
     from transformers import AutoTokenizer, BertModel
 
+    texts = ["Where did the CAT sleep?", "", "été 7742", "a text longer than the model reads " * 60]
     pieces = AutoTokenizer.from_pretrained(find_minilm(None))(
         texts, padding=True, truncation=True, max_length=256, return_tensors="pt"
     )
     with torch.inference_mode():
         states = BertModel.from_pretrained(find_minilm(None)).eval()(**pieces).last_hidden_state
     mask = pieces["attention_mask"][..., None]
-    return torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1)).numpy()
-
-
-@REAL
-@pytest.mark.full
-def test_vectors_are_those_of_the_model(wide):
-    texts = ["Where did the CAT sleep?", "", "été 7742", "a text longer than the model reads " * 60]
-    expected = mean_of_berts_last_layer(texts)
+    expected = torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1)).numpy()
     minilm = load_embedder("minilm")
     assert (minilm.model, minilm.dim) == ("minilm-53aa5117", 384)
     for embedder in (minilm, load_embedder("sentence-transformers:" + str(find_minilm(None)))):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rescue_svc.errors import SettingsError
-from rescue_svc.index import engines, remove_orphans, remove_snapshot
+from rescue_svc.index import engines, remove_snapshots
 from rescue_svc.index.engines import ENGINES, choose_engine
 
 DIM = 32
@@ -62,27 +62,25 @@ def test_the_named_engine_is_used_or_refused(start_service, monkeypatch):
         assert choose_engine("auto") == "numpy"
         with pytest.raises(SettingsError, match="faiss-cpu"):
             choose_engine("faiss")
-    service = start_service(index="numpy")
-    service.write("s", ("a fig", 0, 5), ("a plum", 10, 15))
-    service.wait_until_embedded()
-    assert service.ready()["index"] == "numpy"
-    before = service.retrieve("s", "plum", hybrid_alpha=1)
-    service.hibernate("s")
-    assert service.retrieve("s", "plum", hybrid_alpha=1) == before
-    service.stop()
-    service = start_service(index="faiss")  # a snapshot of the other engine is not read
-    service.wait_until_embedded()
-    assert service.search("s", "plum", hybrid_alpha=1)[0] == "a plum"
+    for name in ("numpy", "faiss"):  # which does not read the snapshot of the other
+        service = start_service(index=name)
+        service.write_and_embed("s", ("a fig", 0, 5), ("a plum", 10, 15))
+        assert service.ready()["index"] == name
+        before = service.retrieve("s", "plum", hybrid_alpha=1)
+        assert before["chunks"][0]["text"] == "a plum"
+        service.hibernate("s")
+        assert service.retrieve("s", "plum", hybrid_alpha=1) == before
+        service.stop()
 
 
 def test_only_snapshots_are_removed_from_the_folder_of_indexes(tmp_path):
     folder = tmp_path / "index"
     folder.mkdir()
-    ours = ["1.index", "2.index", "2.index.partial", "2.index.bad-17"]
+    ours = ["1.index", "2.index", "2.index.partial", "2.index.bad-17", "12.index"]
     theirs = ["2024.txt", "thesis.index", "2.index.html", "notes"]
     for name in ours + theirs:
         (folder / name).write_text(name)
-    remove_orphans(tmp_path, {1})
-    assert {file.name for file in folder.iterdir()} == {"1.index", *theirs}
-    remove_snapshot(tmp_path, 2)
+    remove_snapshots(tmp_path, 2)
+    assert {file.name for file in folder.iterdir()} == {"1.index", "12.index", *theirs}
+    remove_snapshots(tmp_path, keep={1})
     assert {file.name for file in folder.iterdir()} == {"1.index", *theirs}

@@ -36,8 +36,7 @@ def logged(server, request_id):
 
 
 def test_no_text_in_the_log(server):
-    server.write("said", (f"the {SECRET} is here", 0, 5))
-    server.wait_until_embedded()
+    server.write_and_embed("said", (f"the {SECRET} is here", 0, 5))
     assert server.search("said", f"where is the {SECRET}?")
     for body in (
         {"session_id": "said", "chunks": [{"text": SECRET, "token_range": [5, 1]}]},

@@ -14,6 +14,7 @@ from rescue_svc.store import NewSpan
 from ..harness import command
 
 PASSWORD = "Xylophonquartz"
+UNREACHABLE = f"postgresql://u:{PASSWORD}@127.0.0.1:1/rescue"
 
 
 def database_after(*statements, user="postgres", name=None):
@@ -27,13 +28,6 @@ def database_after(*statements, user="postgres", name=None):
         return server.url(name or own_name, user)
 
     return prepare
-
-
-def unreachable(server):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return f"postgresql://u:{PASSWORD}@127.0.0.1:{port}/rescue"
 
 
 def old_server(server):
@@ -59,7 +53,7 @@ def old_server(server):
 
 EXTENSION = "CREATE EXTENSION vector"
 FAULTS = {
-    r"no connection to postgresql://127.0.0.1:\d+/rescue: .*refused.*; check RESCUE_STORE": unreachable,
+    "no connection to postgresql://127.0.0.1:1/rescue: .*refused.*; check RESCUE_STORE": lambda _: UNREACHABLE,
     'no connection to .*: .*database "nowhere" does not exist': database_after(name="nowhere"),
     'no connection to .*: .*role "stranger" does not exist': database_after(user="stranger"),
     r"RESCUE_STORE lacks a privilege \(permission denied for database .*\); grant it": database_after(
@@ -139,7 +133,7 @@ def test_commands_describe_the_server_or_its_fault(postgres, monkeypatch):
     assert "pgvector's HNSW" in healthy.out
     assert "PostgreSQL 18" in healthy.out
     assert "page checksums on, forgotten text is deleted from disk at once: 0 sessions, 0 spans" in healthy.out
-    monkeypatch.setenv("RESCUE_STORE", unreachable(postgres))
+    monkeypatch.setenv("RESCUE_STORE", UNREACHABLE)
     failed = command("doctor", "--embedder", "none")
     assert (failed.code, "BAD store" in failed.out) == (1, True)
     for words in (("sessions",), ("serve", "--port", "0"), ("forget", "s"), ("backup", "nowhere")):

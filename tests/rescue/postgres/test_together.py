@@ -51,13 +51,13 @@ def test_each_span_is_embedded_by_one_of_them(postgres, opening):
         seen.extend(item.span for item in waiting)
         return unit(waiting)
 
-    def fail(waiting):
+    def embed_and_fail(waiting):
         embed(waiting)
         assert second.embed_next("test-1", 2, embed)
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        first.embed_next("test-1", 2, fail)
+        first.embed_next("test-1", 2, embed_and_fail)
     assert seen == [1, 2, 3, 4]
     assert first.count_pending("test-1") == 4
     while second.embed_next("test-1", 2, embed):
@@ -78,7 +78,7 @@ def test_a_session_may_be_forgotten_while_it_is_embedded_and_read(postgres, open
 
     assert first.embed_next("test-1", 4, forgotten_meanwhile)
     query = np.eye(DIM, dtype=np.float32)[0]
-    assert index.current(session.id).search(query, 8, set()) == index.current(session.id).similarities(query, [1]) == {}
+    assert index.search(session.id, query, 8, set()) == index.similarities(session.id, query, [1]) == {}
     assert (first.bm25(session, "fact", 8, set()), first.spans(session), first.page(session, 0, 9)) == ({}, [], [])
     assert first.count_pending("test-1") == 0
     while first.embed_next("test-1", 4, unit):
@@ -142,8 +142,8 @@ def test_a_large_session_gets_one_index(postgres, opening, monkeypatch):
     assert postgres.sql(f"SELECT indexdef FROM pg_indexes WHERE indexname = 'nearest_{session.id}'", url)
     for excluded in (set(), set(range(1, 380))):
         query = random_vectors([None])[0]
-        truth = exact.current(session.id).search(query, 10, excluded)
-        results = hnsw.current(session.id).search(query, 10, excluded)
+        truth = exact.search(session.id, query, 10, excluded)
+        results = hnsw.search(session.id, query, 10, excluded)
         assert list(truth.values()) == sorted(truth.values(), reverse=True)
         assert len(results.keys() & truth.keys()) >= 9
         assert not results.keys() & excluded
@@ -160,8 +160,7 @@ def test_a_large_session_gets_one_index(postgres, opening, monkeypatch):
 def test_a_restored_dump_equals_the_store(postgres, tmp_path, monkeypatch):
     url = postgres.database()
     service = LocalService(tmp_path, store=url)
-    service.write("s", ("kept in the backup", 0, 5), ("and this", 5, 9))
-    service.wait_until_embedded()
+    service.write_and_embed("s", ("kept in the backup", 0, 5), ("and this", 5, 9))
     expected = service.retrieve("s", "backup")
     monkeypatch.setenv("RESCUE_STORE", url)
     monkeypatch.setenv("PATH", "/nowhere")
@@ -184,14 +183,6 @@ def test_a_restored_dump_equals_the_store(postgres, tmp_path, monkeypatch):
     assert command("forget", "s").out == "s: 3 spans forgotten\n"
 
 
-def lose(connection, server):
-    """End a connection on the server, and wait until the client notices."""
-    server.sql(f"SELECT pg_terminate_backend({connection.info.backend_pid}, 10000)")
-    with suppress(psycopg.OperationalError):
-        while connection.pgconn.status == psycopg.pq.ConnStatus.OK:
-            connection.pgconn.consume_input()
-
-
 @pytest.mark.parametrize("expectation", [nullcontext(), pytest.raises(psycopg.OperationalError)], ids=["alive", "lost"])
 def test_a_transaction_that_is_not_committed_raises(killable, expectation):
     """psycopg's own block ends without an error."""
@@ -200,5 +191,8 @@ def test_a_transaction_that_is_not_committed_raises(killable, expectation):
     with psycopg.connect(url, autocommit=True) as connection, expectation, transaction(connection):
         connection.execute("INSERT INTO spans VALUES (1)")
         if not is_alive:
-            lose(connection, killable)
+            killable.sql(f"SELECT pg_terminate_backend({connection.info.backend_pid}, 10000)")
+            with suppress(psycopg.OperationalError):
+                while connection.pgconn.status == psycopg.pq.ConnStatus.OK:  # until the client notices
+                    connection.pgconn.consume_input()
     assert bool(killable.sql("SELECT id FROM spans", url)) == is_alive

@@ -44,7 +44,7 @@ def answers(folder: Path) -> dict[str, object]:
         for session in sorted(store.sessions(), key=lambda s: s.name):
             texts = {s.id: (s.text, s.start, s.stop, s.layer, s.score) for s in store.spans(session)}
             by_words = store.bm25(session, QUESTION, 100, set())
-            by_meaning = index.current(session.id).search(vector, 100, set())
+            by_meaning = index.search(session.id, vector, 100, set())
             results[session.name] = (
                 sorted(texts.values()),
                 {texts[i]: round(score, 9) for i, score in by_words.items()},
@@ -141,9 +141,9 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("statement", "says"), CHANGES)
-def test_a_changed_row_is_detected(changed, statement, says):
+def test_a_changed_row_is_detected(opening, changed, statement, says):
     with pytest.raises(StoreDamagedError, match=says):
-        open_store(data_dir=changed(statement))
+        opening(data_dir=changed(statement))
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,7 @@ def ephemeral(**chosen):
     with ephemeral_folder(load_settings(ephemeral=True, **chosen)) as settings, ExitStack() as stack:
         service = LocalService(settings.data_dir)
         stack.callback(service.stop)
-        service.write("s", (SECRET, 0, 5))
-        service.wait_until_embedded()
+        service.write_and_embed("s", (SECRET, 0, 5))
         yield service
 
 

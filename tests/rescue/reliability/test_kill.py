@@ -17,7 +17,7 @@ from rescue_svc.store import NewSpan
 from rescue_svc.store.files import DATABASE, connect
 from rescue_svc.store.migrations import MIGRATIONS, migrate
 
-from ..harness import IN_FULL_EACH_STORE, Server, open_store
+from ..harness import IN_FULL_EACH_STORE, Server
 
 
 class Writer(threading.Thread):
@@ -125,7 +125,7 @@ def test_kill_while_saving_an_index(start_server, times):
 
 
 @pytest.mark.parametrize("version", range(len(MIGRATIONS)))
-def test_kill_at_every_statement_of_a_migration(tmp_path, version):
+def test_kill_at_every_statement_of_a_migration(opening, tmp_path, version):
     """The files before each statement are those that kill -9 would leave."""
     folder, moments = tmp_path / "data", []
     folder.mkdir()
@@ -139,9 +139,7 @@ def test_kill_at_every_statement_of_a_migration(tmp_path, version):
     connection.close()
     assert len(moments) > 6
     for moment in moments:
-        store, _ = open_store(data_dir=moment)
-        assert store.write("s", [NewSpan(0, 1, -1, 0.0, "after")]) == (1, 1)
-        store.close()
+        assert opening(data_dir=moment)[0].write("s", [NewSpan(0, 1, -1, 0.0, "after")]) == (1, 1)
 
 
 def test_kill_while_backing_up(start_server, popen, tmp_path, times):
@@ -171,8 +169,7 @@ def is_hybrid(service):
 
 
 def with_fact(service):
-    service.write("s", (FACT, 0, 5), ("nothing", 10, 12))
-    service.wait_until_embedded()
+    service.write_and_embed("s", (FACT, 0, 5), ("nothing", 10, 12))
     return service
 
 
