@@ -21,7 +21,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -348,7 +347,7 @@ class LayerGroup:
         listeners = []
         calibrator, buffer = self.calibrators.get(number), self._buffers.get(number)
         if calibrator is not None and calibrator.due(stop):
-            listeners.append(QueryListener(partial(_calibrate, calibrator, start), before_rope=True))
+            listeners.append(QueryListener(lambda q, rope: calibrator.observe(q, start, rope), before_rope=True))
         if buffer is not None:
             listeners.append(QueryListener(buffer.append))
         return tuple(listeners)
@@ -422,10 +421,6 @@ class LayerGroup:
                 self.calibrators[number].rope = rope
 
 
-def _calibrate(calibrator: Calibrator, start: int, queries: mx.array, rope: Any) -> list[mx.array]:
-    return calibrator.observe(queries, start, rope)
-
-
 def _drop_rows(layers: list[CompressedKVCache], index: np.ndarray) -> None:
     """Drop packed rows, by their ascending indices, from every layer."""
     positions = layers[0].packed_positions
@@ -466,14 +461,13 @@ def begin_pass(caches: Sequence[Any], count: int) -> bool:
     batches = [part for part in cache_parts(caches) if isinstance(part, BatchCompressedKVCache)]
     if batches:
         counts = batches[0].counts(count)
-        sequences += [([batch.rows[i] for batch in batches], own_count) for i, own_count in enumerate(counts)]
-    captures = [_begin_pass(layers, own_count) for layers, own_count in sequences]
-    return any(captures)
-
-
-def _begin_pass(layers: list[CompressedKVCache], count: int) -> bool:
-    group = layer_group_of(layers)
-    return group is not None and group.begin_pass(evicting_layers(layers), count)
+        sequences += [([batch.rows[i] for batch in batches], row_count) for i, row_count in enumerate(counts)]
+    captures = False
+    for layers, row_count in sequences:
+        group = layer_group_of(layers)
+        if group is not None:
+            captures |= group.begin_pass(evicting_layers(layers), row_count)
+    return captures
 
 
 def layer_group_of(caches: Sequence[Any]) -> LayerGroup | None:
