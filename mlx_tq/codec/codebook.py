@@ -46,16 +46,6 @@ def normal_density(t: np.ndarray) -> np.ndarray:
     return np.asarray(np.exp(-t * t / 2) / np.sqrt(2 * np.pi))
 
 
-def beta_density(dim: int) -> Density:
-    """Return the exact density of sqrt(D) times one coordinate of a uniform unit vector in D dimensions."""
-
-    def density(t: np.ndarray) -> np.ndarray:
-        values = np.clip(1 - t * t / dim, 0, None) ** ((dim - 3) / 2)
-        return np.asarray(values / np.trapezoid(values, t))
-
-    return density
-
-
 def mse(levels: np.ndarray, density: Density, limit: float = 12.0) -> float:
     """Return the mean of (t - level(t))^2 under the density of t on [-limit, limit]."""
     t = np.linspace(-limit, limit, _GRID)
@@ -72,4 +62,9 @@ def mse(levels: np.ndarray, density: Density, limit: float = 12.0) -> float:
 @lru_cache
 def theoretical_mse(bits: int, dim: int) -> float:
     """Return E ||u - u_hat||^2 of a unit vector in `dim` dimensions, rotated and quantized with `levels`."""
-    return mse(levels(bits).astype(np.float64), beta_density(dim), limit=float(np.sqrt(dim)))
+
+    def density(t: np.ndarray) -> np.ndarray:  # of sqrt(D) times a coordinate of a uniform unit vector
+        values = np.clip(1 - t * t / dim, 0, None) ** ((dim - 3) / 2)
+        return np.asarray(values / np.trapezoid(values, t))
+
+    return mse(levels(bits).astype(np.float64), density, limit=float(np.sqrt(dim)))

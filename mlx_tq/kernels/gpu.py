@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -89,8 +90,10 @@ class Kernel:
         try:
             compiled = compile_kernel(self, device, constants)
             outputs = compiled(inputs=inputs, **call)
-            if compiled not in _proven and _evaluate(outputs):
-                _proven.add(compiled)
+            if compiled not in _proven:
+                with suppress(ValueError):  # inside `mx.compile`, which cannot wait; a compiler's is a RuntimeError
+                    mx.eval(outputs)
+                    _proven.add(compiled)
         except (RuntimeError, ValueError) as error:
             raise KernelUnavailableError(f"kernel {self.name!r} cannot run on {device}: {error}") from error
         return outputs
@@ -98,15 +101,6 @@ class Kernel:
 
 # Compiled kernels that have run: the GPU's compiler has accepted their text.
 _proven: set[Callable[..., list[mx.array]]] = set()
-
-
-def _evaluate(arrays: list[mx.array]) -> bool:
-    """Wait for arrays; return False inside `mx.compile`, which cannot wait."""
-    try:
-        mx.eval(arrays)
-    except ValueError:  # a compiler's error would be a RuntimeError
-        return False
-    return True
 
 
 def gpu_backend() -> str | None:

@@ -7,7 +7,7 @@ import numpy as np
 
 from mlx_tq.codec.formats import Codec, Encoded
 from mlx_tq.codec.normalization import KeyNormalization, decode_rotated_keys
-from mlx_tq.codec.rotation import Rotation, WalshHadamard, rotate, rotate_back
+from mlx_tq.codec.rotation import WalshHadamard, rotate, rotate_back
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import arguments, backend
 from mlx_tq.kernels.gpu import Kernel, simdgroup_grid
@@ -79,10 +79,11 @@ def score(
     Returns:
         fp32 [B, H, G, tokens].
     """
-    encoded = layout.keys(rows[:, :, :tokens])
-    if _pairs_are_halves(layout.key.rotation, pairs):
+    encoded, rotation = layout.keys(rows[:, :, :tokens]), layout.key.rotation
+    is_sylvester = isinstance(rotation, WalshHadamard) and rotation.order == 1
+    if is_sylvester and np.array_equal(np.array(pairs).ravel(), np.arange(layout.key.head_dim)):
         return _score_halves(layout.key, encoded, queries, weights, normalization)
-    keys = rotate_back(decode_rotated_keys(layout.key, encoded, normalization), layout.key.rotation)
+    keys = rotate_back(decode_rotated_keys(layout.key, encoded, normalization), rotation)
     if normalization is not None:
         keys = keys / normalization.scale[:, :, None]
     scores = queries @ keys.swapaxes(-1, -2)
@@ -93,17 +94,10 @@ def score(
     return scores
 
 
-def _pairs_are_halves(rotation: Rotation | None, pairs: mx.array) -> bool:
-    """Return whether the rotation is Sylvester's transform and RoPE pairs dim f with dim f + D / 2, for all dims."""
-    if not isinstance(rotation, WalshHadamard) or rotation.order != 1:
-        return False
-    return pairs.size == rotation.dim and bool((np.array(pairs).ravel() == np.arange(rotation.dim)).all())
-
-
 def _score_halves(
     codec: Codec, encoded: Encoded, queries: mx.array, weights: mx.array, normalization: KeyNormalization | None
 ) -> mx.array:
-    """Compute `score` in half the time, without rotating whole keys back.
+    """Compute `score` in half the time where RoPE pairs dims f and f + D / 2, without rotating whole keys back.
 
     The last stage of Sylvester's transform makes (a + b) / sqrt(2) and (a - b) / sqrt(2) of the transforms a and b of a
     key's halves. The norm of a RoPE pair is sqrt(a^2 + b^2) over its scale: it needs neither that stage nor the signs.

@@ -35,7 +35,12 @@ def exact_fingerprint(model: Any) -> str:
     """
     digest = hashlib.sha256()
     for name, module in sorted(model.named_modules()):
-        settings = {key: value for key, value in sorted(vars(module).items()) if _is_setting(key, value)}
+        settings = {
+            key: value
+            for key, value in sorted(vars(module).items())
+            if not key.startswith("_")
+            and (value is None or isinstance(value, int | float | str) or (is_dataclass(value) and not callable(value)))
+        }
         digest.update(f"{name} {type(module).__module__}.{type(module).__qualname__} {settings}".encode())
         for key, value in sorted(module.items()):
             if isinstance(value, mx.array):
@@ -43,11 +48,6 @@ def exact_fingerprint(model: Any) -> str:
                 for part in _hashed_parts(value):
                     digest.update(np.array(part).tobytes())
     return digest.hexdigest()
-
-
-def _is_setting(key: str, value: Any) -> bool:
-    plain = value is None or isinstance(value, int | float | str) or (is_dataclass(value) and not callable(value))
-    return plain and not key.startswith("_")
 
 
 def _hashed_parts(array: mx.array) -> Iterator[mx.array]:

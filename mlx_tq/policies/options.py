@@ -74,12 +74,10 @@ def format_spec(name: str, settings: Any) -> str:
     parts = [name]
     for field_ in fields(settings):
         value = getattr(settings, field_.name)
-        if value != field_.default:
-            parts.append(f"{field_.name}={_format_value(value)}")
+        if value == field_.default:
+            continue
+        if isinstance(value, bool):
+            value = "on" if value else "off"
+        text = value.replace("%", "%25").replace(_SEPARATOR, "%3A") if isinstance(value, str) else repr(value)
+        parts.append(f"{field_.name}={text}")
     return _SEPARATOR.join(parts)
-
-
-def _format_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return value.replace("%", "%25").replace(_SEPARATOR, "%3A") if isinstance(value, str) else repr(value)

@@ -135,7 +135,10 @@ class Folder:
                 return
             nbytes = os.read(descriptor, 64)
             os.ftruncate(descriptor, 0)  # if this process is killed, the next one counts
-            self._nbytes = int(nbytes) if nbytes.isdigit() else self._count_bytes()
+            if not nbytes.isdigit():
+                for path in (path for kind in KINDS for path in (self.path / kind).glob(".*")):  # of killed writers
+                    path.unlink(missing_ok=True)
+            self._nbytes = int(nbytes) if nbytes.isdigit() else sum(record.size for record in self.records())
             yield True
             os.pwrite(descriptor, str(self._nbytes).encode(), 0)
         finally:
@@ -164,13 +167,6 @@ class Folder:
         for record in records:
             record.path.unlink(missing_ok=True)
         return sum(record.size for record in records)
-
-    def _count_bytes(self) -> int:
-        """Return the bytes of all records, and remove the files that killed writers left."""
-        for kind in KINDS:
-            for path in (self.path / kind).glob(".*"):
-                path.unlink(missing_ok=True)
-        return sum(record.size for record in self.records())
 
     def _evict(self) -> None:
         """Evict records until the others are within the limit; one that was used since it was listed stays."""

@@ -18,15 +18,16 @@ from mlx_tq.errors import RescueError
 from mlx_tq.rescue.locator import TOKEN_VARIABLE, Address, ServiceLocator, run_in_thread
 from mlx_tq.rescue.wire import (
     MAX_CHUNKS,
+    MAX_EXCLUDED,
+    MAX_TOP_K,
     Embeddings,
     Range,
     RetrievedSpan,
     TextSpan,
+    clean,
     parse_accepted,
     parse_embeddings,
     parse_retrieved,
-    retrieve_body,
-    write_body,
 )
 
 T = TypeVar("T")
@@ -140,7 +141,15 @@ class RescueClient(AbstractContextManager["RescueClient"]):
 
         Spans inside the ranges of positions `exclude` are left out. None for `score_floor` is the embedder's own.
         """
-        body = retrieve_body(session_id, query, top_k=top_k, score_floor=score_floor, exclude=exclude)
+        longest = sorted(exclude, key=lambda span: span[0] - span[1])[:MAX_EXCLUDED]
+        body = {
+            "session_id": session_id,
+            "query": clean(query),
+            "top_k": min(top_k, MAX_TOP_K),
+            "score_floor": score_floor,
+            "exclude_ranges": [list(span) for span in longest],
+            "join": False,  # the session joins spans itself, within its own limit
+        }
 
         def query_service() -> list[RetrievedSpan]:
             self.flush(timeout / 2)  # the query may need earlier spans only
@@ -250,7 +259,11 @@ class RescueClient(AbstractContextManager["RescueClient"]):
 
     def _send(self, session_id: str, batch: list[TextSpan]) -> bool:
         """Write spans; return whether they are settled, so that they leave the queue."""
-        body = write_body(session_id, batch)
+        chunks = [
+            {"text": clean(span.text), "token_range": [span.start, span.stop], "layer": -1, "score": 0.0}
+            for span in batch
+        ]
+        body = {"session_id": session_id, "chunks": chunks}
         try:
             self._attempt(lambda: self._request("POST", "/evict/write", parse_accepted, body), CALL_S)
         except RefusedError:
