@@ -59,22 +59,16 @@ def launch_attend_batch(
     arrays += len(arguments.trellis_levels(layout.key, layout.value))
     per_source = len(ATTEND.sources) + (len(ATTEND.normalized) if normalized else 0)
     sources = 1 if len(batch) == 1 else (METAL_ARRAYS - arrays) // per_source
-    outputs = []
-    for start, stop in _runs(batch, sources):
+    outputs, edges = [], [0]
+    shared = [[(id(rows), count) for rows, count in regions.shared] for regions in batch]
+    for i in range(len(batch)):  # runs of neighbors that share the same rows, or none
+        if i - edges[-1] == sources or shared[i] != shared[edges[-1]]:
+            edges.append(i)
+    for start, stop in pairwise([*edges, len(batch)]):
         rows = queries if len(batch) == 1 else queries[start:stop]
         call = _Call(rows, batch[start:stop], sources, normalized, scale, mask, sinks)
         outputs.append(call.attend_shared() if batch[start].shared else call.attend())
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-
-
-def _runs(batch: Sequence[Regions], limit: int) -> list[tuple[int, int]]:
-    """Cut a batch into runs of at most `limit` neighbors that share the same rows, or none."""
-    shared = [[(id(rows), count) for rows, count in regions.shared] for regions in batch]
-    edges = [0]
-    for i in range(len(batch)):
-        if i - edges[-1] == limit or shared[i] != shared[edges[-1]]:
-            edges.append(i)
-    return list(pairwise([*edges, len(batch)]))
 
 
 # Blocks that the packed tokens of a cache are cut into, and all its blocks.

@@ -1,7 +1,6 @@
 """Fingerprints, which tell one model from another."""
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -45,16 +44,12 @@ def exact_fingerprint(model: Any) -> str:
         for key, value in sorted(module.items()):
             if isinstance(value, mx.array):
                 digest.update(f"{key} {value.shape} {value.dtype}".encode())
-                for part in _hashed_parts(value):
+                flat = value.flatten()
+                if value.ndim < 2 or flat.nbytes % (4 * value.shape[0]):
+                    parts = [flat.view(mx.uint8)]
+                else:  # of a large array, the sums of its 32-bit words by column and by row
+                    words = flat.view(mx.uint32).reshape(value.shape[0], -1)
+                    parts = [words.sum(axis=0), words.sum(axis=1)]
+                for part in parts:
                     digest.update(np.array(part).tobytes())
     return digest.hexdigest()
-
-
-def _hashed_parts(array: mx.array) -> Iterator[mx.array]:
-    """Yield the bytes of a small array, or the sums of a large one's 32-bit words by column and by row."""
-    flat = array.flatten()
-    if array.ndim < 2 or flat.nbytes % (4 * array.shape[0]):
-        yield flat.view(mx.uint8)
-        return
-    words = flat.view(mx.uint32).reshape(array.shape[0], -1)
-    yield from (words.sum(axis=0), words.sum(axis=1))

@@ -61,7 +61,6 @@ _UNSUPPORTED = (
 _FREQUENCY_FACTORS = "rope_freqs.weight"
 _LOW, _HIGH, _TRAINED = 1.0, 4.0, 8192
 _SCALING_KEYS = {"none": (), "linear": ("factor",), "yarn": ("factor", "original_context_length")}
-_IGNORED_SCALING_KEYS = ("type", "finetuned")
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ def _rope_scaling(file: GgufFile, config: Config) -> Config | None:
     if kind not in _SCALING_KEYS or (_FREQUENCY_FACTORS in file.tensors and kind != "none"):
         raise _unknown(file, f"RoPE scaling {str(kind)[:40]!r}", f"{', '.join(_SCALING_KEYS)} and llama3")
     required = _SCALING_KEYS[kind]
-    if unknown := scaling.keys() - {*required, *_IGNORED_SCALING_KEYS}:
+    if unknown := scaling.keys() - {*required, "type", "finetuned"}:
         raise _unknown(file, f"{prefix}{min(unknown)} with RoPE scaling {kind!r}", ", ".join(required) or "none")
     if missing := [key for key in required if not isinstance(scaling.get(key), int | float)]:
         raise damaged(file.path, f"it has no {prefix}{missing[0]}")

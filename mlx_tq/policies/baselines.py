@@ -9,8 +9,6 @@ import numpy as np
 from mlx_tq.policies.options import option
 from mlx_tq.policies.policy import PackedTokens, Policy
 
-_SINKS = 4
-
 
 @dataclass(frozen=True, kw_only=True)
 class KeyNorm(Policy):
@@ -72,4 +70,4 @@ class Streaming(Policy):
     segmented: ClassVar[bool] = False
 
     def score(self, tokens: PackedTokens) -> np.ndarray:
-        return np.where(tokens.positions < _SINKS, np.inf, tokens.positions.astype(np.float64))
+        return np.where(tokens.positions < 4, np.inf, tokens.positions.astype(np.float64))

@@ -8,10 +8,9 @@ from typing import Any, get_args, get_type_hints
 from mlx_tq.errors import ConfigError, unknown_name
 
 _SEPARATOR = ":"
-_SWITCHES = {"on": True, "off": False}
 # How to parse a text of each type, and what to ask for if that fails.
 _PARSERS: dict[type, tuple[Callable[[str], Any], str]] = {
-    bool: (_SWITCHES.__getitem__, "on or off"),
+    bool: ({"on": True, "off": False}.__getitem__, "on or off"),
     int: (int, "a whole number"),
     float: (float, "a number"),
     str: (lambda text: text.replace("%3A", _SEPARATOR).replace("%25", "%"), "a text"),

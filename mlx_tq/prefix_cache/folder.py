@@ -26,7 +26,6 @@ BLOCKS, CHECKPOINTS = KINDS = "blocks", "checkpoints"
 RANK = "rank-"
 _LOCK = "lock"
 _DIGEST_SIZE = hashlib.sha256().digest_size
-_EVICTION_SHARE = 10  # records are listed again after a tenth of them is evicted
 _AHEAD = 7 * 86_400 * 10**9  # nanoseconds that protected records are ahead
 _FUTURE = _AHEAD // 2  # tells them from records that a wrong clock wrote
 
@@ -174,7 +173,7 @@ class Folder:
             if not self._to_evict:
                 records = self.records()
                 self._nbytes = sum(record.size for record in records)
-                self._to_evict = self._eviction_order(records)[len(records) // _EVICTION_SHARE :: -1]
+                self._to_evict = self._eviction_order(records)[len(records) // 10 :: -1]  # then they are listed again
                 continue
             record = self._to_evict.pop()
             with suppress(OSError):

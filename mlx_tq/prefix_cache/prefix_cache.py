@@ -212,7 +212,7 @@ class PrefixCache:
         self.root, self._environment = root_key(model, plan, salt), _environment()
         self._has_failed = False
         self.live: WeakValueDictionary[str, RestoredCheckpoint] = WeakValueDictionary()
-        self._continuations: dict[str, set[str]] = {}
+        self.continuations: dict[str, set[str]] = {}  # the next steps of prompts, by the key of a checkpoint
 
     def prompt(self, segments: list[list[int]], step: int, system: int = 0) -> "CachedPrompt":
         """Return a prompt whose segments are prefilled in steps of `step` tokens; the first `system` are shared."""
@@ -222,15 +222,6 @@ class PrefixCache:
     def is_usable(self) -> bool:
         """Whether what computes is what it was; a kernel that fails on the way changes it."""
         return _environment() == self._environment
-
-    def count_continuation(self, key: str, next_key: str) -> bool:
-        """Return whether prompts continued from a checkpoint in several ways, this one with the step `next_key`."""
-        if len(self._continuations) > _MAX_REMEMBERED:
-            self._continuations.clear()
-        next_keys = self._continuations.setdefault(key, set())
-        if len(next_keys) < _SHARED_BY:
-            next_keys.add(next_key)
-        return len(next_keys) == _SHARED_BY
 
     def report_write(self, error: OSError | None) -> None:
         """Warn of the first write that fails."""
@@ -350,7 +341,14 @@ class CachedPrompt:
 
     def _note_checkpoint(self, stop: int) -> None:
         self.last_checkpoint = stop
-        if stop in self._next_keys and self._cache.count_continuation(self.keys[stop], self._next_keys[stop]):
+        if stop not in self._next_keys:
+            return
+        if len(self._cache.continuations) > _MAX_REMEMBERED:
+            self._cache.continuations.clear()
+        next_keys = self._cache.continuations.setdefault(self.keys[stop], set())
+        if len(next_keys) < _SHARED_BY:
+            next_keys.add(self._next_keys[stop])
+        if len(next_keys) == _SHARED_BY:
             self._shared = max(self._shared, stop)
 
     def close(self) -> None:

@@ -293,31 +293,28 @@ def check_attention(problem: Problem, out: mx.array, *, peak: float = 2.0) -> No
     So the reference is computed in several orders: the mean error is that of all of them, and `peak` may hold for any.
     A single value, which varies more than a query, may differ twice as much. In a thousand cases, some exceed 2x.
     """
-    truth = attend_exactly(problem, problem.arguments["mask"], problem.arguments["sinks"])
     dims = problem.plain[0].shape[-1]
     orders = [slice(None), *(mx.array(np.random.default_rng(seed).permutation(dims)) for seed in range(DIM_ORDERS))]
-    references = [_reference(problem, order) for order in orders]
+    queries, mask, sinks, scale = (problem.arguments[name] for name in ("queries", "mask", "sinks", "scale"))
+    keys, values = problem.plain
+    references = [
+        mx.fast.scaled_dot_product_attention(
+            queries[..., order], keys[..., order], values, scale=scale, mask=mask, sinks=sinks
+        )
+        for order in orders
+    ]
+    truth = attend_exactly(problem, mask, sinks)
     assert out.shape == references[0].shape
-    assert out.dtype == references[0].dtype == problem.arguments["queries"].dtype
+    assert out.dtype == references[0].dtype == queries.dtype
     error, *allowed = (np.abs(double(result) - truth) for result in (out, *references))
     assert np.isfinite(error).all()
     floor = ROUNDING[dtype_name(out.dtype)] * np.abs(truth).max()
     assert rms(error) <= 2 * rms(np.stack(allowed)) + floor / 2
-    assert any(_is_within(error, reference_error, peak, floor) for reference_error in allowed)
-
-
-def _reference(problem: Problem, order: Any) -> mx.array:
-    """Attend to the decoded cache with mx.fast, with the dims of queries and keys in another order."""
-    queries, mask, sinks, scale = (problem.arguments[name] for name in ("queries", "mask", "sinks", "scale"))
-    keys, values = problem.plain
-    return mx.fast.scaled_dot_product_attention(
-        queries[..., order], keys[..., order], values, scale=scale, mask=mask, sinks=sinks
+    worst, *worst_allowed = (np.sqrt((x**2).mean(axis=-1)).max() for x in (error, *allowed))
+    assert any(
+        worst <= peak * query + floor and error.max() <= 2 * peak * one.max() + floor
+        for query, one in zip(worst_allowed, allowed, strict=True)
     )
-
-
-def _is_within(error: np.ndarray, allowed: np.ndarray, peak: float, floor: float) -> bool:
-    worst, worst_allowed = (np.sqrt((x**2).mean(axis=-1)).max() for x in (error, allowed))
-    return worst <= peak * worst_allowed + floor and error.max() <= 2 * peak * allowed.max() + floor
 
 
 def rms(x: np.ndarray) -> float:
