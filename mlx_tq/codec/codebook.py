@@ -11,8 +11,6 @@ from functools import lru_cache
 
 import numpy as np
 
-Density = Callable[[np.ndarray], np.ndarray]
-
 # Coefficients of u, u^3, u^5 for 1 to 4 bits that minimize the mean square error under N(0, 1), rounded to fp32.
 POLYNOMIALS: dict[int, tuple[float, ...]] = {
     1: (1.5957691669464111,),
@@ -44,7 +42,7 @@ def normal_density(t: np.ndarray) -> np.ndarray:
     return np.asarray(np.exp(-t * t / 2) / np.sqrt(2 * np.pi))
 
 
-def mse(levels: np.ndarray, density: Density, limit: float = 12.0) -> float:
+def mse(levels: np.ndarray, density: Callable[[np.ndarray], np.ndarray], limit: float = 12.0) -> float:
     """Return the mean of (t - level(t))^2 under the density of t on [-limit, limit]."""
     t = np.linspace(-limit, limit, 100_001)  # the integrals' error is below 1e-8
     values, steps = density(t), np.diff(t)

@@ -66,18 +66,11 @@ def score(
     pairs: mx.array,
     normalization: KeyNormalization | None = None,
 ) -> mx.array:
-    """Return <query, K> + sum_f weight_f |K_f| for each packed key K, where K_f is its part in RoPE pair f.
+    """Return <query, K> + sum_f weight_f |K_f| of packed keys K with parts K_f in RoPE pairs: fp32 [B, H, G, tokens].
 
-    Args:
-        rows: uint32 [B, H, capacity, W]; rows from `tokens` on are never read.
-        tokens: number of packed tokens, at least 1.
-        layout: layout of the rows.
-        queries: virtual queries after RoPE, fp32 [H, G, Dk].
-        weights: weights of the norms of RoPE pairs, fp32 [H, G, F]; F may be 0.
-        pairs: the two dims of each pair, int32 [2, F], which have one scale if keys are normalized.
-
-    Returns:
-        fp32 [B, H, G, tokens].
+    Rows uint32 [B, H, capacity, W] are read up to `tokens`, at least 1. Virtual queries after RoPE are fp32 [H, G, Dk],
+    weights of norms fp32 [H, G, F], and the two dims of each pair int32 [2, F]; F may be 0. If keys are normalized, the
+    dims of a pair have one scale.
     """
     encoded, rotation = layout.keys(rows[:, :, :tokens]), layout.key.rotation
     is_sylvester = isinstance(rotation, WalshHadamard) and rotation.order == 1

@@ -6,6 +6,7 @@ error is the root mean square over the output, which varies little; the largest 
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -57,8 +58,6 @@ TRELLIS_PAIRS = (
 HEADS = 2
 DIM_ORDERS = 4  # orders of the dims in which the reference may sum too
 SPARE = 3  # tokens of unused capacity
-REGIONS = ("packed_rows", "packed_tokens", "layout", "full_keys", "full_values", "sink_tokens", "full_tokens")
-REGIONS += ("normalization",)
 
 
 class Problem(NamedTuple):
@@ -87,7 +86,7 @@ class Problem(NamedTuple):
 
     def regions(self, **changes: Any) -> Regions:
         arguments = {**self.arguments, **changes}
-        return Regions(*(arguments[name] for name in REGIONS))
+        return Regions(*(arguments[field.name] for field in fields(Regions) if field.name in arguments))
 
     def replace(self, **changes: Any) -> "Problem":
         return self._replace(arguments={**self.arguments, **changes})
