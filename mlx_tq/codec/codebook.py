@@ -11,8 +11,6 @@ from functools import lru_cache
 
 import numpy as np
 
-Density = Callable[[np.ndarray], np.ndarray]
-
 # Coefficients of u, u^3, u^5 for 1 to 4 bits that minimize the mean square error under N(0, 1), rounded to fp32.
 POLYNOMIALS: dict[int, tuple[float, ...]] = {
     1: (1.5957691669464111,),
@@ -20,8 +18,6 @@ POLYNOMIALS: dict[int, tuple[float, ...]] = {
     3: (0.4906612038612366, 0.004788695368915796, 0.00043654569890350103),
     4: (0.2626548111438751, 0.0001291660882998258, 2.9582452043541707e-05),
 }
-
-_GRID = 100_001  # points of the integrals; their error is below 1e-8
 
 
 @lru_cache
@@ -46,19 +42,9 @@ def normal_density(t: np.ndarray) -> np.ndarray:
     return np.asarray(np.exp(-t * t / 2) / np.sqrt(2 * np.pi))
 
 
-def beta_density(dim: int) -> Density:
-    """Return the exact density of sqrt(D) times one coordinate of a uniform unit vector in D dimensions."""
-
-    def density(t: np.ndarray) -> np.ndarray:
-        values = np.clip(1 - t * t / dim, 0, None) ** ((dim - 3) / 2)
-        return np.asarray(values / np.trapezoid(values, t))
-
-    return density
-
-
-def mse(levels: np.ndarray, density: Density, limit: float = 12.0) -> float:
+def mse(levels: np.ndarray, density: Callable[[np.ndarray], np.ndarray], limit: float = 12.0) -> float:
     """Return the mean of (t - level(t))^2 under the density of t on [-limit, limit]."""
-    t = np.linspace(-limit, limit, _GRID)
+    t = np.linspace(-limit, limit, 100_001)  # the integrals' error is below 1e-8
     values, steps = density(t), np.diff(t)
     edges = np.concatenate([t[:1], midpoints(levels), t[-1:]])
     moments = []  # of t^0, t^1 and t^2 in the cell of each level
@@ -72,4 +58,9 @@ def mse(levels: np.ndarray, density: Density, limit: float = 12.0) -> float:
 @lru_cache
 def theoretical_mse(bits: int, dim: int) -> float:
     """Return E ||u - u_hat||^2 of a unit vector in `dim` dimensions, rotated and quantized with `levels`."""
-    return mse(levels(bits).astype(np.float64), beta_density(dim), limit=float(np.sqrt(dim)))
+
+    def density(t: np.ndarray) -> np.ndarray:  # of sqrt(D) times a coordinate of a uniform unit vector
+        values = np.clip(1 - t * t / dim, 0, None) ** ((dim - 3) / 2)
+        return np.asarray(values / np.trapezoid(values, t))
+
+    return mse(levels(bits).astype(np.float64), density, limit=float(np.sqrt(dim)))

@@ -96,8 +96,8 @@ def compute_key_scale(keys: mx.array, queries: mx.array, pairs: Sequence[tuple[i
 
 def normalize(keys: mx.array, normalization: KeyNormalization, rotation: Rotation | None) -> mx.array:
     """Return what a codec of that rotation encodes for keys [B, H, S, D]: w k less the row's mean, fp32."""
-    means = _unrotated_row_means(normalization, rotation, keys.shape[2])
-    return keys.astype(mx.float32) * normalization.scale[:, :, None] - means
+    scaled = keys.astype(mx.float32) * normalization.scale[:, :, None]
+    return scaled - _unrotated_row_means(normalization, rotation, keys.shape[2])
 
 
 def denormalize(normalized: mx.array, normalization: KeyNormalization, rotation: Rotation | None) -> mx.array:

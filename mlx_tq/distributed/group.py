@@ -158,7 +158,16 @@ class Ranks:
         if self.is_alone or not self.is_first:
             return self.broadcast(make)
         is_made = threading.Event()
-        thread = threading.Thread(target=self._send_nothing_until, args=[is_made], name="ranks-wait", daemon=True)
+
+        def send_nothing() -> None:
+            try:
+                with suppress(RuntimeError):  # a rank is gone, which ends this one too
+                    while not is_made.wait(_POLL_S):
+                        self._exchange_size(0)
+            finally:
+                mx.clear_streams()  # which a join does not wait for: an exiting program would crash
+
+        thread = threading.Thread(target=send_nothing, name="ranks-wait", daemon=True)
         thread.start()
         try:
             value = make()
@@ -166,14 +175,6 @@ class Ranks:
             is_made.set()
             thread.join()
         return self.broadcast(lambda: value)
-
-    def _send_nothing_until(self, event: threading.Event) -> None:
-        try:
-            with suppress(RuntimeError):  # a rank is gone, which ends this one too
-                while not event.wait(_POLL_S):
-                    self._exchange_size(0)
-        finally:
-            mx.clear_streams()  # a join returns before a thread's streams are gone, which crashes an exiting program
 
     def _exchange(self, data: bytes) -> bytes:
         """Return the first rank's data, or b"" if it is one byte, for which no second call is made."""

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Mapping
 
 _RANK_VARIABLE = "MLX_RANK"  # which mlx.launch sets with each of its backends
-_EXIT_CODE = 1
 _HAS_WRITTEN = threading.Lock()  # acquired by the first line that says why the process ends
 
 
@@ -31,7 +30,7 @@ def write_last_line(line: str) -> None:
 def exit_now(line: str) -> None:
     """Write the last line and end the process at once, from any thread."""
     write_last_line(line)
-    os._exit(_EXIT_CODE)
+    os._exit(1)
 
 
 def exit_on_sigterm(line: str) -> None:

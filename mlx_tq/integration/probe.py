@@ -113,29 +113,26 @@ class _ProbeView:
 
     def attend(self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
         if not self.is_attended:
-            self.rope = _find_rope(queries)
+            self._find_rope(queries)
         self.is_attended = True
         return mx.fast.scaled_dot_product_attention(
             queries, self._keys, self._values, scale=scale, mask=mask, sinks=sinks
         )
 
+    def _find_rope(self, queries: mx.array) -> None:
+        call, calls = find_call(queries), list(recorded_calls())
+        recorded_calls().clear()  # so that the next layer finds only its own
+        nearby = next((near.module for near in calls if near.output.shape[-1] == queries.shape[-1]), None)
+        reason = "queries are not what RoPE returned: they skip it, or are scaled, normed or cast afterwards"
+        if not calls:
+            reason = "its attention has no RoPE"
+        elif nearby is None:
+            reason = "RoPE turns a part of each query that is joined to the rest afterwards, as in MLA"
+        module: dict[str, Any] = {"no_rope": reason} if call is None else {"rope": call.module}
+        self.rope = {**module, "nearby_rope": nearby}
+
     def materialize(self) -> tuple[mx.array, mx.array]:
         return self._keys, self._values
-
-
-def _find_rope(queries: mx.array) -> dict[str, Any]:
-    call, calls = find_call(queries), list(recorded_calls())
-    recorded_calls().clear()  # so that the next layer finds only its own
-    nearby = next((near.module for near in calls if near.output.shape[-1] == queries.shape[-1]), None)
-    if call is not None:
-        return {"rope": call.module, "nearby_rope": nearby}
-    if not calls:
-        reason = "its attention has no RoPE"
-    elif nearby is None:
-        reason = "RoPE turns a part of each query that is joined to the rest afterwards, as in MLA"
-    else:
-        reason = "queries are not what RoPE returned: they skip it, or are scaled, normed or cast afterwards"
-    return {"no_rope": reason, "nearby_rope": nearby}
 
 
 class _ProbeCache(KVCache):  # type: ignore[misc]
@@ -172,8 +169,9 @@ class _ProbeCache(KVCache):  # type: ignore[misc]
         )
 
 
-def _replace_plain_caches(caches: list[Any]) -> tuple[list[Any], dict[tuple[int, int | None], _ProbeCache]]:
-    probes: dict[tuple[int, int | None], _ProbeCache] = {}
+def _probe(model: Any) -> ModelFacts:
+    name = getattr(getattr(model, "args", None), "model_type", None) or type(model).__module__.rpartition(".")[2]
+    native, probes = native_caches(model), dict[tuple[int, int | None], _ProbeCache]()
 
     def replace(cache: Any, index: int, part: int | None = None) -> Any:
         if type(cache) is CacheList:
@@ -182,13 +180,7 @@ def _replace_plain_caches(caches: list[Any]) -> tuple[list[Any], dict[tuple[int,
             cache = probes[index, part] = _ProbeCache()
         return cache
 
-    return [replace(cache, index) for index, cache in enumerate(caches)], probes
-
-
-def _probe(model: Any) -> ModelFacts:
-    name = getattr(getattr(model, "args", None), "model_type", None) or type(model).__module__.rpartition(".")[2]
-    native = native_caches(model)
-    caches, probes = _replace_plain_caches(native)
+    caches = [replace(cache, index) for index, cache in enumerate(native)]
     classes = [type(cache).__name__ for cache in native]
     if not probes:
         raise UnsupportedModelError(

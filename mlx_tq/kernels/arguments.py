@@ -15,13 +15,13 @@ from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels.gpu import Constant, Constants, UnsupportedByKernelError
 
 _LANES = 32
-_MAX_DIM = 512
+MAX_DIM = 512
 MIN_SIZE = 8  # mlx passes smaller arrays in another address space, for which the text would not compile
 
 
 def can_rotate(rotation: Rotation | None) -> bool:
     """Return whether kernels have a rotation: Walsh-Hadamard, D = m 2^k up to 512, 2^k at most 32 where m > 1."""
-    if not isinstance(rotation, WalshHadamard) or rotation.dim > _MAX_DIM:
+    if not isinstance(rotation, WalshHadamard) or rotation.dim > MAX_DIM:
         return False
     return rotation.order == 1 or rotation.power <= _LANES
 
@@ -31,17 +31,8 @@ def can_run(layout: RowLayout) -> bool:
 
 
 def _is_supported(codec: Codec) -> bool:
-    fits = codec.head_dim <= _MAX_DIM if codec.rotation is None else can_rotate(codec.rotation)
+    fits = codec.head_dim <= MAX_DIM if codec.rotation is None else can_rotate(codec.rotation)
     return codec.has_kernels and fits
-
-
-def check_can_rotate(rotation: Rotation) -> WalshHadamard:
-    if not isinstance(rotation, WalshHadamard) or not can_rotate(rotation):
-        raise UnsupportedByKernelError(
-            f"kernels cannot rotate by {type(rotation).__name__}({rotation.dim}); they support the "
-            f"Walsh-Hadamard rotation up to head size {_MAX_DIM}. Other rotations need the reference backend."
-        )
-    return rotation
 
 
 def check_can_run(layout: RowLayout, *dtypes: mx.Dtype) -> None:
@@ -50,7 +41,7 @@ def check_can_run(layout: RowLayout, *dtypes: mx.Dtype) -> None:
             raise UnsupportedByKernelError(
                 f"kernels cannot read {part}s of {type(codec).__name__} with head size {codec.head_dim} and rotation "
                 f"{type(codec.rotation).__name__}; they support fp16, q8, tq and tcq of 2 to 4 bits up to head size "
-                f"{_MAX_DIM} with the Walsh-Hadamard rotation. Other formats need the reference backend."
+                f"{MAX_DIM} with the Walsh-Hadamard rotation. Other formats need the reference backend."
             )
     for dtype in dtypes:
         if dtype not in (mx.float16, mx.bfloat16, mx.float32):

@@ -15,7 +15,7 @@ from mlx_tq.codec.normalization import normalize_queries, score_means
 from mlx_tq.codec.rotation import rotate, rotate_back
 from mlx_tq.kernels import backend
 from mlx_tq.kernels.attend_gpu import launch_attend, launch_attend_batch
-from mlx_tq.kernels.cpu_streams import Stream, split_tokens
+from mlx_tq.kernels.cpu_streams import split_tokens
 from mlx_tq.kernels.prefill import prefill
 from mlx_tq.kernels.regions import Mask, Regions, apply_mask, take_columns
 
@@ -50,20 +50,14 @@ def attend(
 
     if regions.packed_tokens:
         q = rotate(normalize_queries(q, regions.normalization), regions.layout.key.rotation)
-        packed = reduce(
-            merge, [_attend_packed(*part, q, regions, mask, length) for part in split_tokens(regions.packed_tokens)]
-        )
+        parts = []
+        for stream, start, stop in split_tokens(regions.packed_tokens):
+            with mx.stream(stream):  # in blocks, so that memory stays bounded
+                blocks = pairwise([*range(start, stop, BLOCK_TOKENS), stop])
+                parts.append(reduce(merge, (_attend_block(*block, q, regions, mask, length) for block in blocks)))
+        packed = reduce(merge, parts)
         result = merge(result, packed._replace(o=rotate_back(packed.o, regions.layout.value.rotation)))
     return (result.o / result.l).reshape(batch, query_heads, length, -1).astype(queries.dtype)
-
-
-def _attend_packed(
-    stream: Stream, start: int, stop: int, q: mx.array, regions: Regions, mask: Mask, length: int
-) -> "Partial":
-    """Attend to packed tokens [start, stop) on a stream, in blocks so that memory stays bounded."""
-    with mx.stream(stream):
-        edges = [*range(start, stop, BLOCK_TOKENS), stop]
-        return reduce(merge, (_attend_block(*block, q, regions, mask, length) for block in pairwise(edges)))
 
 
 def _attend_block(start: int, stop: int, q: mx.array, regions: Regions, mask: Mask, length: int) -> "Partial":

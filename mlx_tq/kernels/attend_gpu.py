@@ -59,25 +59,16 @@ def launch_attend_batch(
     arrays += len(arguments.trellis_levels(layout.key, layout.value))
     per_source = len(ATTEND.sources) + (len(ATTEND.normalized) if normalized else 0)
     sources = 1 if len(batch) == 1 else (METAL_ARRAYS - arrays) // per_source
-    outputs = []
-    for start, stop in _runs(batch, sources):
+    outputs, edges = [], [0]
+    shared = [[(id(rows), count) for rows, count in regions.shared] for regions in batch]
+    for i in range(len(batch)):  # runs of neighbors that share the same rows, or none
+        if i - edges[-1] == sources or shared[i] != shared[edges[-1]]:
+            edges.append(i)
+    for start, stop in pairwise([*edges, len(batch)]):
         rows = queries if len(batch) == 1 else queries[start:stop]
         call = _Call(rows, batch[start:stop], sources, normalized, scale, mask, sinks)
         outputs.append(call.attend_shared() if batch[start].shared else call.attend())
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-
-
-def _runs(batch: Sequence[Regions], limit: int) -> list[tuple[int, int]]:
-    """Cut a batch into runs of at most `limit` neighbors that share the same rows, or none."""
-
-    def shared(regions: Regions) -> list[tuple[int, int]]:
-        return [(id(rows), count) for rows, count in regions.shared]
-
-    edges = [0]
-    for i, regions in enumerate(batch):
-        if i - edges[-1] == limit or shared(regions) != shared(batch[edges[-1]]):
-            edges.append(i)
-    return list(pairwise([*edges, len(batch)]))
 
 
 # Blocks that the packed tokens of a cache are cut into, and all its blocks.
@@ -128,8 +119,13 @@ class _Call:
         return attended
 
     def attend_blocks(self) -> _BlockPartials:
-        _, tiles = self._tiles()
-        cuts = [_cut_blocks(regions, tiles) for regions in self.batch]
+        (_, tiles), limits, cuts = self._tiles(), thresholds.current(), list[_Cut]()
+        for regions in self.batch:  # so that the tiles keep the GPU busy
+            packed, full = (
+                min(-(-tokens // limits.min_block), max(1, limits.simdgroups // tiles), limits.max_blocks)
+                for tokens in (regions.packed_tokens, regions.full_tokens)
+            )
+            cuts.append((packed, packed + full))
         max_blocks = max(blocks for _, blocks in cuts)
         inputs, constants, sizes = self._arguments(cuts, [])
         shape = (*self.queries.shape[:3], max_blocks)
@@ -189,11 +185,7 @@ class _Call:
         return self.merge(_BlockPartials(outputs, maxima, sums, sizes))
 
     def _sink_input(self) -> mx.array:
-        return (
-            arguments.small_input([], mx.float32)
-            if self.sinks is None
-            else arguments.pad_input(self.sinks.astype(mx.float32))
-        )
+        return arguments.pad_input(mx.zeros(0) if self.sinks is None else self.sinks.astype(mx.float32))
 
     def _tiles(self) -> tuple[int, int]:
         """Return the query rows of a tile, and the number of tiles."""
@@ -213,7 +205,10 @@ class _Call:
         bias, bias_strides = _mask_bias(self.mask, self.batch[0].tokens)
         scale_bits = struct.unpack("i", struct.pack("f", self.scale))
         sizes = [query_heads, full_keys.shape[1], length, causal, *scale_bits, *bias_strides]
-        sizes += _source_sizes(self.batch, cuts) * repeats
+        max_blocks = max(blocks for _, blocks in cuts)
+        for r, cut in [*zip(self.batch, cuts, strict=True)] * repeats:
+            capacities = (0 if r.packed_rows is None else r.packed_rows.shape[2], r.full_keys.shape[2])
+            sizes += [r.sink_tokens, r.packed_tokens, r.full_tokens, *capacities, *cut, max_blocks]
         sources = [
             [_NO_ROWS if r.packed_rows is None else r.packed_rows, r.full_keys, r.full_values] for r in self.batch
         ]
@@ -249,15 +244,6 @@ _NO_ROWS = mx.zeros((1, 1, 1, arguments.MIN_SIZE), mx.uint32)
 _NO_INDEX = mx.zeros(arguments.MIN_SIZE, mx.int32)
 
 
-def _source_sizes(batch: Sequence[Regions], cuts: list[_Cut]) -> list[int]:
-    max_blocks = max(blocks for _, blocks in cuts)
-    sizes: list[int] = []
-    for r, cut in zip(batch, cuts, strict=True):
-        capacities = (0 if r.packed_rows is None else r.packed_rows.shape[2], r.full_keys.shape[2])
-        sizes += [r.sink_tokens, r.packed_tokens, r.full_tokens, *capacities, *cut, max_blocks]
-    return sizes
-
-
 def _mean_arguments(regions: Regions) -> tuple[list[mx.array], list[int]]:
     """Return `key_scale`, `key_means` and `mean_index` of a cache, and their part of `attend_sizes`."""
     normalization = regions.normalization
@@ -288,16 +274,6 @@ def _mask_bias(mask: Mask, tokens: int) -> tuple[mx.array, tuple[int, int, int]]
     batch, heads, length, _ = bias.shape
     strides = (batch > 1) * heads * length * tokens, (heads > 1) * length * tokens, (length > 1) * tokens
     return mx.broadcast_to(bias, (batch, heads, length, tokens)), strides
-
-
-def _cut_blocks(regions: Regions, tiles: int) -> _Cut:
-    """Cut a cache into blocks, so that the tiles keep the GPU busy."""
-    limits = thresholds.current()
-    packed, full = (
-        min(-(-tokens // limits.min_block), max(1, limits.simdgroups // tiles), limits.max_blocks)
-        for tokens in (regions.packed_tokens, regions.full_tokens)
-    )
-    return packed, packed + full
 
 
 def _divide_simdgroups(regions: Regions, simdgroups: int) -> _Cut:

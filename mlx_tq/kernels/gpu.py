@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -17,7 +18,6 @@ from mlx_tq.errors import KernelUnavailableError
 Constant = int | bool | mx.Dtype
 Constants = tuple[tuple[str, Constant], ...]
 
-_BODY = "//// body\n"
 _COMMENT = re.compile(r"[ \t]*//.*")
 _INDENT = re.compile(r"\n\s+")
 # tq_compat.h has the part for CUDA, then the one for Metal.
@@ -89,8 +89,10 @@ class Kernel:
         try:
             compiled = compile_kernel(self, device, constants)
             outputs = compiled(inputs=inputs, **call)
-            if compiled not in _proven and _evaluate(outputs):
-                _proven.add(compiled)
+            if compiled not in _proven:
+                with suppress(ValueError):  # inside `mx.compile`, which cannot wait; a compiler's is a RuntimeError
+                    mx.eval(outputs)
+                    _proven.add(compiled)
         except (RuntimeError, ValueError) as error:
             raise KernelUnavailableError(f"kernel {self.name!r} cannot run on {device}: {error}") from error
         return outputs
@@ -98,15 +100,6 @@ class Kernel:
 
 # Compiled kernels that have run: the GPU's compiler has accepted their text.
 _proven: set[Callable[..., list[mx.array]]] = set()
-
-
-def _evaluate(arrays: list[mx.array]) -> bool:
-    """Wait for arrays; return False inside `mx.compile`, which cannot wait."""
-    try:
-        mx.eval(arrays)
-    except ValueError:  # a compiler's error would be a RuntimeError
-        return False
-    return True
 
 
 def gpu_backend() -> str | None:
@@ -126,14 +119,26 @@ def compile_kernel(kernel: Kernel, device: str, constants: Constants) -> Callabl
     values: dict[str, Any] = dict(constants)
     normalized = bool(values.get("NORMALIZED"))
     header, body = kernel_text(kernel.name, device, normalized=normalized, trellis=_has_trellis(values))
-    source = _expand_selects(body, values.get("SOURCES", 1))
+    last = values.get("SOURCES", 1) - 1
+
+    def select(match: re.Match[str]) -> str:
+        name, number = match.groups()
+        choices = [f"{number} == {i} ? {name}_{i} : " for i in range(last)]
+        return f"({''.join(choices)}{name}_{last})"
+
+    declarations = [
+        f"using {name} = {_literal(value, device)};\n"
+        if isinstance(value, mx.Dtype)
+        else f"constexpr {type(value).__name__} {name} = {_literal(value, device)};\n"
+        for name, value in constants
+    ]
     make: Any = mx.fast.metal_kernel if device == "metal" else mx.fast.cuda_kernel
     compiled: Callable[..., list[mx.array]] = make(
         name="_".join(["mlx_tq", kernel.name, *(_literal(value, "plain") for value in values.values())]),
         input_names=kernel.input_names(constants),
         output_names=list(kernel.outputs),
         header=header,
-        source="".join(_declare(name, value, device) for name, value in constants) + source,
+        source="".join(declarations) + _SELECT.sub(select, body),
         ensure_row_contiguous=bool(kernel.sources),
     )
     return compiled
@@ -145,21 +150,6 @@ def _has_trellis(values: dict[str, Any]) -> bool:
 
 def _literal(value: Constant, device: str) -> str:
     return str(int(value)) if isinstance(value, int) else _TYPE_NAMES[device][value]
-
-
-def _declare(name: str, value: Constant, device: str) -> str:
-    if isinstance(value, mx.Dtype):
-        return f"using {name} = {_literal(value, device)};\n"
-    return f"constexpr {'bool' if isinstance(value, bool) else 'int'} {name} = {_literal(value, device)};\n"
-
-
-def _expand_selects(body: str, sources: int) -> str:
-    def expression(match: re.Match[str]) -> str:
-        name, number = match.groups()
-        choices = [f"{number} == {i} ? {name}_{i} : " for i in range(sources - 1)]
-        return f"({''.join(choices)}{name}_{sources - 1})"
-
-    return _SELECT.sub(expression, body)
 
 
 def kernels_folder() -> Traversable:
@@ -190,5 +180,5 @@ def kernel_text(name: str, device: str = "metal", *, normalized: bool = False, t
         return _INCLUDE.sub(lambda match: include(match.group(1)), text)
 
     text = _DIALECTS.sub(lambda match: match.group(1 if device == "cuda" else 2), include(f"{name}.metal"))
-    header, body = text.split(_BODY)
+    header, body = text.split("//// body\n")
     return KernelText(*(_INDENT.sub("\n", _COMMENT.sub("", part)) for part in (header, body)))

@@ -47,9 +47,7 @@ def _launch(
     maxima, sums = RECALL_SCORE.run(
         inputs=[
             arguments.pad_input(keys.codes),
-            arguments.small_input([], mx.float32).reshape(1, 1, -1)
-            if keys.scale is None
-            else arguments.pad_input(keys.scale),
+            arguments.pad_input(mx.zeros((1, 1, 0)) if keys.scale is None else keys.scale),
             mx.contiguous(tiles.swapaxes(-1, -2)),
             arguments.pad_input(mx.array([0, *accumulate(sizes)], mx.int32)),
             arguments.small_input([count, len(sizes)]),
@@ -80,19 +78,14 @@ def recall_score(
     """
     decoded = decode_rotated_keys(layout.key, keys, normalization)[0]
     scores = np.array(decoded @ mx.contiguous(queries[0].swapaxes(-1, -2)), copy=False)  # [H, S, N]
-    maxima = _block_maxima(scores, sizes)
+    parts, start = [], 0
+    for size, run in groupby(sizes):  # blocks of one size are one operation
+        stop = start + size * len(list(run))
+        parts.append(scores[:, start:stop].reshape(len(scores), -1, size, scores.shape[2]).max(axis=2))
+        start = stop
+    maxima = np.concatenate(parts, axis=1)  # [H, blocks, N]
     total = _log_sum_exp(scores, maxima.max(axis=1, keepdims=True), axis=1)
     return RecallScores(mx.array(maxima.swapaxes(-1, -2)), mx.array(total))
-
-
-def _block_maxima(scores: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    """Return the largest score of each block, [H, S, N] -> [H, blocks, N]; blocks of one size are one operation."""
-    maxima, start = [], 0
-    for size, run in groupby(sizes):
-        stop = start + size * len(list(run))
-        maxima.append(scores[:, start:stop].reshape(len(scores), -1, size, scores.shape[2]).max(axis=2))
-        start = stop
-    return np.concatenate(maxima, axis=1)
 
 
 def _log_sum_exp(scores: np.ndarray, maxima: np.ndarray, axis: int) -> np.ndarray:

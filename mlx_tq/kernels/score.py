@@ -7,7 +7,7 @@ import numpy as np
 
 from mlx_tq.codec.formats import Codec, Encoded
 from mlx_tq.codec.normalization import KeyNormalization, decode_rotated_keys
-from mlx_tq.codec.rotation import Rotation, WalshHadamard, rotate, rotate_back
+from mlx_tq.codec.rotation import WalshHadamard, rotate, rotate_back
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import arguments, backend
 from mlx_tq.kernels.gpu import Kernel, simdgroup_grid
@@ -66,24 +66,17 @@ def score(
     pairs: mx.array,
     normalization: KeyNormalization | None = None,
 ) -> mx.array:
-    """Return <query, K> + sum_f weight_f |K_f| for each packed key K, where K_f is its part in RoPE pair f.
+    """Return <query, K> + sum_f weight_f |K_f| of packed keys K with parts K_f in RoPE pairs: fp32 [B, H, G, tokens].
 
-    Args:
-        rows: uint32 [B, H, capacity, W]; rows from `tokens` on are never read.
-        tokens: number of packed tokens, at least 1.
-        layout: layout of the rows.
-        queries: virtual queries after RoPE, fp32 [H, G, Dk].
-        weights: weights of the norms of RoPE pairs, fp32 [H, G, F]; F may be 0.
-        pairs: the two dims of each pair, int32 [2, F], which have one scale if keys are normalized.
-        normalization: how keys were normalized, or None.
-
-    Returns:
-        fp32 [B, H, G, tokens].
+    Rows uint32 [B, H, capacity, W] are read up to `tokens`, at least 1. Virtual queries after RoPE are fp32 [H, G, Dk],
+    weights of norms fp32 [H, G, F], and the two dims of each pair int32 [2, F]; F may be 0. If keys are normalized, the
+    dims of a pair have one scale.
     """
-    encoded = layout.keys(rows[:, :, :tokens])
-    if _pairs_are_halves(layout.key.rotation, pairs):
+    encoded, rotation = layout.keys(rows[:, :, :tokens]), layout.key.rotation
+    is_sylvester = isinstance(rotation, WalshHadamard) and rotation.order == 1
+    if is_sylvester and np.array_equal(np.array(pairs).ravel(), np.arange(layout.key.head_dim)):
         return _score_halves(layout.key, encoded, queries, weights, normalization)
-    keys = rotate_back(decode_rotated_keys(layout.key, encoded, normalization), layout.key.rotation)
+    keys = rotate_back(decode_rotated_keys(layout.key, encoded, normalization), rotation)
     if normalization is not None:
         keys = keys / normalization.scale[:, :, None]
     scores = queries @ keys.swapaxes(-1, -2)
@@ -94,17 +87,10 @@ def score(
     return scores
 
 
-def _pairs_are_halves(rotation: Rotation | None, pairs: mx.array) -> bool:
-    """Return whether the rotation is Sylvester's transform and RoPE pairs dim f with dim f + D / 2, for all dims."""
-    if not isinstance(rotation, WalshHadamard) or rotation.order != 1:
-        return False
-    return pairs.size == rotation.dim and bool((np.array(pairs).ravel() == np.arange(rotation.dim)).all())
-
-
 def _score_halves(
     codec: Codec, encoded: Encoded, queries: mx.array, weights: mx.array, normalization: KeyNormalization | None
 ) -> mx.array:
-    """Compute `score` in half the time, without rotating whole keys back.
+    """Compute `score` in half the time where RoPE pairs dims f and f + D / 2, without rotating whole keys back.
 
     The last stage of Sylvester's transform makes (a + b) / sqrt(2) and (a - b) / sqrt(2) of the transforms a and b of a
     key's halves. The norm of a RoPE pair is sqrt(a^2 + b^2) over its scale: it needs neither that stage nor the signs.

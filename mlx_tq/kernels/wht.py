@@ -5,9 +5,9 @@ import math
 import mlx.core as mx
 
 from mlx_tq.codec.normalization import KeyNormalization, cast_clamped, normalize_queries
-from mlx_tq.codec.rotation import Rotation
+from mlx_tq.codec.rotation import Rotation, WalshHadamard
 from mlx_tq.kernels import arguments, backend
-from mlx_tq.kernels.gpu import Kernel, simdgroup_grid
+from mlx_tq.kernels.gpu import Kernel, UnsupportedByKernelError, simdgroup_grid
 
 WHT = Kernel("wht", inputs=("vectors", "rotation_flips"), outputs=("rotated",), normalized=("key_scale",))
 SIMDGROUPS = 4
@@ -16,7 +16,11 @@ SIMDGROUPS = 4
 def _launch(
     x: mx.array, rotation: Rotation, *, inverse: bool = False, normalization: KeyNormalization | None = None
 ) -> mx.array:
-    transform = arguments.check_can_rotate(rotation)
+    if not isinstance(rotation, WalshHadamard) or not arguments.can_rotate(rotation):
+        raise UnsupportedByKernelError(
+            f"kernels cannot rotate by {type(rotation).__name__}({rotation.dim}); they support the Walsh-Hadamard "
+            f"rotation up to head size {arguments.MAX_DIM}. Other rotations need the reference backend."
+        )
     vectors = x.reshape(-1, *x.shape[-3:]) if x.ndim > 4 else x.reshape((1,) * (4 - x.ndim) + x.shape)
     scale = [] if normalization is None else [mx.contiguous(normalization.scale)]
     (rotated,) = WHT.run(
@@ -24,7 +28,7 @@ def _launch(
         constants=(
             ("T", x.dtype),
             ("DIM", rotation.dim),
-            ("ORDER", transform.order),
+            ("ORDER", rotation.order),
             ("INVERSE", inverse),
             *arguments.normalization_constants(normalization, x.dtype),
             ("SIMDGROUPS", SIMDGROUPS),

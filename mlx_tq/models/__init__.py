@@ -3,12 +3,4 @@
 from mlx_tq.models.fingerprint import exact_fingerprint, fingerprint
 from mlx_tq.models.load import DTYPES, EMBEDDED, embedded_path, load, ranks_of
 
-__all__ = [
-    "DTYPES",
-    "EMBEDDED",
-    "embedded_path",
-    "exact_fingerprint",
-    "fingerprint",
-    "load",
-    "ranks_of",
-]
+__all__ = ["DTYPES", "EMBEDDED", "embedded_path", "exact_fingerprint", "fingerprint", "load", "ranks_of"]

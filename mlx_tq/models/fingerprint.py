@@ -1,7 +1,6 @@
 """Fingerprints, which tell one model from another."""
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -35,26 +34,22 @@ def exact_fingerprint(model: Any) -> str:
     """
     digest = hashlib.sha256()
     for name, module in sorted(model.named_modules()):
-        settings = {key: value for key, value in sorted(vars(module).items()) if _is_setting(key, value)}
+        settings = {
+            key: value
+            for key, value in sorted(vars(module).items())
+            if not key.startswith("_")
+            and (value is None or isinstance(value, int | float | str) or (is_dataclass(value) and not callable(value)))
+        }
         digest.update(f"{name} {type(module).__module__}.{type(module).__qualname__} {settings}".encode())
         for key, value in sorted(module.items()):
             if isinstance(value, mx.array):
                 digest.update(f"{key} {value.shape} {value.dtype}".encode())
-                for part in _hashed_parts(value):
+                flat = value.flatten()
+                if value.ndim < 2 or flat.nbytes % (4 * value.shape[0]):
+                    parts = [flat.view(mx.uint8)]
+                else:  # of a large array, the sums of its 32-bit words by column and by row
+                    words = flat.view(mx.uint32).reshape(value.shape[0], -1)
+                    parts = [words.sum(axis=0), words.sum(axis=1)]
+                for part in parts:
                     digest.update(np.array(part).tobytes())
     return digest.hexdigest()
-
-
-def _is_setting(key: str, value: Any) -> bool:
-    plain = value is None or isinstance(value, int | float | str) or (is_dataclass(value) and not callable(value))
-    return plain and not key.startswith("_")
-
-
-def _hashed_parts(array: mx.array) -> Iterator[mx.array]:
-    """Yield the bytes of a small array, or the sums of a large one's 32-bit words by column and by row."""
-    flat = array.flatten()
-    if array.ndim < 2 or flat.nbytes % (4 * array.shape[0]):
-        yield flat.view(mx.uint8)
-        return
-    words = flat.view(mx.uint32).reshape(array.shape[0], -1)
-    yield from (words.sum(axis=0), words.sum(axis=1))

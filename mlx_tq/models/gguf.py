@@ -42,6 +42,7 @@ _FOUR_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 # If one of these keys is not 0, the model computes something that mlx-lm's model of this name does not.
 _UNSUPPORTED = (
@@ -60,7 +61,6 @@ _UNSUPPORTED = (
 _FREQUENCY_FACTORS = "rope_freqs.weight"
 _LOW, _HIGH, _TRAINED = 1.0, 4.0, 8192
 _SCALING_KEYS = {"none": (), "linear": ("factor",), "yarn": ("factor", "original_context_length")}
-_IGNORED_SCALING_KEYS = ("type", "finetuned")
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,6 @@ class _Architecture:
             name = self.layer.get(match[2])
             return name and f"model.layers.{match[1]}.{name}"
         return _OUTSIDE.get(tensor.removesuffix(".weight"))
-
-    def interleaved_heads(self, name: str, config: Config) -> int:
-        """Return the number of heads whose rows of a weight are interleaved, or 0."""
-        key = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.rpartition(".")[2])
-        return int(config[key]) if self.interleaved and key else 0
 
 
 def _refuse(file: GgufFile, *keys: str) -> None:
@@ -178,7 +173,7 @@ def _rope_scaling(file: GgufFile, config: Config) -> Config | None:
     if kind not in _SCALING_KEYS or (_FREQUENCY_FACTORS in file.tensors and kind != "none"):
         raise _unknown(file, f"RoPE scaling {str(kind)[:40]!r}", f"{', '.join(_SCALING_KEYS)} and llama3")
     required = _SCALING_KEYS[kind]
-    if unknown := scaling.keys() - {*required, *_IGNORED_SCALING_KEYS}:
+    if unknown := scaling.keys() - {*required, "type", "finetuned"}:
         raise _unknown(file, f"{prefix}{min(unknown)} with RoPE scaling {kind!r}", ", ".join(required) or "none")
     if missing := [key for key in required if not isinstance(scaling.get(key), int | float)]:
         raise damaged(file.path, f"it has no {prefix}{missing[0]}")
@@ -232,22 +227,15 @@ def load_gguf(
         config["eos_token_id"] = write_tokenizer(file, folder)
         tokenizer = load_tokenizer(folder, tokenizer_config, eos_token_ids=config["eos_token_id"])
     tokenizer.name_or_path = str(path)
-    model = _build_model(file, config, _default_dtype(file) if dtype is None else dtype_of(dtype))
+    default = file.tensors["token_embd.weight"].dense_dtype
+    if default is None:  # a CPU multiplies packed bfloat16 ten times slower than packed float32
+        is_packed = any(tensor.packed_bits for tensor in file.tensors.values())
+        default = mx.float32 if is_packed and mx.default_device() == mx.cpu else mx.bfloat16
+    model = _build_model(file, config, default if dtype is None else dtype_of(dtype))
     if adapter_path is not None:
         model = load_adapters(model, str(adapter_path))
         model.eval()
     return model, tokenizer, config
-
-
-def _default_dtype(file: GgufFile) -> mx.Dtype:
-    """Return the type of dense weights; for quantized ones bfloat16, or float32 on a CPU if any stay packed.
-
-    A CPU multiplies packed bfloat16 ten times slower than packed float32.
-    """
-    if (dtype := file.tensors["token_embd.weight"].dense_dtype) is not None:
-        return dtype
-    is_packed = any(tensor.packed_bits for tensor in file.tensors.values())
-    return mx.float32 if is_packed and mx.default_device() == mx.cpu else mx.bfloat16
 
 
 def _build_model(file: GgufFile, config: Config, dtype: mx.Dtype) -> Any:
@@ -260,9 +248,9 @@ def _build_model(file: GgufFile, config: Config, dtype: mx.Dtype) -> Any:
             continue
         name = str(architecture.mlx_name(tensor.name))
         arrays = file.read(tensor, dtype, minus=architecture.norm_offset if name.endswith("norm") else 0.0)
-        if heads := architecture.interleaved_heads(name, config):
+        if architecture.interleaved and (key := _HEADS.get(name.rpartition(".")[2])):
             for part, rows in arrays.items():  # from [heads, D / 2, 2] to [heads, 2, D / 2]
-                arrays[part] = rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
+                arrays[part] = rows.reshape(config[key], -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
         weights |= {f"{name}.{part}": array for part, array in arrays.items()}
         if bits := tensor.packed_bits:
             packed[name] = {"group_size": GROUP_SIZE, "bits": bits}

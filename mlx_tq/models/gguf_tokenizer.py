@@ -1,7 +1,6 @@
 """The tokenizer of a GGUF file, written as the files of a model folder, which mlx-lm loads."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +25,24 @@ _PRE_TOKENIZERS = (_GPT2, _SMOLLM, _LLAMA3, _QWEN2)
 
 def write_tokenizer(file: GgufFile, folder: Path) -> list[int]:
     """Write tokenizer.json and tokenizer_config.json, and return the ids of the ends of text, a turn and a message."""
-    vocabulary = _read_vocabulary(file)
+    from tokenizers import AddedToken  # comes with transformers
+    from tokenizers.processors import TemplateProcessing  # comes with transformers
+
+    vocabulary = _Vocabulary(file)
     tokenizer = _byte_level(vocabulary) if vocabulary.kind == _BYTE_LEVEL else _sentencepiece(vocabulary)
-    _add_special_tokens(tokenizer, vocabulary)
+    whole, special = vocabulary.of_type(_USER_DEFINED), vocabulary.of_type(_CONTROL, _UNKNOWN)  # are never split
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in whole])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    adds_bos = vocabulary.kind == _SENTENCEPIECE or vocabulary.get("pre") == _LLAMA3  # by default
+    ids = (  # of the tokens that start and end every text
+        vocabulary.id("bos") if vocabulary.get("add_bos_token", adds_bos) else None,
+        vocabulary.id("eos") if vocabulary.get("add_eos_token", False) else None,
+    )
+    if used := [(vocabulary.tokens[id_], id_) for id_ in ids if id_ is not None]:
+        bos, eos = ("" if id_ is None else f"{vocabulary.tokens[id_]} " for id_ in ids)
+        tokenizer.post_processor = TemplateProcessing(
+            single=f"{bos}$A {eos}".strip(), pair=f"{bos}$A {bos}$B {eos}".strip(), special_tokens=used
+        )
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -44,15 +58,24 @@ def write_tokenizer(file: GgufFile, folder: Path) -> list[int]:
     return sorted(end for end in ends if end is not None)
 
 
-@dataclass(frozen=True)
 class _Vocabulary:
     """The tokens of a file, with their types and ids."""
 
-    file: GgufFile
-    kind: str  # of the tokenizer
-    tokens: list[str]
-    types: list[int]
-    ids: dict[str, int]
+    def __init__(self, file: GgufFile) -> None:
+        self.file = file
+        self.kind, tokens, types = self.get("model"), self.get("tokens"), self.get("token_type")
+        if self.kind not in (_BYTE_LEVEL, _SENTENCEPIECE):
+            raise UnsupportedModelError(
+                f"the model {str(file.path)!r} has an unknown tokenizer {str(self.kind)[:40]!r}; valid are "
+                f"{_BYTE_LEVEL} (byte level) and {_SENTENCEPIECE} (SentencePiece)."
+            )
+        if not tokens or not types or len(tokens) != len(types):
+            raise damaged(file.path, f"it has {len(tokens or ())} tokens and {len(types or ())} types of tokens")
+        self.tokens: list[str] = tokens
+        self.types: list[int] = types
+        self.ids = {token: number for number, token in enumerate(self.tokens)}
+        if len(self.ids) != len(tokens):
+            raise damaged(file.path, "a token occurs twice in its vocabulary")
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.file.metadata.get(f"tokenizer.ggml.{key}", default)
@@ -66,21 +89,6 @@ class _Vocabulary:
 
     def of_type(self, *types: int) -> list[str]:
         return [token for token, type_ in zip(self.tokens, self.types, strict=True) if type_ in types]
-
-
-def _read_vocabulary(file: GgufFile) -> _Vocabulary:
-    kind, tokens, types = (file.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "tokens", "token_type"))
-    if kind not in (_BYTE_LEVEL, _SENTENCEPIECE):
-        raise UnsupportedModelError(
-            f"the model {str(file.path)!r} has an unknown tokenizer {str(kind)[:40]!r}; valid are {_BYTE_LEVEL} (byte "
-            f"level) and {_SENTENCEPIECE} (SentencePiece)."
-        )
-    if not tokens or not types or len(tokens) != len(types):
-        raise damaged(file.path, f"it has {len(tokens or ())} tokens and {len(types or ())} types of tokens")
-    ids = {token: number for number, token in enumerate(tokens)}
-    if len(ids) != len(tokens):
-        raise damaged(file.path, "a token occurs twice in its vocabulary")
-    return _Vocabulary(file, kind, tokens, types, ids)
 
 
 def _byte_level(vocabulary: _Vocabulary) -> "Tokenizer":
@@ -140,24 +148,3 @@ def _sentencepiece(vocabulary: _Vocabulary) -> "Tokenizer":
         parts.append(decoders.Strip(" ", 1, 0))
     tokenizer.normalizer, tokenizer.decoder = normalizers.Sequence(spaces), decoders.Sequence(parts)
     return tokenizer
-
-
-def _add_special_tokens(tokenizer: "Tokenizer", vocabulary: _Vocabulary) -> None:
-    """Add the tokens that are never split, and those that start and end every text."""
-    from tokenizers import AddedToken  # comes with transformers
-    from tokenizers.processors import TemplateProcessing  # comes with transformers
-
-    whole, special = vocabulary.of_type(_USER_DEFINED), vocabulary.of_type(_CONTROL, _UNKNOWN)
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in whole])
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    adds_bos = vocabulary.kind == _SENTENCEPIECE or vocabulary.get("pre") == _LLAMA3  # by default
-    ids = (
-        vocabulary.id("bos") if vocabulary.get("add_bos_token", adds_bos) else None,
-        vocabulary.id("eos") if vocabulary.get("add_eos_token", False) else None,
-    )
-    used = [(vocabulary.tokens[id_], id_) for id_ in ids if id_ is not None]
-    if used:
-        bos, eos = ("" if id_ is None else f"{vocabulary.tokens[id_]} " for id_ in ids)
-        tokenizer.post_processor = TemplateProcessing(
-            single=f"{bos}$A {eos}".strip(), pair=f"{bos}$A {bos}$B {eos}".strip(), special_tokens=used
-        )

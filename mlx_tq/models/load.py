@@ -76,7 +76,12 @@ def load(
         check_heads(source, ranks)
     if Path(source).suffix == _GGUF:
         options["dtype"] = "float32" if dequantize else dtype  # so that dense weights are rounded once
-        loaded, tokenizer, config = _load_file(source, options)
+        try:
+            loaded, tokenizer, config = load_gguf(Path(source), **options)
+        except ConfigError:  # which is a ValueError too
+            raise
+        except ValueError as error:
+            raise _not_loaded(source, str(error), "Download or convert it again.") from error
     else:
         loaded, tokenizer, config = _load_folder(source, {**options, "lazy": not ranks.is_alone})
     if dequantize:
@@ -124,15 +129,6 @@ def _check_source(source: str, adapter: str | Path | None) -> None:
         raise ConfigError(
             f"the adapter {str(adapter)!r} has no adapter_config.json. Give a folder that mlx_lm.lora made."
         )
-
-
-def _load_file(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    try:
-        return load_gguf(Path(source), **options)
-    except ConfigError:  # which is a ValueError too
-        raise
-    except ValueError as error:
-        raise _not_loaded(source, str(error), "Download or convert it again.") from error
 
 
 def _load_folder(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:

@@ -7,9 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tq.policies.options import option
-from mlx_tq.policies.policy import PackedLayer, PackedTokens, Policy
-
-_SINKS = 4
+from mlx_tq.policies.policy import PackedTokens, Policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,18 +21,15 @@ class KeyNorm(Policy):
     name: ClassVar[str] = "knorm"
 
     def score(self, tokens: PackedTokens) -> np.ndarray:
-        norms: np.ndarray = np.mean([_key_norms(layer, len(tokens.positions)) for layer in tokens.layers], axis=0)
-        return -norms
-
-
-def _key_norms(layer: PackedLayer, tokens: int) -> np.ndarray:
-    """Return the mean over heads of the key norms, each head's in units of its mean: [S]."""
-    parts = []
-    for part in layer.split(tokens):
-        parts.append(mx.linalg.norm(part.keys(), axis=-1))
-        mx.eval(parts[-1])
-    norms = mx.concatenate(parts, axis=-1)[0]  # [H, S]
-    return np.array((norms / mx.maximum(norms.mean(axis=-1, keepdims=True), 1e-12)).mean(axis=0))
+        means = []  # over heads, each head's norms in units of their mean: [S] of each layer
+        for layer in tokens.layers:
+            parts = []
+            for part in layer.split(len(tokens.positions)):
+                parts.append(mx.linalg.norm(part.keys(), axis=-1))
+                mx.eval(parts[-1])
+            norms = mx.concatenate(parts, axis=-1)[0]  # [H, S]
+            means.append(np.array((norms / mx.maximum(norms.mean(axis=-1, keepdims=True), 1e-12)).mean(axis=0)))
+        return np.asarray(-np.mean(means, axis=0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,4 +70,4 @@ class Streaming(Policy):
     segmented: ClassVar[bool] = False
 
     def score(self, tokens: PackedTokens) -> np.ndarray:
-        return np.where(tokens.positions < _SINKS, np.inf, tokens.positions.astype(np.float64))
+        return np.where(tokens.positions < 4, np.inf, tokens.positions.astype(np.float64))

@@ -13,8 +13,6 @@ from mlx_tq.policies.policy import CalibratedPolicy, PackedLayer
 from mlx_tq.policies.rope import OFFSETS, Rope
 from mlx_tq.policies.triattention import virtual_query, weigh_values
 
-_TOKENS_AT_A_TIME = 1024
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(CalibratedPolicy):
@@ -34,7 +32,7 @@ class ExpectedAttention(CalibratedPolicy):
         mean = virtual_query(rope, stats.center, last).reshape(heads, -1, dim)
         covariance = _rotated_covariance(rope, stats, last).reshape(heads, -1, dim, dim)
         logits = []
-        for part in layer.split(tokens, _TOKENS_AT_A_TIME):
+        for part in layer.split(tokens, 1024):
             keys = part.keys()[0][:, None]  # [H, 1, S, D]
             quadratic = ((keys @ covariance) * keys).sum(axis=-1)  # [H, G, S]
             linear = (mean[:, :, None] * keys).sum(axis=-1)

@@ -8,10 +8,9 @@ from typing import Any, get_args, get_type_hints
 from mlx_tq.errors import ConfigError, unknown_name
 
 _SEPARATOR = ":"
-_SWITCHES = {"on": True, "off": False}
 # How to parse a text of each type, and what to ask for if that fails.
 _PARSERS: dict[type, tuple[Callable[[str], Any], str]] = {
-    bool: (_SWITCHES.__getitem__, "on or off"),
+    bool: ({"on": True, "off": False}.__getitem__, "on or off"),
     int: (int, "a whole number"),
     float: (float, "a number"),
     str: (lambda text: text.replace("%3A", _SEPARATOR).replace("%25", "%"), "a text"),
@@ -74,12 +73,10 @@ def format_spec(name: str, settings: Any) -> str:
     parts = [name]
     for field_ in fields(settings):
         value = getattr(settings, field_.name)
-        if value != field_.default:
-            parts.append(f"{field_.name}={_format_value(value)}")
+        if value == field_.default:
+            continue
+        if isinstance(value, bool):
+            value = "on" if value else "off"
+        text = value.replace("%", "%25").replace(_SEPARATOR, "%3A") if isinstance(value, str) else repr(value)
+        parts.append(f"{field_.name}={text}")
     return _SEPARATOR.join(parts)
-
-
-def _format_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return value.replace("%", "%25").replace(_SEPARATOR, "%3A") if isinstance(value, str) else repr(value)

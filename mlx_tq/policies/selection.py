@@ -42,28 +42,17 @@ def select(
     first = positions[starts]
     segments = policy.segment_numbers(first, *eligible_range)
     block_scores = scores if policy.granularity == 1 else policy.pool_blocks(scores, starts)
-    evicted = _choose_blocks(np.lexsort((first, block_scores)), sizes, segments, count)
-    indices: np.ndarray = eligible[np.repeat(evicted, sizes)]
-    return indices
-
-
-def _choose_blocks(
-    order: np.ndarray,  # of blocks by score, lowest first
-    sizes: np.ndarray,  # tokens of each block
-    segments: np.ndarray,  # number of each one's segment
-    count: int,
-) -> np.ndarray:
-    """Return whether each block is evicted, bool [N]: the share of every segment, then the lowest of the rest."""
-    total = int(sizes.sum())
+    order = np.lexsort((first, block_scores))  # of blocks, lowest first
     evicted = np.zeros(len(order), bool)
-    for segment in np.unique(segments):
+    for segment in np.unique(segments):  # the share of every segment, then the lowest of the rest
         inside = order[segments[order] == segment]
         tokens = np.cumsum(sizes[inside])
-        share = min(int(tokens[-1]) * count // total, count - int(sizes[evicted].sum()))
+        share = min(int(tokens[-1]) * count // len(eligible), count - int(sizes[evicted].sum()))
         evicted[inside[tokens <= share]] = True
     missing = count - int(sizes[evicted].sum())
     if missing > 0:
         rest = order[~evicted[order]]
         enough = int(np.searchsorted(np.cumsum(sizes[rest]), missing)) + 1
         evicted[rest[:enough]] = True
-    return evicted
+    indices: np.ndarray = eligible[np.repeat(evicted, sizes)]
+    return indices

@@ -26,7 +26,6 @@ BLOCKS, CHECKPOINTS = KINDS = "blocks", "checkpoints"
 RANK = "rank-"
 _LOCK = "lock"
 _DIGEST_SIZE = hashlib.sha256().digest_size
-_EVICTION_SHARE = 10  # records are listed again after a tenth of them is evicted
 _AHEAD = 7 * 86_400 * 10**9  # nanoseconds that protected records are ahead
 _FUTURE = _AHEAD // 2  # tells them from records that a wrong clock wrote
 
@@ -135,7 +134,10 @@ class Folder:
                 return
             nbytes = os.read(descriptor, 64)
             os.ftruncate(descriptor, 0)  # if this process is killed, the next one counts
-            self._nbytes = int(nbytes) if nbytes.isdigit() else self._count_bytes()
+            if not nbytes.isdigit():
+                for path in (path for kind in KINDS for path in (self.path / kind).glob(".*")):  # of killed writers
+                    path.unlink(missing_ok=True)
+            self._nbytes = int(nbytes) if nbytes.isdigit() else sum(record.size for record in self.records())
             yield True
             os.pwrite(descriptor, str(self._nbytes).encode(), 0)
         finally:
@@ -165,20 +167,13 @@ class Folder:
             record.path.unlink(missing_ok=True)
         return sum(record.size for record in records)
 
-    def _count_bytes(self) -> int:
-        """Return the bytes of all records, and remove the files that killed writers left."""
-        for kind in KINDS:
-            for path in (self.path / kind).glob(".*"):
-                path.unlink(missing_ok=True)
-        return sum(record.size for record in self.records())
-
     def _evict(self) -> None:
         """Evict records until the others are within the limit; one that was used since it was listed stays."""
         while self._nbytes > self.limit:
             if not self._to_evict:
                 records = self.records()
                 self._nbytes = sum(record.size for record in records)
-                self._to_evict = self._eviction_order(records)[len(records) // _EVICTION_SHARE :: -1]
+                self._to_evict = self._eviction_order(records)[len(records) // 10 :: -1]  # then they are listed again
                 continue
             record = self._to_evict.pop()
             with suppress(OSError):

@@ -48,29 +48,24 @@ _MAX_REMEMBERED = 100_000  # checkpoints whose continuations are counted
 ROWS = 256  # packed tokens of a block
 
 
-def _growing_arrays(caches: list[Any]) -> dict[str, int]:
-    """Return the paths, in the states of all caches, of arrays that grow along axis 2, and the tokens of an entry."""
-    layers: dict[str, Any] = {}
-    for index, cache in enumerate(caches):
-        if isinstance(cache, CacheList):
-            layers |= {f"{index}.{place}.0": part for place, part in enumerate(cache.caches)}
-        else:
-            layers[str(index)] = cache
-    return {
-        f"{path}.{name}": tokens
-        for path, cache in layers.items()
-        if isinstance(cache, CompressedKVCache) and cache.packed_tokens
-        for name, tokens in cache.growing_state.items()
-    }
-
-
 class Checkpoint:
     """The state of caches from which nothing was evicted. The caches may go on; the checkpoint stays."""
 
     def __init__(self, caches: list[Any]) -> None:
         self._parts, self._tokens = split_caches(caches), tokens_seen(caches)
-        growing = _growing_arrays(caches)
-        self._growing = {name: tokens for name, tokens in growing.items() if name in self._parts.arrays}
+        layers: dict[str, Any] = {}  # by their paths in the states of all caches
+        for index, cache in enumerate(caches):
+            if isinstance(cache, CacheList):
+                layers |= {f"{index}.{place}.0": part for place, part in enumerate(cache.caches)}
+            else:
+                layers[str(index)] = cache
+        self._growing = {  # the arrays that grow along axis 2, and the tokens of an entry
+            array: tokens
+            for path, cache in layers.items()
+            if isinstance(cache, CompressedKVCache) and cache.packed_tokens
+            for name, tokens in cache.growing_state.items()
+            if (array := f"{path}.{name}") in self._parts.arrays
+        }
 
     def encode_blocks(self, start: int) -> list[bytes]:
         """Return the full blocks from number `start` on."""
@@ -217,7 +212,7 @@ class PrefixCache:
         self.root, self._environment = root_key(model, plan, salt), _environment()
         self._has_failed = False
         self.live: WeakValueDictionary[str, RestoredCheckpoint] = WeakValueDictionary()
-        self._continuations: dict[str, set[str]] = {}
+        self.continuations: dict[str, set[str]] = {}  # the next steps of prompts, by the key of a checkpoint
 
     def prompt(self, segments: list[list[int]], step: int, system: int = 0) -> "CachedPrompt":
         """Return a prompt whose segments are prefilled in steps of `step` tokens; the first `system` are shared."""
@@ -227,15 +222,6 @@ class PrefixCache:
     def is_usable(self) -> bool:
         """Whether what computes is what it was; a kernel that fails on the way changes it."""
         return _environment() == self._environment
-
-    def count_continuation(self, key: str, next_key: str) -> bool:
-        """Return whether prompts continued from a checkpoint in several ways, this one with the step `next_key`."""
-        if len(self._continuations) > _MAX_REMEMBERED:
-            self._continuations.clear()
-        next_keys = self._continuations.setdefault(key, set())
-        if len(next_keys) < _SHARED_BY:
-            next_keys.add(next_key)
-        return len(next_keys) == _SHARED_BY
 
     def report_write(self, error: OSError | None) -> None:
         """Warn of the first write that fails."""
@@ -328,8 +314,11 @@ class CachedPrompt:
         return is_new and not self._has_failed and self._cache.is_usable
 
     def store(self, stop: int, caches: list[Any]) -> None:
-        """Store the caches if they hold exactly the first `stop` tokens and a step ends there."""
-        if not self.can_store(stop) or not _has_exactly(caches, stop):
+        """Store caches of exactly the first `stop` tokens if a step ends there and nothing was evicted or recalled."""
+        if not self.can_store(stop) or tokens_seen(caches) != stop:
+            return
+        sequence = layer_group_of(caches)
+        if sequence is not None and (sequence.stats.rounds or sequence.archived or sequence.pinned):
             return
         try:
             with self._folder.writing() as may_write:
@@ -352,7 +341,14 @@ class CachedPrompt:
 
     def _note_checkpoint(self, stop: int) -> None:
         self.last_checkpoint = stop
-        if stop in self._next_keys and self._cache.count_continuation(self.keys[stop], self._next_keys[stop]):
+        if stop not in self._next_keys:
+            return
+        if len(self._cache.continuations) > _MAX_REMEMBERED:
+            self._cache.continuations.clear()
+        next_keys = self._cache.continuations.setdefault(self.keys[stop], set())
+        if len(next_keys) < _SHARED_BY:
+            next_keys.add(self._next_keys[stop])
+        if len(next_keys) == _SHARED_BY:
             self._shared = max(self._shared, stop)
 
     def close(self) -> None:
@@ -364,10 +360,3 @@ class CachedPrompt:
             self._folder.touch([(CHECKPOINTS, self.keys[self._shared]), *blocks[:count]], protect=True)
         if self._checkpoint_keys and not self._has_failed:
             self._folder.sync(CHECKPOINTS, self._checkpoint_keys[-1])
-
-
-def _has_exactly(caches: list[Any], stop: int) -> bool:
-    """Return whether caches hold the tokens before `stop`: nothing was evicted or recalled."""
-    sequence = layer_group_of(caches)
-    is_untouched = sequence is None or not (sequence.stats.rounds or sequence.archived or sequence.pinned)
-    return is_untouched and tokens_seen(caches) == stop

@@ -2,16 +2,6 @@
 
 from mlx_tq.rescue.client import RescueClient, RescueStats
 from mlx_tq.rescue.locator import AUTO, OFF, open_service
-from mlx_tq.rescue.wire import MAX_TEXT, Embeddings, RetrievedSpan, TextSpan
+from mlx_tq.rescue.wire import MAX_TEXT, RetrievedSpan, TextSpan
 
-__all__ = [
-    "AUTO",
-    "MAX_TEXT",
-    "OFF",
-    "Embeddings",
-    "RescueClient",
-    "RescueStats",
-    "RetrievedSpan",
-    "TextSpan",
-    "open_service",
-]
+__all__ = ["AUTO", "MAX_TEXT", "OFF", "RescueClient", "RescueStats", "RetrievedSpan", "TextSpan", "open_service"]

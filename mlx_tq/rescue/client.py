@@ -15,19 +15,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from mlx_tq.errors import RescueError
+from mlx_tq.rescue import wire
 from mlx_tq.rescue.locator import TOKEN_VARIABLE, Address, ServiceLocator, run_in_thread
-from mlx_tq.rescue.wire import (
-    MAX_CHUNKS,
-    Embeddings,
-    Range,
-    RetrievedSpan,
-    TextSpan,
-    parse_accepted,
-    parse_embeddings,
-    parse_retrieved,
-    retrieve_body,
-    write_body,
-)
+from mlx_tq.rescue.wire import Embeddings, Range, RetrievedSpan, TextSpan
 
 T = TypeVar("T")
 
@@ -140,11 +130,19 @@ class RescueClient(AbstractContextManager["RescueClient"]):
 
         Spans inside the ranges of positions `exclude` are left out. None for `score_floor` is the embedder's own.
         """
-        body = retrieve_body(session_id, query, top_k=top_k, score_floor=score_floor, exclude=exclude)
+        longest = sorted(exclude, key=lambda span: span[0] - span[1])[: wire.MAX_EXCLUDED]
+        body = {
+            "session_id": session_id,
+            "query": wire.clean(query),
+            "top_k": min(top_k, wire.MAX_TOP_K),
+            "score_floor": score_floor,
+            "exclude_ranges": [list(span) for span in longest],
+            "join": False,  # the session joins spans itself, within its own limit
+        }
 
         def query_service() -> list[RetrievedSpan]:
             self.flush(timeout / 2)  # the query may need earlier spans only
-            return self._request("POST", "/evict/retrieve", parse_retrieved, body)[:top_k]
+            return self._request("POST", "/evict/retrieve", wire.parse_retrieved, body)[:top_k]
 
         self._count(queries=1)
         with suppress(RescueError):  # is reported
@@ -158,7 +156,7 @@ class RescueClient(AbstractContextManager["RescueClient"]):
     def embed(self, texts: Sequence[str]) -> Embeddings:
         """Return vectors of up to `MAX_CHUNKS` texts, which the service does not store; raises RescueError."""
         body = {"texts": list(texts)}
-        return self._attempt(lambda: self._request("POST", "/embed", parse_embeddings, body, EMBED_S), EMBED_S)
+        return self._attempt(lambda: self._request("POST", "/embed", wire.parse_embeddings, body, EMBED_S), EMBED_S)
 
     def ready(self, timeout: float) -> bool:
         """Return whether the service runs in time; raises RescueError if a private one cannot be started."""
@@ -243,16 +241,20 @@ class RescueClient(AbstractContextManager["RescueClient"]):
             self._sending, size, batch = self._queue[0][0], 0, list[TextSpan]()
             for session_id, span in self._queue:
                 size += _queued_size(span)
-                if session_id != self._sending or len(batch) == MAX_CHUNKS or (batch and size > MAX_BATCH):
+                if session_id != self._sending or len(batch) == wire.MAX_CHUNKS or (batch and size > MAX_BATCH):
                     break
                 batch.append(span)
             return self._sending, batch
 
     def _send(self, session_id: str, batch: list[TextSpan]) -> bool:
         """Write spans; return whether they are settled, so that they leave the queue."""
-        body = write_body(session_id, batch)
+        chunks = [
+            {"text": wire.clean(span.text), "token_range": [span.start, span.stop], "layer": -1, "score": 0.0}
+            for span in batch
+        ]
+        body = {"session_id": session_id, "chunks": chunks}
         try:
-            self._attempt(lambda: self._request("POST", "/evict/write", parse_accepted, body), CALL_S)
+            self._attempt(lambda: self._request("POST", "/evict/write", wire.parse_accepted, body), CALL_S)
         except RefusedError:
             self._count(refused=len(batch))
         except RescueError:

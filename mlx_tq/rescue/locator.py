@@ -31,11 +31,9 @@ OFF, AUTO = "off", "auto"
 DEFAULT_URL = "http://127.0.0.1:5054"
 TOKEN_VARIABLE = "RESCUE_TOKEN"  # noqa: S105  the service's own name for it
 
-_COMMAND = (sys.executable, "-m", "rescue_svc", "serve")
 # The environment may set everything else, such as RESCUE_EMBEDDER.
 _RESERVED = ("RESCUE_DATA_DIR", "RESCUE_STORE", "RESCUE_HOST", "RESCUE_PORT", TOKEN_VARIABLE, "RESCUE_CONFIG")
 _START_S, _STOP_S, _PROBE_S, _POLL_S = 60.0, 5.0, 0.5, 0.02
-_QUERY_S = "0.4"  # a query waits this long for its vector; then BM25 alone answers, within the timeout of a turn
 
 
 class Address(NamedTuple):
@@ -102,7 +100,8 @@ class ServiceLocator:
         if self._folder is None or not self._folder.exists():  # one that ended regularly has deleted it
             self._folder = Path(tempfile.mkdtemp(prefix="mlx-tq-rescue-"))
         token, log = secrets.token_urlsafe(32), tempfile.TemporaryFile()  # noqa: SIM115  open as long as the process
-        environment = {"RESCUE_QUERY_TIMEOUT_S": _QUERY_S}
+        # A query waits this long for its vector; then BM25 alone answers, within the timeout of a turn.
+        environment = {"RESCUE_QUERY_TIMEOUT_S": "0.4"}
         environment |= {name: value for name, value in os.environ.items() if name not in _RESERVED}
         environment |= {
             "RESCUE_DATA_DIR": str(self._folder),
@@ -110,8 +109,8 @@ class ServiceLocator:
             TOKEN_VARIABLE: token,
             "RESCUE_EPHEMERAL": "true",
         }
-        process = self._process = subprocess.Popen(  # noqa: S603  our own module
-            _COMMAND,
+        process = self._process = subprocess.Popen(
+            (sys.executable, "-m", "rescue_svc", "serve"),
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -129,7 +128,6 @@ class ServiceLocator:
 
 
 def _answers(http: Any, address: Address) -> bool:
-    """Tell whether a rescue service answers and accepts the token."""
     request = run_in_thread(lambda: http.get(f"{address.url}/readyz", headers=address.headers, timeout=_PROBE_S))
     try:
         response = request.result(_PROBE_S)

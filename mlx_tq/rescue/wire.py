@@ -1,7 +1,6 @@
 """JSON bodies of requests to the rescue service, and strict parsers of its responses."""
 
 import json
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mlx_tq.errors import RescueError
@@ -39,31 +38,9 @@ class Embeddings(NamedTuple):
     vectors: list[list[float]]
 
 
-def write_body(session_id: str, spans: Sequence[TextSpan]) -> dict[str, Any]:
-    chunks = [
-        {"text": clean(span.text)[:MAX_TEXT], "token_range": [span.start, span.stop], "layer": -1, "score": 0.0}
-        for span in spans
-    ]
-    return {"session_id": session_id, "chunks": chunks}
-
-
-def retrieve_body(
-    session_id: str, query: str, *, top_k: int, score_floor: float | None, exclude: Sequence[Range]
-) -> dict[str, Any]:
-    longest = sorted(exclude, key=lambda span: span[0] - span[1])[:MAX_EXCLUDED]
-    return {
-        "session_id": session_id,
-        "query": clean(query)[:MAX_TEXT],
-        "top_k": min(top_k, MAX_TOP_K),
-        "score_floor": score_floor,
-        "exclude_ranges": [list(span) for span in longest],
-        "join": False,  # the session joins spans itself, within its own limit
-    }
-
-
 def clean(text: str) -> str:
-    """Replace what the service refuses: NUL and lone surrogates."""
-    return text.replace("\x00", "\ufffd").encode("utf-8", "replace").decode("utf-8")
+    """Cut a text, and replace what the service refuses: NUL and lone surrogates."""
+    return text.replace("\x00", "\ufffd").encode("utf-8", "replace").decode("utf-8")[:MAX_TEXT]
 
 
 def parse_accepted(response: bytes) -> int:
@@ -75,17 +52,16 @@ def parse_accepted(response: bytes) -> int:
 def parse_retrieved(response: bytes) -> list[RetrievedSpan]:
     chunks = _parse_object(response).get("chunks")
     _check(isinstance(chunks, list), "chunks", chunks)
-    return [_parse_chunk(chunk) for chunk in chunks[:MAX_TOP_K]]
-
-
-def _parse_chunk(chunk: Any) -> RetrievedSpan:
-    _check(isinstance(chunk, dict), "a chunk", chunk)
-    text, span, similarity = chunk.get("text"), chunk.get("token_range"), chunk.get("similarity")
-    _check(isinstance(text, str) and text, "text", text)
-    _check(isinstance(span, list) and len(span) == 2 and all(type(position) is int for position in span), "range", span)
-    _check(0 <= span[0] < span[1], "token_range", span)
-    _check(type(similarity) in (int, float) and -2 <= similarity <= 2, "similarity", similarity)  # NaN is neither
-    return RetrievedSpan(span[0], span[1], text, float(similarity))
+    spans = []
+    for chunk in chunks[:MAX_TOP_K]:
+        _check(isinstance(chunk, dict), "a chunk", chunk)
+        text, ends, similarity = chunk.get("text"), chunk.get("token_range"), chunk.get("similarity")
+        _check(isinstance(text, str) and text, "text", text)
+        _check(isinstance(ends, list) and len(ends) == 2 and all(type(end) is int for end in ends), "range", ends)
+        _check(0 <= ends[0] < ends[1], "token_range", ends)
+        _check(type(similarity) in (int, float) and -2 <= similarity <= 2, "similarity", similarity)  # NaN is neither
+        spans.append(RetrievedSpan(ends[0], ends[1], text, float(similarity)))
+    return spans
 
 
 def parse_embeddings(response: bytes) -> Embeddings:

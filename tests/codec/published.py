@@ -32,10 +32,6 @@ def q8_0(block: np.ndarray) -> bytes:
     return half(np.abs(block).max() / F(127)) + quantize(block, GGMLQuantizationType.Q8_0).tobytes()[2:]
 
 
-def decode_q8_0(data: bytes) -> np.ndarray:
-    return dequantize(np.frombuffer(data, np.uint8), GGMLQuantizationType.Q8_0)
-
-
 def tq3_0(block: np.ndarray) -> bytes:
     y = [v if sign == "+" else -v for v, sign in zip(block, SIGNS, strict=True)]
     stride = 1
@@ -110,7 +106,11 @@ def encode(name: str, x: np.ndarray) -> bytes:
         return b"".join(block(x[i : i + size]) for i in range(0, len(x), size))
 
 
-DECODERS = {"q8_0": (34, decode_q8_0), "fp8": (1, lambda data: [e4m3(data[0])]), "tq3_0": (14, decode_tq3_0)}
+DECODERS = {
+    "q8_0": (34, lambda data: dequantize(np.frombuffer(data, np.uint8), GGMLQuantizationType.Q8_0)),
+    "fp8": (1, lambda data: [e4m3(data[0])]),
+    "tq3_0": (14, decode_tq3_0),
+}
 
 
 def decode(name: str, data: bytes) -> list[float]:

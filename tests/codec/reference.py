@@ -115,13 +115,6 @@ def quantize(x: np.ndarray, bits: int, seed: int) -> tuple[np.ndarray, np.ndarra
     return code, norm
 
 
-def quantize_q8(x: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return int8 codes [D, n] and fp32 scales [n] of fp32 vectors [D, n]."""
-    y = rotate(x, seed)
-    peak = np.abs(y).max(axis=0)
-    return np.rint(y * (np.float32(127) / peak)).astype(np.int8), peak / np.float32(math.sqrt(len(x)))
-
-
 def pack(codes: list[int], bits: int) -> list[int]:
     """Pack one vector's codes into 16-bit words, a bit at a time, as `codec.packing` describes the layout."""
     count = len(codes) // (16 if bits == 3 else 16 // bits)  # of words that hold a plane each

@@ -2,7 +2,7 @@
 
 import hashlib
 from importlib.resources import files
-from itertools import product
+from itertools import accumulate, product
 
 import mlx.core as mx
 import numpy as np
@@ -17,20 +17,12 @@ SHIPPED = files("mlx_tq") / "assets" / "trellis" / "levels.safetensors"
 ERRORS = {4: 0.0066, 3: 0.0216, 2: 0.0783}
 
 
-def states_of(path, start, bits):
-    """Return the states of a path of codes, from the state before it."""
-    states = []
-    for code in path:
-        start = (start << bits | code) & 15
-        states.append(start)
-    return states
-
-
 @pytest.mark.parametrize("bits", [1, 2])
 def test_the_search_finds_the_best_of_all_paths(bits):
     """Both free ends, and a ring: all but the first bits of the last state are given, and the first follows it."""
     vectors = np.random.default_rng(2).standard_normal((4, 5)).astype(np.float32)
-    every = [states_of(path, start, bits) for start in range(16) for path in product(range(1 << bits), repeat=5)]
+    paths = product(range(16), *[range(1 << bits)] * 5)  # a state, and the codes of those after it
+    every = [[*accumulate(path, lambda state, code: (state << bits | code) & 15)][1:] for path in paths]
     groups = 16 >> bits
     ends = np.array([3, 0, 1, 2])
     for given in (None, ends):

@@ -12,8 +12,6 @@ from mlx_tq.codec.packing import unpack
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.recording import record_attention
 
-each_bits = pytest.mark.parametrize("bits", [1, 2, 3, 4])
-
 
 @pytest.mark.parametrize("side", ["keys", "values"])
 def test_codes_of_a_model_are_those_of_float64(embedded, side):
@@ -47,14 +45,14 @@ def test_refused_options(options, message):
         TurboQuant(**{"head_dim": 64, "bits": 4, **options})
 
 
-@pytest.mark.parametrize("shape", [(), (63,), (64, 3), (2, 128)])
-def test_refused_shapes(shape):
-    with pytest.raises(ConfigError, match="the last axis must be head_dim 64"):
-        TurboQuant(64, 4).encode(mx.zeros(shape))
+def test_refused_shapes():
+    for shape in ((), (63,), (64, 3), (2, 128)):
+        with pytest.raises(ConfigError, match="the last axis must be head_dim 64"):
+            TurboQuant(64, 4).encode(mx.zeros(shape))
 
 
 @pytest.mark.parametrize(("dim", "rotation"), [(64, "wht"), (144, "haar")])
-@each_bits
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_validate(bits, dim, rotation):
     quantizer = TurboQuant(dim, bits, rotation=rotation)
     result = quantizer.validate(samples=2**18 // dim)

@@ -50,7 +50,13 @@ def test_a_served_architecture(name, monkeypatch):
     plain = run(model, native.make_prompt_cache(model))
     check_off(model, plain)
     plan = plan_caches(model, sized("fp16", "fp16"))
-    check_facts(arch, plan)
+    assert plan.model_type == arch.config["model_type"]
+    assert len(plan.classes) == len(arch.layers)
+    assert [layer.slot.index for layer in plan.layers] == [i for i, x in enumerate(arch.layers) if x in "KL"]
+    assert {(layer.slot.key_dim, layer.slot.value_dim) for layer in plan.layers} == {arch.dims}
+    assert {layer.slot.part for layer in plan.layers} == ({1} if "L" in arch.layers else {None})
+    assert {layer.slot.dtype for layer in plan.layers} == {"float32"}
+    assert any(layer.slot.shared for layer in plan.layers) == (arch.name == "afm7")
     calls = spies.watch(monkeypatch)
     with compressed(model):
         caches, again = build_caches(plan), make_prompt_cache(model, plan.config)
@@ -75,16 +81,6 @@ def check_off(model, plain):
         assert [type(cache) for cache in caches] == [type(cache) for cache in native.make_prompt_cache(model)]
         assert not compressed_caches(caches)
         assert mx.array_equal(run(model, caches), plain)
-
-
-def check_facts(arch, plan):
-    assert plan.model_type == arch.config["model_type"]
-    assert len(plan.classes) == len(arch.layers)
-    assert [layer.slot.index for layer in plan.layers] == [i for i, x in enumerate(arch.layers) if x in "KL"]
-    assert {(layer.slot.key_dim, layer.slot.value_dim) for layer in plan.layers} == {arch.dims}
-    assert {layer.slot.part for layer in plan.layers} == ({1} if "L" in arch.layers else {None})
-    assert {layer.slot.dtype for layer in plan.layers} == {"float32"}
-    assert any(layer.slot.shared for layer in plan.layers) == (arch.name == "afm7")
 
 
 @pytest.mark.parametrize(

@@ -55,15 +55,12 @@ def test_continuing_from_the_caches_of_a_batch(exact, prompts, alone):
     model, tokenizer = exact
     first = 4
     with compressed(model, CONFIG):
-        out = batch_generate(
-            model, tokenizer, prompts, max_tokens=first, return_prompt_caches=True, return_token_ids=True
-        )
+        options = {"return_prompt_caches": True, "return_token_ids": True}
+        out = batch_generate(model, tokenizer, prompts, max_tokens=first, **options)
         rest = [[tokens[len(ids)]] for tokens, ids in zip(alone, out.token_ids, strict=True)]
         assert [tokens[:first] for tokens in alone] == out.token_ids
-        again = batch_generate(
-            model, tokenizer, rest, prompt_caches=out.caches, max_tokens=4, return_token_ids=True
-        ).token_ids
-    for tokens, more in zip(alone, again, strict=True):
+        again = batch_generate(model, tokenizer, rest, prompt_caches=out.caches, max_tokens=4, **options)
+    for tokens, more in zip(alone, again.token_ids, strict=True):
         ends = without_end(tokens, tokenizer)
         assert more == ends[first + 1 : first + 5]
 
@@ -93,24 +90,14 @@ def test_rows_join_and_leave_while_others_generate(exact, prompts, alone):
     assert all(cache.offset == len(tokens) for cache in caches)
 
 
-def zoo_prompts(*lengths):
-    return [[(7 * i * i + (3 + 2 * row) * i) % 160 for i in range(n)] for row, n in enumerate(lengths)]
-
-
-def zoo_batch(model, ids):
-    tokenizer = SimpleNamespace(eos_token_ids=[], decode=str)
-    return batch_generate(model, tokenizer, ids, max_tokens=TOKENS, return_token_ids=True).token_ids
-
-
-def zoo_alone(model, prompt):
-    cache = make_prompt_cache(model, CONFIG)
-    return [token for token, _ in generate_step(mx.array(prompt), model, max_tokens=TOKENS, prompt_cache=cache)]
-
-
 @pytest.mark.parametrize("name", ["qwen3_next", "gpt_oss", "gemma4_text", "falcon_h1"])
 def test_hybrid_and_sliding_models(name):
     """Compressed layers batch beside mlx-lm's own batches of recurrent and sliding layers."""
-    model, ids = build(name), zoo_prompts(70, 20, PACKS - 4)  # the last one packs while it generates
+    model, tokenizer, alone = build(name), SimpleNamespace(eos_token_ids=[], decode=str), []
+    lengths = (70, 20, PACKS - 4)  # the last one packs while it generates
+    ids = [[(7 * i * i + (3 + 2 * row) * i) % 160 for i in range(n)] for row, n in enumerate(lengths)]
     with compressed(model, CONFIG):
-        wanted = [zoo_alone(model, prompt) for prompt in ids]
-        assert zoo_batch(model, ids) == wanted
+        for prompt in ids:
+            options = {"max_tokens": TOKENS, "prompt_cache": make_prompt_cache(model, CONFIG)}
+            alone.append([token for token, _ in generate_step(mx.array(prompt), model, **options)])
+        assert batch_generate(model, tokenizer, ids, max_tokens=TOKENS, return_token_ids=True).token_ids == alone

@@ -44,15 +44,11 @@ class Masked:
         return mx.array(mask & ~np.isin(columns, list(type(self).hidden)))
 
 
-def masked(kind):
-    return type("MaskedCache", (Masked, kind), {})
-
-
 def hide_as_evicted(model, caches, kind, make):
     """Run on evicting caches, then on full ones that hide what was evicted when it was; returns both logits."""
     with rounds_of(model) as rounds, compressed(model):
         logits = run(model, caches)
-    hidden = masked(kind)
+    hidden = type("MaskedCache", (Masked, kind), {})
 
     def before(start):
         hidden.hidden = frozenset(p for at, positions in rounds if at <= start for p in positions)

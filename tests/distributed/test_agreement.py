@@ -1,7 +1,10 @@
 """All ranks evict the same tokens and recall the same blocks; one that does not is detected in that round."""
 
+import math
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
+from itertools import count
 
 import mlx.core as mx
 import numpy as np
@@ -93,15 +96,15 @@ def random_model(rng, size, vocabulary=160):
     return model
 
 
-def rounds(count, seed, differing=()):
-    """Return the positions after each of `count` rounds or exchanges of random models, and what other choices led to.
+def rounds(needed, seed, differing=()):
+    """Return the positions after each of `needed` rounds or exchanges of random models, and what other choices led to.
 
     For each of `differing`, from that round on of a model: the round of the choice, that of the error, and the error.
     """
     ranks, rng, found, caught = join(), np.random.default_rng(seed), [], []
     wrong = list(differing)
     recall.SHORTLIST = 128  # so few are archived
-    while len(found) < count or wrong:
+    while len(found) < needed or wrong:
         model = random_model(rng, ranks.size)
         divide(model, ranks)
         policy = f"{rng.choice(POLICIES)}:trigger=8:granularity={rng.choice([1, 8, 32])}"
@@ -109,12 +112,12 @@ def rounds(count, seed, differing=()):
         config = replace(CONFIG, normalize=bool(rng.random() < 0.3), evict=evict)
         caches = build_caches(plan_caches(model, config))
         tokens = rng.integers(0, 160, 600)
-        with Choosing(wrong[0] if wrong else None, ranks.rank == 1) as choosing, compressed(model):
+        with choosing(wrong[0] if wrong else math.inf, ranks.rank == 1) as began, compressed(model):
             try:
                 read(model, caches, tokens, found)
             except RankError as error:
                 wrong.pop(0)
-                caught.append((choosing.began, layer_group_of(caches).stats.rounds, str(error)))
+                caught.append((began[-1], layer_group_of(caches).stats.rounds, str(error)))
     return found, caught
 
 
@@ -133,40 +136,36 @@ def read(model, caches, tokens, found):
             found.append(caches[0].positions.tobytes())
 
 
-class Choosing:
-    """From a round on, the second rank evicts other blocks than were selected, if it can; `began` is that round."""
+@contextmanager
+def choosing(number, differs):
+    """From a round on, evict other blocks than were selected, if that is possible and this rank `differs`."""
+    select, numbers, began = sequences.select, count(), []
 
-    def __init__(self, number, differs):
-        self.number, self.differs, self.select = number, differs, sequences.select
-        self.rounds, self.began = -1, None
+    def other(scores, *args):
+        own, others = select(scores, *args), select(-scores, *args)
+        if (round_number := next(numbers)) < number or np.array_equal(own, others):
+            return own
+        began.append(round_number)
+        return others if differs else own
 
-    def __enter__(self):
-        def other(scores, *args):
-            own, others = self.select(scores, *args), self.select(-scores, *args)
-            self.rounds += 1
-            if self.number is None or self.rounds < self.number or np.array_equal(own, others):
-                return own
-            self.began = self.rounds
-            return others if self.differs else own
-
-        sequences.select = other
-        return self
-
-    def __exit__(self, *_):
-        sequences.select = self.select
+    sequences.select = other
+    try:
+        yield began
+    finally:
+        sequences.select = select
 
 
 @pytest.mark.parametrize(
-    ("size", "count"), [(2, 100), *(pytest.param(size, 1000, marks=pytest.mark.full) for size in (2, 3, 4))]
+    ("size", "needed"), [(2, 100), *(pytest.param(size, 1000, marks=pytest.mark.full) for size in (2, 3, 4))]
 )
-def test_ranks_evict_the_same_and_one_that_differs_is_detected_in_that_round(tmp_path, size, count):
-    differing = list(range(0, 9, 3 if count == 100 else 1))
-    done = run(tmp_path, size, rounds, count, size, differing)
+def test_ranks_evict_the_same_and_one_that_differs_is_detected_in_that_round(tmp_path, size, needed):
+    differing = list(range(0, 9, 3 if needed == 100 else 1))
+    done = run(tmp_path, size, rounds, needed, size, differing)
     assert all(each.value for each in done), [each.err for each in done]
     found, caught = done[0].value
     assert [each.value for each in done[1:]] == [done[0].value] * (size - 1)
-    assert len(found) >= count
-    assert len(set(found)) > count / 2
+    assert len(found) >= needed
+    assert len(set(found)) > needed / 2
     assert len(caught) == len(differing)
     assert all(began == rounds >= number for number, (began, rounds, _) in zip(differing, caught, strict=True))
     assert all("disagree on the evicted tokens: rank 1 " in message for *_, message in caught)

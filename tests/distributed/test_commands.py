@@ -42,12 +42,6 @@ def generate(folder, size, model, *words):
     return done, json.loads(done[0].out)
 
 
-def once_a_layer(tokens, evicted, back):
-    """Bytes of a layer that no head has: counts of clamped vectors, and behind gaps which mean each packed row has."""
-    packed = (tokens - WINDOW) // BLOCK * BLOCK - PREFIX - evicted + back
-    return 2 * 4 + (4 * packed if evicted > back else 0)
-
-
 def chosen(name, folder):
     if name == "smollm2" and PATH is None:
         pytest.skip(WHY)
@@ -78,8 +72,10 @@ def test_ranks_print_what_one_process_prints(name, way, tmp_path):
     assert [part["evicted"] for part in parts] == [whole["evicted"]] * size
     assert (whole["evicted"] > 0) == (way != "balanced")
     assert [size * part["fp16_nbytes"] for part in parts] == [whole["fp16_nbytes"]] * size
-    back = (together["recalled"] or {}).get("positions", [])
-    shared = len(alone["plan"]["layers"]) * once_a_layer(whole["tokens"], whole["evicted"], len(back))
+    evicted, recalled = whole["evicted"], len((together["recalled"] or {}).get("positions", []))
+    packed = (whole["tokens"] - WINDOW) // BLOCK * BLOCK - PREFIX - evicted + recalled
+    # What no head has: counts of clamped vectors, and behind gaps which mean each packed row has.
+    shared = len(alone["plan"]["layers"]) * (2 * 4 + (4 * packed if evicted > recalled else 0))
     assert [size * (part["nbytes"] - shared) for part in parts] == [whole["nbytes"] - shared] * size
     if way == "recall":
         assert together["recalled"]["positions"] == alone["recalled"]["positions"] != []
@@ -108,10 +104,17 @@ def test_a_cached_prefix_is_restored_as_far_as_all_ranks_have_it(tmp_path):
     words += ("--prefix-cache", tmp_path / "store")
     reports = [generate(tmp_path / "first", 2, None, *words)[1], generate(tmp_path / "again", 2, None, *words)[1]]
     folders = [Folder(tmp_path / "store" / f"rank-{rank}-of-2") for rank in range(2)]
-    stops = [{each["tokens"]: each["key"] for each in points(folder)} for folder in folders]
+    stops = []
+    for folder in folders:
+        records = [record.path.name for record in folder.records() if record.path.parent.name == CHECKPOINTS]
+        tokens = {describe_checkpoint(folder.read(CHECKPOINTS, key))["tokens"]: key for key in records}
+        stops.append(dict(sorted(tokens.items())))
     assert list(stops[0]) == list(stops[1])
     last, before = sorted(stops[0], reverse=True)[:2]
-    damage(folders[1], stops[1][last])
+    path = folders[1].path / CHECKPOINTS / stops[1][last]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
     reports.append(generate(tmp_path / "damaged", 2, None, *words)[1])
     reports.append(generate(tmp_path / "mended", 2, None, *words)[1])
     folders[0].remove(CHECKPOINTS, stops[0][last])
@@ -121,22 +124,6 @@ def test_a_cached_prefix_is_restored_as_far_as_all_ranks_have_it(tmp_path):
         found = [each[name] if name == "text" else each[name]["positions"] for each in (plain, *reports)]
         assert all(each == found[0] for each in found)
     assert all(each["stats"]["cache"]["evicted"] == plain["stats"]["cache"]["evicted"] > 0 for each in reports)
-
-
-def points(folder):
-    """Return the entries of a folder of the prefix cache, the shortest first."""
-    found = [record.path.name for record in folder.records() if record.path.parent.name == CHECKPOINTS]
-    return sorted(
-        ({"key": key, **describe_checkpoint(folder.read(CHECKPOINTS, key))} for key in found),
-        key=lambda each: each["tokens"],
-    )
-
-
-def damage(folder, key):
-    path = folder.path / CHECKPOINTS / key
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.mark.full

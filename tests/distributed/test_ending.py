@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -43,21 +44,17 @@ def test_sigterm_ends_a_rank_that_waits_in_a_collective(tmp_path, popen):
 def test_mlx_launch_ends_the_others(asked, tmp_path, popen):
     launch = Path(sys.executable).with_name("mlx.launch")
     words = [launch, "-n", "2", "--backend", "ring", "--starting-port", "47000", "--", *words_of(*asked)]
-    mark = f"RANKS={tmp_path}"
     process = popen(words, env=environment(RANKS=str(tmp_path)), **{**PIPES, "stdin": os.pipe()[0]})
     stream, mark_of_start = (process.stderr, "startup complete") if asked is SERVER else (process.stdout, " ")
     read_until(stream.fileno(), mark_of_start)
-    (pid,) = [pid for pid in Path("/proc").iterdir() if pid.name.isdigit() and _is_rank(pid, mark, 1)]
-    os.kill(int(pid.name), signal.SIGKILL)
+    pids, marks = [], {f"RANKS={tmp_path}".encode(), b"MLX_RANK=1"}
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if marks <= {*file.read_bytes().split(b"\0")}:
+                pids.append(int(file.parent.name))
+    (pid,) = pids
+    os.kill(pid, signal.SIGKILL)
     began = time.monotonic()
     said = process.communicate(timeout=60)[1].decode()
     assert time.monotonic() - began < 10
     assert re.findall(r"^mlx_tq \w+: (rank \d): ", said, re.MULTILINE) == ["rank 0"]
-
-
-def _is_rank(pid, mark, rank):
-    try:
-        found = (pid / "environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return {mark.encode(), f"MLX_RANK={rank}".encode()} <= set(found)

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import weakref
 from dataclasses import replace
+from itertools import count
 
 import numpy as np
 import pytest
@@ -80,32 +81,26 @@ def answer(size):
         return watch.passes, (watch.most_caches, watch.live_caches())
 
 
-class FailingSampler:
-    """A greedy sampler whose fourth call raises."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, logprobs):
-        self.calls += 1
-        if self.calls > 3:
-            raise RuntimeError("the sampler is broken")
-        return GREEDY(logprobs)
-
-
 async def ask_all(engine, tokenizer):
     """Run greedy jobs, one with two answers, one with a stop sequence, sampled ones, one whose sampler raises and one
     that is cancelled, all at once; then a session.
     """
 
-    def job(count, tokens=12, sampler=GREEDY, **fields):
-        ids = tokenizer.encode("".join(facts(count)))
+    def job(lines, tokens=12, sampler=GREEDY, **fields):
+        ids = tokenizer.encode("".join(facts(lines)))
         return job_of(ids, kinds=["assistant"], max_tokens=tokens, sampler=sampler, **fields)
+
+    calls = count()
+
+    def fail_at_fourth(logprobs):
+        if next(calls) == 3:
+            raise RuntimeError("the sampler is broken")
+        return GREEDY(logprobs)
 
     first = job(6)
     jobs = [job(12), job(14, stops=["e"]), replace(first, others=(replace(first, index=1),))]
     jobs += [job(8, sampler=Sampling(2.0).sampler(VOCABULARY, seed)) for seed in (1, 2)]
-    endless, broken = job(9, 400), job(11, 400, sampler=FailingSampler())
+    endless, broken = job(9, 400), job(11, 400, sampler=fail_at_fourth)
     engine.start(asyncio.get_running_loop())
     engine.submit(*jobs, endless, broken)
     assert isinstance((await outcome(broken))[-1], ApiError)

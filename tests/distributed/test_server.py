@@ -43,13 +43,16 @@ def leave(stream):
 
 @contextmanager
 def ranks_running(popen, folder, *flags):
-    """Run a server of two ranks, and yield the first one and the process of the other."""
+    """Run a server of two ranks, and yield the first one; both end when it is interrupted."""
     hosts = str(hostfile(folder / "hosts.json", 2))
     first, second = ({"MLX_HOSTFILE": hosts, "MLX_RANK": str(rank)} for rank in range(2))
     with (folder / "second.log").open("w") as log:
         other = popen(words_of("server", "--model", EMBEDDED, *flags), env=environment(**second), stderr=log)
     with running(EMBEDDED, folder / "first.log", *flags, **first) as server:
-        yield server, other
+        yield server
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(60) in (0, 130)
+    assert other.wait(60) == 0, (folder / "second.log").read_text()
 
 
 @pytest.mark.full
@@ -62,12 +65,9 @@ def test_a_server_of_ranks_answers_as_one_process(tmp_path, popen, recall):
     with running(EMBEDDED, tmp_path / "alone.log", *flags) as alone:
         expected = answers(alone)
     assert "417295" in expected[-4]["content"]
-    with ranks_running(popen, tmp_path, *flags) as (server, other):
+    with ranks_running(popen, tmp_path, *flags) as server:
         assert answers(server) == expected
         assert server.http.get("/v1/plan").json()["plan"]["ranks"] == 2
-        server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(60) in (0, 130)
-    assert other.wait(60) == 0, (tmp_path / "second.log").read_text()
     assert service.stop() == 0
 
 
@@ -77,12 +77,9 @@ def test_a_server_of_ranks_continues_from_a_prefix_cache(tmp_path, popen):
     found, restored = [], []
     for name in ("first", "again"):
         (tmp_path / name).mkdir()
-        with ranks_running(popen, tmp_path / name, *flags) as (server, other):
+        with ranks_running(popen, tmp_path / name, *flags) as server:
             found.append(answers(server))
             restored.append(server.metrics()["mlx_tq_restored_tokens_total"])
-            server.process.send_signal(signal.SIGINT)
-            assert server.process.wait(60) in (0, 130)
-        assert other.wait(60) == 0, (tmp_path / name / "second.log").read_text()
     assert found[0] == found[1]
     assert restored[0] < restored[1]
     points = [tmp_path / "store" / f"rank-{rank}-of-2" / "checkpoints" for rank in range(2)]

@@ -48,7 +48,12 @@ def run(folder, size, work, *args, said=""):
         stuck = process.is_alive()
         process.kill()
         assert not stuck, [path.with_suffix(".err").read_text() for path in where]
-    return [_result(path) for path in where]
+    results = []
+    for path in where:
+        value = path.with_suffix(".value")
+        returned = pickle.loads(value.read_bytes()) if value.exists() else None
+        results.append(RankResult(returned, *(path.with_suffix(suffix).read_text() for suffix in (".out", ".err"))))
+    return results
 
 
 def command(folder, size, *words, said=""):
@@ -82,9 +87,3 @@ def _rank(path, environment, work, args):
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # what the fork server's process would do at its end is not ours
-
-
-def _result(path):
-    value = path.with_suffix(".value")
-    returned = pickle.loads(value.read_bytes()) if value.exists() else None
-    return RankResult(returned, *(path.with_suffix(suffix).read_text() for suffix in (".out", ".err")))

@@ -1,7 +1,7 @@
 """The patch of the forward pass: a callback gets the whole cache list before each pass of its model."""
 
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -232,14 +232,11 @@ def test_rope_modules_are_restored_when_the_last_context_ends():
     model = build("llama")
     before = [(layer.self_attn, dict(layer.self_attn), dict(vars(layer.self_attn))) for layer in model.layers]
 
-    def fail_after_a_nested_context():
+    with suppress(ValueError), patch_rope(model):
         with patch_rope(model):
             assert all(not isinstance(layer.self_attn.rope, nn.RoPE) for layer in model.layers)
         assert not isinstance(rope_of(model), nn.RoPE)
-        raise ValueError("broken")
-
-    with pytest.raises(ValueError, match="broken"), patch_rope(model):
-        fail_after_a_nested_context()
+        raise ValueError
     for attention, items, attributes in before:
         assert dict(attention) == items
         assert vars(attention) == attributes

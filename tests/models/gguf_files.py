@@ -65,12 +65,6 @@ def round_weights(model, kind):
     return model
 
 
-def permuted(weight, heads):
-    """Permute rows of q and k as llama.cpp's converter does for llama."""
-    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
-    return halves.swapaxes(1, 2).reshape(weight.shape)
-
-
 def frequency_factors(config):
     """Return the factors that llama.cpp's converter writes for Llama 3.1, from its loop."""
     scaling, factors = config["rope_scaling"], []
@@ -130,18 +124,20 @@ def write_gguf(path, name="llama", kind="F32", model=None, keys=None, tensors=No
     architecture, config = MODELS[name]
     model = model or make_model(name)
     writer = GGUFWriter(path, architecture)
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in ({**hyperparameters(name), **vocabulary(), **(keys or {})}).items():
         if key == "general.architecture":
             writer.kv_data[0][key].value = value
         elif value is not None:
-            _add(writer, key, value)
+            add.get(type(value), writer.add_array)(key, value)
     arch = next(each for each, found in MODEL_ARCH_NAMES.items() if found == architecture)
     names = get_tensor_name_map(MODEL_ARCH(arch), config["num_hidden_layers"])
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for mlx_name, weight in tree_flatten(model.parameters()):
         weight, part = np.array(weight), mlx_name.split(".")[-2]
         if architecture == "llama" and part in heads:
-            weight = permuted(weight, heads[part])
+            halves = weight.reshape(heads[part], 2, -1, *weight.shape[1:])  # rows are permuted as by the converter
+            weight = halves.swapaxes(1, 2).reshape(weight.shape)
         if architecture == "gemma3" and weight.ndim == 1:
             weight = weight + 1
         stored = GGMLQuantizationType[kind if weight.ndim == 2 else "F32"]
@@ -156,8 +152,3 @@ def write_gguf(path, name="llama", kind="F32", model=None, keys=None, tensors=No
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-def _add(writer, key, value):
-    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    add.get(type(value), writer.add_array)(key, value)

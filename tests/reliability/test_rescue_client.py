@@ -19,23 +19,20 @@ SPANS = [TextSpan(start, start + 4, f"span {start}") for start in range(0, 40, 4
 
 
 @pytest.fixture
-def clients():
-    """Return a function that makes clients, which are closed after the test."""
+def connect():
+    """Return a function that makes a client of a URL, or of a server that it starts; both end after the test."""
     with ExitStack() as stack:
-        yield lambda url, **options: stack.enter_context(RescueClient(open_service(url), **options))
+
+        def make_client(server, **options):
+            url = server if isinstance(server, str) else stack.enter_context(BadServer(server)).url
+            return stack.enter_context(RescueClient(open_service(url), **options))
+
+        yield make_client
 
 
-@pytest.fixture(params=["refused", *MISBEHAVIORS])
-def bad_url(request):
-    if request.param == "refused":
-        yield closed_port()
-        return
-    with BadServer(MISBEHAVIORS[request.param]) as server:
-        yield server.url
-
-
-def test_the_caller_continues(bad_url, clients):
-    client = clients(bad_url)
+@pytest.mark.parametrize("server", [None, *MISBEHAVIORS.values()], ids=["refused", *MISBEHAVIORS])
+def test_the_caller_continues(server, connect):
+    client = connect(server or closed_port())
     began = time.monotonic()
     for _ in range(3):
         client.write("s", SPANS)
@@ -51,20 +48,18 @@ def test_the_caller_continues(bad_url, clients):
 
 
 @pytest.mark.parametrize("answer", WRONG_SCHEMAS.values(), ids=WRONG_SCHEMAS)
-def test_invalid_answers_are_rejected(answer, clients):
-    with BadServer(always(answer)) as server:
-        client = clients(server.url)
-        assert client.retrieve("s", "what?") == []
-        assert "not from a rescue service" in client.take_warning()
-        assert client.stats.unanswered == 1
+def test_invalid_answers_are_rejected(answer, connect):
+    client = connect(always(answer))
+    assert client.retrieve("s", "what?") == []
+    assert "not from a rescue service" in client.take_warning()
+    assert client.stats.unanswered == 1
 
 
-def test_valid_answers_wrong_tokens_and_invalid_urls(clients):
-    with BadServer(always({"chunks": [CHUNK] * 9})) as server:
-        spans = clients(server.url).retrieve("s", "what?", top_k=8)
+def test_valid_answers_wrong_tokens_and_invalid_urls(connect):
+    spans = connect(always({"chunks": [CHUNK] * 9})).retrieve("s", "what?", top_k=8)
     assert [(span.start, span.stop, span.text) for span in spans] == [(0, 4, "a span")] * 8
     with BadServer(MISBEHAVIORS["401"]) as server:
-        client = clients(server.url)
+        client = connect(server.url)
         assert client.retrieve("s", "what?") == []
         assert f"{server.url} does not accept the token; set RESCUE_TOKEN to its own" in client.take_warning()
     invalid = ("", "on", "127.0.0.1:5054", "ftp://127.0.0.1", "http://", "http://user:word@127.0.0.1", "http://x/?a=b")
@@ -73,35 +68,33 @@ def test_valid_answers_wrong_tokens_and_invalid_urls(clients):
             open_service(url)
 
 
-def test_memory_is_bounded_under_a_flood(clients):
+def test_memory_is_bounded_under_a_flood(connect):
     limit = 1_000_000
-    with BadServer(hung) as server:
-        client = clients(server.url, max_queued=limit)
-        tracemalloc.start()
-        for number in range(200):
-            client.write("s", [TextSpan(i, i + 1, f"{number} {i} ".ljust(1000, "x")) for i in range(100)])
-        grown, _ = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        stats = client.stats
-        client.close(timeout=0.1)
+    client = connect(hung, max_queued=limit)
+    tracemalloc.start()
+    for number in range(200):
+        client.write("s", [TextSpan(i, i + 1, f"{number} {i} ".ljust(1000, "x")) for i in range(100)])
+    grown, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    stats = client.stats
+    client.close(timeout=0.1)
     assert grown < 3 * limit
     assert stats.queued < limit / 1000
     assert stats.dropped == 200 * 100 - stats.queued
     assert "dropped" in client.take_warning()
 
 
-def test_an_endless_answer_is_cut_off(clients):
-    with BadServer(MISBEHAVIORS["endless"]) as server:
-        client = clients(server.url)
-        tracemalloc.start()
-        assert client.retrieve("s", "what?", timeout=BOUND) == []
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
+def test_an_endless_answer_is_cut_off(connect):
+    client = connect(MISBEHAVIORS["endless"])
+    tracemalloc.start()
+    assert client.retrieve("s", "what?", timeout=BOUND) == []
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
     assert peak < 40_000_000
     assert "more than" in client.take_warning()
 
 
-def test_failed_writes_are_repeated(clients):
+def test_failed_writes_are_repeated(connect):
     calls = []
 
     def recovers(connection, _):
@@ -111,17 +104,16 @@ def test_failed_writes_are_repeated(clients):
             reply(connection, b'{"accepted": 1}', status)
 
     many = [TextSpan(i, i + 1, f"<{i}>") for i in range(600)]
-    with BadServer(recovers) as server:
-        client = clients(server.url)
-        client.write("s", many)
-        assert client.flush(BOUND)
+    client = connect(recovers)
+    client.write("s", many)
+    assert client.flush(BOUND)
     assert client.stats.written == 600
     assert client.stats.failures == 2
     assert [call.count(b'"text"') for call in calls[2:]] == [256, 256, 88]
     assert [int(n) for n in re.findall(rb"<(\d+)>", b"".join(calls[2:]))] == list(range(600))
 
 
-def test_a_query_waits_for_earlier_writes(clients):
+def test_a_query_waits_for_earlier_writes(connect):
     order = []
 
     def slow_to_write(connection, _):
@@ -131,14 +123,13 @@ def test_a_query_waits_for_earlier_writes(clients):
             order.append("write" if is_write else "query")
             reply(connection, b'{"accepted": 1, "chunks": []}')
 
-    with BadServer(slow_to_write) as server:
-        client = clients(server.url)
-        client.write("s", SPANS)
-        client.retrieve("s", "what?", timeout=BOUND)
+    client = connect(slow_to_write)
+    client.write("s", SPANS)
+    client.retrieve("s", "what?", timeout=BOUND)
     assert order == ["write", "query"]
 
 
-def test_the_circuit_breaker_opens(clients):
+def test_the_circuit_breaker_opens(connect):
     now = 0.0
     breaker, pauses = CircuitBreaker(lambda: now), []
     for failure in range(1, 12):
@@ -153,7 +144,7 @@ def test_the_circuit_breaker_opens(clients):
     breaker.record(success=True)
     assert (breaker.is_open, breaker.pause) == (False, 0)
     with BadServer(hung) as server:
-        client = clients(server.url)
+        client = connect(server.url)
         for _ in range(MAX_FAILURES + 3):  # pauses of 0.4, 0.8, 1.6 s
             client.retrieve("s", "what?", timeout=0.05)
         before = server.connections
@@ -162,14 +153,14 @@ def test_the_circuit_breaker_opens(clients):
         assert server.connections == before
 
 
-def test_the_token_is_sent_and_no_proxy_is_used(clients, monkeypatch):
+def test_the_token_is_sent_and_no_proxy_is_used(connect, monkeypatch):
     """A proxy of the environment would see the conversation."""
     seen = []
     with BadServer(hung) as proxy, BadServer(always({"chunks": []}, seen=seen)) as server:
         for name in ("HTTP_PROXY", "ALL_PROXY"):
             monkeypatch.setenv(name, proxy.url)
         monkeypatch.setenv("RESCUE_TOKEN", "a-token-of-sixteen")
-        client = clients(server.url)
+        client = connect(server.url)
         client.retrieve("s", "what?")
         assert client.take_warning() is None
         assert proxy.connections == 0
@@ -177,13 +168,12 @@ def test_the_token_is_sent_and_no_proxy_is_used(clients, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["nul \x00", "lone \ud800", "emoji 🦄", "x" * 10_000, "\x1b[31m"])
-def test_any_text_can_be_written(text, clients):
+def test_any_text_can_be_written(text, connect):
     seen = []
-    with BadServer(always({"accepted": 1}, "201 Created", seen=seen)) as server:
-        client = clients(server.url)
-        client.write("s", [TextSpan(0, 1, text)])
-        client.retrieve("s", text)
-        assert client.flush(BOUND)
+    client = connect(always({"accepted": 1}, "201 Created", seen=seen))
+    client.write("s", [TextSpan(0, 1, text)])
+    client.retrieve("s", text)
+    assert client.flush(BOUND)
     assert seen
     assert not [request for request in seen if b"\\u0000" in request or b"\\ud800" in request]
 

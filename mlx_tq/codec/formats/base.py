@@ -155,9 +155,6 @@ class RotatedCodec(Codec):
         return mx.minimum(scale, FP16_MAX).astype(self.scale_dtype)
 
 
-MakeCodec = Callable[[int, CodecOptions, mx.Dtype], Codec]
-
-
 @dataclass(frozen=True)
 class Format:
     """Describe a storage format, by which users choose it.
@@ -169,7 +166,7 @@ class Format:
     name: str  # in flags and configurations
     bits: float  # of one code, without the scale
     error: float  # expected squared error of a Gaussian vector over its squared norm, at head_dim 128
-    make_codec: MakeCodec  # called with head_dim, options and the model's type; raises ConfigError if it cannot
+    make_codec: Callable[[int, CodecOptions, mx.Dtype], Codec]  # of head_dim and model type, or raises ConfigError
     multiple: int = 16  # head_dim must be a multiple of this
     keys_only: str = ""  # why values cannot be stored in this format
 

@@ -9,6 +9,7 @@ from itertools import product
 
 import mlx.core as mx
 import pytest
+from cache import tunables
 
 from kernels.cases import ALL_FORMATS, GROUPS, PARAMETERS, TRELLIS_PAIRS, make_problem, random_mask
 from kernels.covering import case_id, covering
@@ -158,6 +159,15 @@ def test_any_number_of_blocks(min_block, max_blocks):
     problem = make_problem(packed=257, recent=70, mask="causal", sinks=True)
     with thresholds.using(KernelThresholds(min_block=min_block, max_blocks=max_blocks)):
         check_attend(problem, peak=2.0)
+
+
+@pytest.mark.parametrize("context", [150, 700])
+@pytest.mark.parametrize("formats", tunables.FORMATS)
+@pytest.mark.parametrize(("name", "value"), tunables.EXTREMES)
+def test_thresholds_do_not_change_results(name, value, formats, context):
+    """Both ends of each: the work is divided differently."""
+    with simulated():
+        tunables.check(name, value, formats, context)
 
 
 def test_unsupported_formats_and_dtypes_are_errors():

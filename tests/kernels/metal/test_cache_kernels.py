@@ -19,16 +19,7 @@ from kernels.cases import (
     random,
 )
 from kernels.covering import case_id, covering
-from kernels.metal.checks import (
-    check_compact,
-    check_dequantize,
-    check_encode,
-    check_health,
-    check_recall_score,
-    check_score,
-    check_wht,
-    random_rows,
-)
+from kernels.metal import checks
 from kernels.metal.simulated import ORDERS, reference, simulated
 from metal_sim.run import SimulationError
 from mlx_tq.kernels.encode import encode
@@ -57,7 +48,12 @@ def with_value_dims(cases: list[dict]) -> list[dict]:
 
 
 CASES = with_value_dims(covering(PARAMETERS)) + with_value_dims(TRELLIS)
-CHECKS = {"encode": check_encode, "dequantize": check_dequantize, "score": check_score, "recall": check_recall_score}
+CHECKS = {
+    "encode": checks.check_encode,
+    "dequantize": checks.check_dequantize,
+    "score": checks.check_score,
+    "recall": checks.check_recall_score,
+}
 # Scores have one text per format and size of keys; encode and dequantize have a text of their own in most cases.
 SCORING = ("score", "recall")
 FEW = [(name, number) for name in CHECKS for number in range(0, len(CASES), 3 if name in SCORING else 1)]
@@ -108,7 +104,7 @@ def test_under_sanitizers(name, number):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("key", ["q8", "tq4", "fp16"])
 def test_health_counts(key, dtype, normalized):
-    check_health(key, dtype, normalized)
+    checks.check_health(key, dtype, normalized)
 
 
 X = random((2, 3, 20, 128))
@@ -136,7 +132,7 @@ def test_encode_any_strides(view):
 @pytest.mark.parametrize("dim", [16, *DIMS, 448])
 def test_wht(dim, inverse):
     for order in ORDERS:
-        check_wht(random((3, 11, dim), DTYPES[dim // 16 % 3]), inverse, order=order)
+        checks.check_wht(random((3, 11, dim), DTYPES[dim // 16 % 3]), inverse, order=order)
 
 
 @pytest.mark.full
@@ -145,27 +141,27 @@ def test_wht(dim, inverse):
 @pytest.mark.parametrize("dim", [16, 32, *DIMS, 320, 384, 448])
 def test_wht_all_dtypes(dim, dtype, inverse):
     for number, tokens in enumerate((1, 31, 32, 33, 97)):
-        check_wht(random((2, 2, tokens, dim), dtype), inverse, order=ORDERS[number % 3])
+        checks.check_wht(random((2, 2, tokens, dim), dtype), inverse, order=ORDERS[number % 3])
 
 
 def test_wht_any_strides_and_ranks():
     x = random((2, 3, 4, 5, 112))
     for view in (x, x[0].swapaxes(0, 1), x[0, :, ::2, 1:3], x[0, 0, 0], x[0, 0, 0, 0], x[:, :, :, ::-1]):
-        check_wht(view, inverse=True)
-    check_wht(random((5, 80)), sanitize=True)
+        checks.check_wht(view, inverse=True)
+    checks.check_wht(random((5, 80)), sanitize=True)
 
 
 @pytest.mark.parametrize("kept", [[0], [4], [0, 2, 3], list(range(5)), list(range(1, 40, 2)), []])
 def test_compact(kept):
-    rows = random_rows(40)
+    rows = checks.random_rows(40)
     for view in (rows, rows[:, ::2], rows[1:]):
-        check_compact(view, kept, order=7)
-    check_compact(rows, kept, sanitize=True)
+        checks.check_compact(view, kept, order=7)
+    checks.check_compact(rows, kept, sanitize=True)
 
 
 def test_compact_of_rows_out_of_bounds():
     with pytest.raises(SimulationError, match="out of bounds"):
-        check_compact(random_rows(9), [1, 9 * 6 + 18])
+        checks.check_compact(checks.random_rows(9), [1, 9 * 6 + 18])
 
 
 @pytest.mark.full
@@ -175,4 +171,4 @@ def test_compact_all_sizes(tokens):
     for batch, words, share in product((1, 3), (1, 31, 32, 33, 67, 131), (0.1, 0.5, 1.0)):
         kept = np.flatnonzero(rng.random(tokens) < share).tolist()
         for order in ORDERS:
-            check_compact(random_rows(tokens, words, batch), kept, order=order)
+            checks.check_compact(checks.random_rows(tokens, words, batch), kept, order=order)

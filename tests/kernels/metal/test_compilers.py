@@ -17,7 +17,7 @@ import pytest
 
 from kernels.cases import make_problem
 from kernels.metal.simulated import captured
-from metal_sim.translate import Parameter, parameters
+from metal_sim.translate import parameters
 from mlx_tq.codec.rotation import get_rotation
 from mlx_tq.kernels import gpu, thresholds
 from mlx_tq.kernels.attend import attend
@@ -53,15 +53,14 @@ def cuda(texts: Sequence[str]) -> str:
     parts = [CUDA_PRELUDE]
     for number, text in enumerate(texts):
         header, name, body = split_text(text)
-        arguments = ", ".join(_cuda_parameter(p) for p in parameters(text) if p.number is not None)
-        parts += [f"namespace kernel_{number}_ {{", header, f"__global__ void {name}({arguments}) {{", body, "}"]
+        arguments = []
+        for parameter in (parameter for parameter in parameters(text) if parameter.number is not None):
+            plain = re.sub(r"\b(device|constant)\b\s*", "", parameter.type)
+            by_value = re.search(r"_(shape|strides)$", parameter.name)
+            arguments.append(f"{by_value.group(1).title() if by_value else plain} {parameter.name}")
+        signature = f"__global__ void {name}({', '.join(arguments)}) {{"
+        parts += [f"namespace kernel_{number}_ {{", header, signature, body, "}"]
     return "\n".join(parts)
-
-
-def _cuda_parameter(parameter: Parameter) -> str:
-    plain = re.sub(r"\b(device|constant)\b\s*", "", parameter.type)
-    by_value = re.search(r"_(shape|strides)$", parameter.name)
-    return f"{by_value.group(1).title() if by_value else plain} {parameter.name}"
 
 
 MASKED = {"mask": "bool", "sinks": True}

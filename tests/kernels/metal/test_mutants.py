@@ -7,18 +7,8 @@ from pathlib import Path
 import pytest
 
 from kernels.cases import make_problem, random, random_mask
+from kernels.metal import checks
 from kernels.metal import test_attend_batch as batches
-from kernels.metal.checks import (
-    check_attend,
-    check_compact,
-    check_dequantize,
-    check_encode,
-    check_health,
-    check_recall_score,
-    check_score,
-    check_wht,
-    random_rows,
-)
 from kernels.metal.simulated import ORDERS
 from metal_sim.run import SimulationError
 
@@ -48,42 +38,46 @@ UNEVEN = {"lengths": ((97, 6), (0, 3), (161, 30)), "key": "tq4", "value": "tq4",
 BLOCKS = (5, 38)
 NORMALIZED = {"normalized": "gaps", "batch": 2}
 CHECKS = {
-    "encode": partial(check_encode, cache(5)),
-    "encode_wide_scales": partial(check_encode, cache(25, wide=True)),
-    "encode_q8": partial(check_encode, cache(25, key="q8", value="q8", wide=True)),
+    "encode": partial(checks.check_encode, cache(5)),
+    "encode_wide_scales": partial(checks.check_encode, cache(25, wide=True)),
+    "encode_q8": partial(checks.check_encode, cache(25, key="q8", value="q8", wide=True)),
     # Two lanes find the best predecessor of a group of 4 bits, and each lane those of two groups of 2.
-    "encode_trellis": partial(check_encode, cache(3, key="tcq4", value="tcq2", rule="unbiased")),
-    "encode_trellis_3_bits": partial(check_encode, cache(3, key="tcq3", value="tcq3")),
-    "encode_normalized": partial(check_encode, cache(25, **NORMALIZED)),
-    "health": partial(check_health, "q8", "bfloat16", True),
-    "health_fp16": partial(check_health, "fp16", "float16", True),
-    "dequantize": partial(check_dequantize, cache(5)),
-    "dequantize_trellis": partial(check_dequantize, cache(5, key="tcq3", value="tcq2")),
-    "dequantize_normalized": partial(check_dequantize, cache(25, **NORMALIZED)),
-    "wht": partial(check_wht, random((5, 80), "float32"), inverse=True),
+    "encode_trellis": partial(checks.check_encode, cache(3, key="tcq4", value="tcq2", rule="unbiased")),
+    "encode_trellis_3_bits": partial(checks.check_encode, cache(3, key="tcq3", value="tcq3")),
+    "encode_normalized": partial(checks.check_encode, cache(25, **NORMALIZED)),
+    "health": partial(checks.check_health, "q8", "bfloat16", True),
+    "health_fp16": partial(checks.check_health, "fp16", "float16", True),
+    "dequantize": partial(checks.check_dequantize, cache(5)),
+    "dequantize_trellis": partial(checks.check_dequantize, cache(5, key="tcq3", value="tcq2")),
+    "dequantize_normalized": partial(checks.check_dequantize, cache(25, **NORMALIZED)),
+    "wht": partial(checks.check_wht, random((5, 80), "float32"), inverse=True),
     "wht_normalized": partial(
-        check_wht, random((2, 4, 3, 80), "float32"), normalization=cache(9, **NORMALIZED).normalization
+        checks.check_wht, random((2, 4, 3, 80), "float32"), normalization=cache(9, **NORMALIZED).normalization
     ),
     # Two tiles of queries; blocks of 64 tokens, the last one of 36, and one of 39.
-    "attend": partial(check_attend, attention("tq3", 112)),
+    "attend": partial(checks.check_attend, attention("tq3", 112)),
     # The mask differs between queries, heads and rows of the batch.
-    "attend_masked": partial(check_attend, attention("tq3", 112, random_mask("additive", (2, 6, 2, 139), "float32"))),
+    "attend_masked": partial(
+        checks.check_attend, attention("tq3", 112, random_mask("additive", (2, 6, 2, 139), "float32"))
+    ),
     # One kernel: of eight simdgroups, four attend to packed tokens, two to full-precision tokens, and two to none.
-    "attend_short": partial(check_attend, attention("tq4", 192), short_tokens=1000),
-    "attend_trellis": partial(check_attend, attention("tcq3", 112, value="tcq2")),
+    "attend_short": partial(checks.check_attend, attention("tq4", 192), short_tokens=1000),
+    "attend_trellis": partial(checks.check_attend, attention("tcq3", 112, value="tcq2")),
     # Of 100 tokens a few share a mean: several in each 32, and of two blocks.
-    "attend_gaps": partial(check_attend, attention("tq3", 112, normalized="gaps")),
-    "attend_blocks": partial(check_attend, attention("tq4", 64, packed=300, normalized="blocks"), short_tokens=1000),
+    "attend_gaps": partial(checks.check_attend, attention("tq3", 112, normalized="gaps")),
+    "attend_blocks": partial(
+        checks.check_attend, attention("tq4", 64, packed=300, normalized="blocks"), short_tokens=1000
+    ),
     "attend_batch": partial(check_attend_batch, batches.problems(**UNEVEN)),
     "attend_batch_mixed": partial(check_attend_batch, batches.problems(**UNEVEN, normalized="mixed")),
-    "score": partial(check_score, cache(7, batch=2), rotated=2),
-    "score_normalized": partial(check_score, cache(7, **NORMALIZED), rotated=2),
+    "score": partial(checks.check_score, cache(7, batch=2), rotated=2),
+    "score_normalized": partial(checks.check_score, cache(7, **NORMALIZED), rotated=2),
     # 42 queries are six tiles, of which four are scored at once; blocks are shorter and longer than 32 tokens.
-    "recall_score": partial(check_recall_score, many_queries(80), BLOCKS),
+    "recall_score": partial(checks.check_recall_score, many_queries(80), BLOCKS),
     # Two of three tiles at once, over 16 keys.
-    "recall_score_wide": partial(check_recall_score, many_queries(192, length=7), BLOCKS),
-    "recall_score_normalized": partial(check_recall_score, many_queries(80, normalized="gaps"), BLOCKS),
-    "compact": partial(check_compact, random_rows(20), [0, 3, *range(6, 19)]),
+    "recall_score_wide": partial(checks.check_recall_score, many_queries(192, length=7), BLOCKS),
+    "recall_score_normalized": partial(checks.check_recall_score, many_queries(80, normalized="gaps"), BLOCKS),
+    "compact": partial(checks.check_compact, checks.random_rows(20), [0, 3, *range(6, 19)]),
 }
 MUTANTS = tomllib.loads(Path(__file__).with_name("mutants.toml").read_text())
 CASES = [(check, mutant) for check, mutants in MUTANTS.items() for mutant in mutants]

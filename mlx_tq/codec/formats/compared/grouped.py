@@ -25,7 +25,6 @@ from mlx_tq.codec.rotation import Rotation, get_rotation, pairwise_sum, split_or
 from mlx_tq.errors import ConfigError
 
 _SKETCH_SEED = 500  # added to a rotation's seed for the sketch S of its residual
-_NORMS = 2  # of a group: the vector's and the residual's
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class GroupedCodec(Codec):
         self._groups = groups
         self._grouped = GroupedRotation([group.rotation for group in groups], order)
         self._stops = list(accumulate(group.dim * (group.bits + 1) // 16 for group in groups))
-        super().__init__(head_dim, self._stops[-1] + _NORMS * len(groups), self._grouped)
+        super().__init__(head_dim, self._stops[-1] + 2 * len(groups), self._grouped)  # norms of vector and residual
 
     def fit(self, x: mx.array) -> "GroupedCodec":
         """Order the dims of each head by their share of the energy of x [B, H, n, D], every vector counting alike."""

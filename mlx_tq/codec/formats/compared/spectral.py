@@ -12,8 +12,7 @@ import mlx.core as mx
 from mlx_tq.codec.formats.base import FP16_MAX, TINY, Codec, CodecOptions, Encoded, Format
 from mlx_tq.errors import ConfigError
 
-COUNTS = (8, 10, 12, 14, 16)
-WIDTHS = (4, 8, 16)
+COUNTS = (8, 10, 12, 14, 16)  # of leading pairs
 _TYPES = {8: mx.int8, 16: mx.int16}
 
 
@@ -100,4 +99,4 @@ def _spectral_format(count: int, bits: int) -> Format:
     return Format(name, nbytes / 16, error, make_codec, keys_only=reason)
 
 
-FORMATS = tuple(_spectral_format(count, bits) for count in COUNTS for bits in WIDTHS)
+FORMATS = tuple(_spectral_format(count, bits) for count in COUNTS for bits in (4, 8, 16))
