@@ -36,16 +36,15 @@ def run(args: argparse.Namespace) -> int:
     from mlx_lm.generate import generate_step
     from mlx_lm.models.cache import make_prompt_cache
 
-    from mlx_tq.cache.files import check_replaceable, read_header
     from mlx_tq.cli.loading import check_memory, check_positions, free_memory, load_model, make_caches
     from mlx_tq.cli.prompts import encode_document, read_prompt
     from mlx_tq.cli.screen import prefill_progress, show_cache, show_plan
     from mlx_tq.config import PROFILES
     from mlx_tq.integration.probe import position_limit
     from mlx_tq.prompt_cache.build import decode_caches
+    from mlx_tq.prompt_cache.cache_file import check_replaceable, load_prompt_cache, read_header, save_prompt_cache
     from mlx_tq.prompt_cache.compressed import compressed
-    from mlx_tq.prompt_cache.files import load_prompt_cache, save_prompt_cache
-    from mlx_tq.prompt_cache.passes import compressed_caches
+    from mlx_tq.prompt_cache.layer_group import compressed_caches
     from mlx_tq.prompt_cache.statistics import cache_stats
 
     check_replaceable(args.prompt_cache_file, conversation=False)
