@@ -14,13 +14,9 @@ KV_BITS = (8, 4)
 def run(args: argparse.Namespace) -> int:
     """Measure, show and write; returns the exit code."""
     _check(args)
-    from mlx_tq.bench import runs
+    from mlx_tq.bench.runs import run_benchmarks
 
-    if args.report is not None:
-        return runs.run_report(args)
-    if args.tune:
-        return runs.run_tuning(args)
-    return runs.run_layer(args) if args.model is None else runs.run_model(args)
+    return run_benchmarks(args)
 
 
 def _check(args: argparse.Namespace) -> None:

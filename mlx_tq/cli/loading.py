@@ -112,22 +112,18 @@ def open_caches(model: Any, request: Request) -> PromptCache:
         return make_caches(model, config, args.max_kv_size)
     header = read_header(path)
     if header.is_ours:
-        return _load_ours(model, path, request)
+        caches, config = load_prompt_cache(path, model=model)[:2]
+        if request.changes_cache:
+            check_config(path, config, with_formats(model, request.change(config)))
+        if config.is_off:
+            return PromptCache(caches, None, config)
+        for flag in ("--kv-bits", "--max-kv-size"):
+            if flag in args.typed:
+                raise ConfigError(f"{path} holds a compressed cache, which {flag} cannot change. Drop it.")
+        return PromptCache(caches, plan_caches(model, config), config)
     if args.model is not None and Path(args.model).resolve() != Path(header.model_name).resolve():
         raise CacheFormatError(f"{path} was made with the model {header.model_name!r}. Pass that model, or no --model.")
     return _load_native(model, path, config, args.kv_bits)
-
-
-def _load_ours(model: Any, path: str, request: Request) -> PromptCache:
-    caches, config = load_prompt_cache(path, model=model)[:2]
-    if request.changes_cache:
-        check_config(path, config, with_formats(model, request.change(config)))
-    if config.is_off:
-        return PromptCache(caches, None, config)
-    for flag in ("--kv-bits", "--max-kv-size"):
-        if flag in request.args.typed:
-            raise ConfigError(f"{path} holds a compressed cache, which {flag} cannot change. Drop it.")
-    return PromptCache(caches, plan_caches(model, config), config)
 
 
 def _load_native(model: Any, path: str, config: KVConfig, bits: int | None) -> PromptCache:

@@ -234,7 +234,11 @@ def measure_losses(model: Any, tokenizer: Any, text: str, progress: Progress = l
     plan = planner(model)
     count = len(plan(KVConfig()).layers)
     arms = [plan(replace(_CONFIG, key=_FINE, value=_FINE))]
-    arms += [plan(config) for side in ("key", "value") for config in _one_layer_configs(side, count)]
+    for side, other in (("key", "value"), ("value", "key")):
+        for layer in range(count):
+            formats = [MEASURED_FORMAT if number == layer else _FULL for number in range(count)]
+            schedule: dict[str, Any] = {side: SCHEDULE.join(formats), other: _FULL}
+            arms.append(plan(replace(_CONFIG, **schedule)))
     totals = [0.0] * len(arms)
     with compressed(model):
         native = arms[0].native_caches()
@@ -249,12 +253,3 @@ def measure_losses(model: Any, tokenizer: Any, text: str, progress: Progress = l
     rounding, *means = (total / (LOSS_TOKENS - _SCORED_FROM) for total in totals)
     losses = tuple(max(mean - rounding, _LEAST_SHARE * rounding) for mean in means)
     return Losses(losses[:count], losses[count:], LOSS_TOKENS - _SCORED_FROM)
-
-
-def _one_layer_configs(side: str, layers: int) -> Iterator[KVConfig]:
-    """Yield, for each layer, the configuration that quantizes only its keys or values."""
-    other = "value" if side == "key" else "key"
-    for layer in range(layers):
-        formats = [MEASURED_FORMAT if number == layer else _FULL for number in range(layers)]
-        schedule: dict[str, Any] = {side: SCHEDULE.join(formats), other: _FULL}
-        yield replace(_CONFIG, **schedule)

@@ -69,6 +69,15 @@ class _TokenRate(ProgressColumn):
 
 
 @contextmanager
+def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on a terminal; yield the function that advances it by units of work."""
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda done: progress.advance(task, done)
+
+
+@contextmanager
 def prefill_progress(*, title: str = "reading the prompt", show: bool = True) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on a terminal; yield mlx-lm's progress callback (processed, total)."""
     if not show or not console.is_terminal:

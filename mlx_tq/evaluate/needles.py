@@ -67,8 +67,3 @@ def note_on_needles(records: Sequence[Record]) -> str:
     failed = "".join(f"; {name}: {count}" for name, count in sorted(verdicts.items()) if name not in (PASS, VOID))
     note = f"needle entirely in the packed region: {whole} of {len(packed)} answers from compressed caches"
     return f"{note}; void: {verdicts[VOID]}{failed}"
-
-
-def has_missed_needles(records: Sequence[Record]) -> bool:
-    """Return True if a compressed cache missed a needle that the fp16 cache finds."""
-    return any(record["verdict"] not in (PASS, VOID) for record in records if record["name"] != OFF.name)

@@ -160,7 +160,8 @@ def restore_context(
     if quote is None:
         return recalled, NO_QUOTATION
     quotation = quote(live_positions(caches, read), len(recalled.by_search))
-    pin(caches, quotation.positions_at(read + quote_at))
+    start = read + quote_at
+    pin(caches, PositionRange(start, start + len(quotation.ids)) if quotation.ids else None)
     return recalled, quotation
 
 
@@ -240,11 +241,11 @@ class RecallDuringDecode:
         count = max(1, min(latest, layers[0].spec.window))  # the window has to hold all of them
         limit = sequence.plan.max_recalled(layers[0].offset)
         self._ranked, selected = sequence.search_archive(layers, count, limit, include_recalled=True)
-        blocks = [*self._recalled.search_blocks, *(block for block in selected if not self._is_quoted(block))]
+        blocks = list(self._recalled.search_blocks)
+        for block in selected:
+            first, last = block.positions[0], block.positions[-1]
+            if not any(start <= first and last < stop for start, stop in self._quoted):
+                blocks.append(block)
         self.positions += sequence.replace_recalled(layers, list(dict.fromkeys(blocks))).tolist()
         self.searches, self.seconds = self.searches + 1, self.seconds + time.perf_counter() - began
         self._next_search, self._tokens = self._tokens_to_next_search(sequence), 0
-
-    def _is_quoted(self, block: ArchivedBlock) -> bool:
-        first, last = block.positions[0], block.positions[-1]
-        return any(start <= first and last < stop for start, stop in self._quoted)
