@@ -12,7 +12,6 @@ KV_BITS = (8, 4)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, show and write; returns the exit code."""
     _check(args)
     from mlx_tq.bench.runs import run_benchmarks
 

@@ -12,13 +12,13 @@ from typing import Any
 
 from mlx_lm.models.cache import KVCache
 
-from mlx_tq.bench.layer import LayerShape, layer_table, measure_layer
+from mlx_tq.bench.layer import LayerShape, measure_layer
 from mlx_tq.bench.model import BenchedCache, Figure, measure_model
 from mlx_tq.cli.diagnostics import Check, environment, run_checks
 from mlx_tq.cli.haystack import load_text
 from mlx_tq.cli.loading import calibrate_model
 from mlx_tq.cli.options import OFF, make_eviction, read_options
-from mlx_tq.cli.screen import console, progress_bar, results, table
+from mlx_tq.cli.screen import console, human_bytes, progress_bar, results, table
 from mlx_tq.config import PROFILES
 from mlx_tq.errors import ConfigError
 from mlx_tq.files import atomic_write
@@ -34,7 +34,6 @@ MODEL_TOKENS = [1024, 4096, 16384]
 
 
 def run_benchmarks(args: argparse.Namespace) -> int:
-    """Measure what the flags name; return the exit code."""
     if args.report is not None:
         checks = run_checks(kernels=backend.current() != "reference")
         tuned: list[KernelThresholds] = []
@@ -57,13 +56,20 @@ def _measure_layers(args: argparse.Namespace) -> None:
     for dtype in args.dtypes or ("float16", "bfloat16", "float32"):
         for tokens in args.tokens or LAYER_TOKENS:
             timings += (measured := measure_layer(shape, tokens, dtype, profiles, args.rounds))
-            _screen(args).print(layer_table(measured))
+            medians = {timing.arm: timing.median for timing in measured}
+            bases = ("fp16", "kv-bits 8", "kv-bits 4")
+            columns = ("cache", "size", "ms", "low", "high", *(f"vs. {base}" for base in bases))
+            shown = table(f"decode attention, {dtype}, {tokens:,} tokens", *columns)
+            for timing in measured:
+                times = [f"{1e3 * seconds:.2f}" for seconds in (timing.median, timing.low, timing.high)]
+                ratios = [f"{medians[base] / timing.median:.2f}" for base in bases]
+                shown.add_row(timing.arm, human_bytes(timing.nbytes), *times, *ratios)
+            _screen(args).print(shown)
     timed = [timing._asdict() for timing in timings]
     _write({"shape": shape._asdict(), "environment": environment(), "timings": timed}, args.json)
 
 
 def _tune(args: argparse.Namespace) -> KernelThresholds:
-    """Measure, save and show the thresholds of this machine."""
     columns = ("threshold", "value", "seconds; for packed_queries and short_tokens the speedup over the other way")
     shown = table(f"thresholds, {thresholds.machine()}", *columns)
     measured = list(tune(args.tokens or LAYER_TOKENS, args.rounds))
@@ -239,7 +245,6 @@ def markdown_report(
 
 
 def figures_as_dict(model: str | None, figures: list[Figure], skipped: dict[str, str]) -> dict[str, Any]:
-    """Return the figures of a model with its machine, as plain data."""
     rows = [asdict(figure) for figure in figures]
     return {"model": model, "environment": environment(), "figures": rows, "skipped": skipped}
 

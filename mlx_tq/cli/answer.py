@@ -259,7 +259,6 @@ def _open_transcript(model: Any, tokenizer: Any, rescue: RescueConfig) -> Iterat
 
 
 def _load_draft(model: Any, tokenizer: Any, caches: list[Any], request: Request) -> tuple[Any, list[Any]]:
-    """Load the draft model, and make its caches."""
     args, config = request.args, request.config
     options = {name: getattr(args, name) for name in ("dtype", "dequantize", "trust_remote_code")}
     draft, draft_tokenizer = load(args.draft_model, **options)

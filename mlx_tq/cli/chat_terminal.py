@@ -58,7 +58,6 @@ Ctrl-C        stop the answer; press twice at the prompt to exit"""
 
 
 def run_chat(request: Request) -> int:
-    """Chat until the end of the input; return the exit code."""
     args, config, ranks = request.args, request.config, join_ranks(request)
     rescue = request.rescue if ranks.is_first else RescueConfig(service=OFF)  # the first one searches for all
     model, tokenizer = load_model(args, config, ranks=ranks)
@@ -234,7 +233,6 @@ class Chat:
             console.print(f"> {question}\n{answer}", markup=False, soft_wrap=True)
 
     def _show_stats(self, _: str) -> None:
-        """Print a table of tokens and memory to stdout."""
         session, stats = self._session, self._session.stats
         size = f"{human_bytes(stats.nbytes)}, fp16 {human_bytes(stats.fp16_nbytes)}"
         if stats.nbytes < stats.fp16_nbytes:  # else its buffers are larger than so short a conversation

@@ -44,7 +44,6 @@ def run_checks(*, kernels: bool) -> list[Check]:
 
 
 def check_format(name: str) -> Check:
-    """Encode and decode random vectors, and count the bytes."""
     fmt = get_format(name)
     codec = fmt.codec(_DIM, CodecOptions())
     vectors = mx.array(np.random.default_rng(0).standard_normal((4096, _DIM)).astype(np.float32)).astype(mx.float16)
@@ -58,7 +57,6 @@ def check_format(name: str) -> Check:
 
 
 def check_attention() -> Check:
-    """Compare attention on a compressed cache with attention on its decoded rows."""
     mx.random.seed(0)
     config = KVConfig(key="q8", value="tq4", sinks=32, window=32)
     cache = CompressedKVCache(CacheSpec.for_layer(config, 0, config.key, config.value))
@@ -103,7 +101,6 @@ def blas() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return the machine and the versions, for the head of a report."""
     used = "cpu" if mx.default_device().type == mx.DeviceType.cpu else "cuda"
     used = "metal" if mx.metal.is_available() else used
     name = None if used == "cpu" else mx.device_info().get("device_name")

@@ -57,8 +57,6 @@ Progress = Callable[[int, int], None]
 
 
 class Queries(NamedTuple):
-    """Statistics of a model's queries by layer."""
-
     ropes: list[Rope]
     stats: list[QueryStats]
     tokens: int  # of the questions and answers, or of the text if there are none
@@ -209,7 +207,6 @@ def build_question_scenes(tokenizer: Any, text: str, count: int, length: int, se
 
 
 def save_measured_losses(model: Any, tokenizer: Any, text: str, name: str) -> None:
-    """Measure the layers of a model on a text, and save the losses in the user's cache folder."""
     path = losses_path(fingerprint(model))
     make_folder(path)  # before the work, not after it
     with prefill_progress(title=f"Measuring the layers of {name} (first run only)") as progress:

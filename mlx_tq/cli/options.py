@@ -39,7 +39,6 @@ def parse_switch(text: str) -> bool:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of a size such as 800MB or 4GB."""
     number, unit = text[:-2], text[-2:].upper()
     try:
         size = int(float(number) * _UNITS[unit])

@@ -31,7 +31,6 @@ def collect_stats(ranks: Ranks, cache: CacheStats, warning: str | None) -> list[
 
 
 def show_ranks(stats: list[dict[str, Any]]) -> None:
-    """Print a row for each rank, and the warnings of their archives."""
     rows = table("", "rank", "KV cache", "fp16", "evicted", "collective calls", "collective bytes")
     for rank in stats:
         sizes = human_bytes(rank["nbytes"]), human_bytes(rank["fp16_nbytes"])

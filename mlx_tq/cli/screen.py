@@ -21,7 +21,6 @@ from mlx_tq.session import Session
 from mlx_tq.session.shadow_mode import ShadowReport
 from mlx_tq.session.turn import TurnStats
 
-_WIDTH = 120  # if stderr is not a terminal
 _BAR_WIDTH = 40
 
 
@@ -29,7 +28,7 @@ def make_console(*, stderr: bool) -> Console:
     """Return a console that prints text as it is: no markup, no line breaks but those of the terminal."""
     made = Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
     if not made.is_terminal:
-        made.width = _WIDTH
+        made.width = 120
     return made
 
 
@@ -187,7 +186,6 @@ def show_shadow(report: ShadowReport) -> None:
 
 
 def show_cache(cache: CacheStats) -> None:
-    """Print the size of a prompt cache, and what was evicted from it."""
     compared = f"; fp16 takes {human_bytes(cache.fp16_nbytes)}, {cache.ratio:.2f}x as much"
     if cache.nbytes == cache.fp16_nbytes:
         compared = ""
@@ -202,7 +200,6 @@ def show_cache(cache: CacheStats) -> None:
 
 
 def show_stats(stats: TurnStats, cache: CacheStats) -> None:
-    """Print the speed of a generation, and the size of its cache."""
     prompt, generated, reason = f"prompt: {stats.prompt_tokens:,} tokens", stats.generation_tokens, stats.finish_reason
     if generated:
         cached = f", {stats.cached_tokens:,} from the prefix cache ({stats.restore_seconds:.2f} s)"

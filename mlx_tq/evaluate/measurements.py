@@ -27,7 +27,6 @@ from mlx_tq.evaluate.tools import tool_samples
 
 
 def whole_numbers(text: str, flag: str, least: int = 1) -> list[int]:
-    """Return the whole numbers in the value of a flag such as --lengths."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
@@ -67,7 +66,6 @@ class Measurement(NamedTuple):
 
 
 def run_measurement(request: Request) -> int:
-    """Measure, save and show; returns the exit code."""
     args = request.args
     measurement = MEASUREMENTS[args.measurement]
     text = read_text(getattr(args, "text", None))

@@ -55,12 +55,10 @@ def tabulate_needles(records: Sequence[Record]) -> list[Record]:
 
 
 def count_found(verdicts: Sequence[str]) -> str:
-    """Return how many needles were found, of how many that are not void."""
     return f"{verdicts.count(PASS)}/{len(verdicts) - verdicts.count(VOID)}"
 
 
 def note_on_needles(records: Sequence[Record]) -> str:
-    """Tell how many needles were packed, and how answers failed."""
     packed = [record for record in records if record["packed"]]
     whole = sum(record["packed"] == record["needle"][1] - record["needle"][0] for record in packed)
     verdicts = Counter(record["verdict"] for record in records)

@@ -63,7 +63,6 @@ class Results:
             raise ConfigError(f"{self._target} cannot be written: {error}. Name another file.") from error
 
     def dumps(self) -> str:
-        """Return the JSON text, with a line for each row."""
         head = json.dumps(self._head, indent=1).removesuffix("\n}")
         lines = [f"  {json.dumps(key)}: {json.dumps(row)}" for key, row in self.rows.items()]
         return head + ',\n "results": {\n' + ",\n".join(lines) + "\n }\n}\n"

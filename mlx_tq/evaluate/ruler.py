@@ -23,7 +23,6 @@ _SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "
 
 
 def ruler_samples(tokenizer: Any, text: str, tasks: Sequence[str], lengths: Sequence[int], count: int) -> list[Sample]:
-    """Return `count` samples of every task at every length, in tokens."""
     unknown = [task for task in tasks if task not in TASKS]
     if unknown:
         raise ConfigError(f"task {unknown[0]!r} is unknown; valid are {', '.join(TASKS)}.")
@@ -47,7 +46,6 @@ Task = tuple[list[int], list[str]]  # the prompt, and the expected words
 
 
 def _needles(tokenizer: Any, text: str, length: int, rng: random.Random) -> Task:
-    """Plant several facts and ask for all of them at once."""
     names = rng.sample(_NAMES, _FACTS)
     codes = [str(rng.randrange(10_000, 100_000)) for _ in names]
     question = f"What are the access codes of {', '.join(names[:-1])} and {names[-1]}? Name all of them."

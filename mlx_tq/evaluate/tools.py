@@ -43,7 +43,6 @@ class ToolParser(NamedTuple):
 
 
 def choose_parser(tokenizer: Any, name: str | None) -> ToolParser:
-    """Return the parser of the model, or one of mlx-lm's by name."""
     if name is not None:
         try:
             module = import_module(f"mlx_lm.tool_parsers.{name}")  # loads only that one

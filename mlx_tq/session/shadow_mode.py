@@ -16,8 +16,6 @@ from mlx_tq.prompt_cache.compressed import compressed
 from mlx_tq.prompt_cache.layer_group import cache_parts
 from mlx_tq.prompt_cache.plan import Plan
 
-_WORST = 5  # tokens that a report names
-
 
 @dataclass(frozen=True)
 class ShadowLayer:
@@ -56,12 +54,11 @@ class ShadowReport:
 
     @property
     def top1(self) -> float | None:
-        """Percentage of predictions with the same most likely token."""
         return 100 * float(np.mean([token.same for token in self.tokens])) if self.tokens else None
 
     @property
     def worst(self) -> list[ShadowToken]:
-        return sorted(self.tokens, key=lambda token: -token.kld)[:_WORST]
+        return sorted(self.tokens, key=lambda token: -token.kld)[:5]
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "kld": self.kld, "top1": self.top1}
