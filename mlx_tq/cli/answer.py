@@ -21,6 +21,7 @@ from mlx_tq.cli.loading import (
     check_memory,
     check_positions,
     free_memory,
+    join_ranks,
     load_options,
     make_caches,
     open_caches,
@@ -28,13 +29,14 @@ from mlx_tq.cli.loading import (
 )
 from mlx_tq.cli.options import Request
 from mlx_tq.cli.prompts import embed_images, encode, read_prompt, render, template_config
-from mlx_tq.cli.ranks import collect_stats, join_ranks, show_ranks
 from mlx_tq.cli.runner import DONE, INTERRUPTED
 from mlx_tq.cli.screen import (
+    collect_stats,
     note,
     plan_dict,
     prefill_progress,
     show_plan,
+    show_ranks,
     show_restored,
     show_shadow,
     show_stats,

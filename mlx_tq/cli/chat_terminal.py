@@ -9,12 +9,12 @@ from pathlib import Path
 
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_tq.cli.loading import load_model, open_prefix_folder
+from mlx_tq.cli.loading import join_ranks, load_model, open_prefix_folder
 from mlx_tq.cli.options import Request
 from mlx_tq.cli.prompts import template_config
-from mlx_tq.cli.ranks import collect_stats, join_ranks, show_ranks
 from mlx_tq.cli.runner import DONE, INTERRUPTED
 from mlx_tq.cli.screen import (
+    collect_stats,
     console,
     human_bytes,
     memory_bar,
@@ -22,6 +22,7 @@ from mlx_tq.cli.screen import (
     prefill_progress,
     results,
     show_plan,
+    show_ranks,
     show_restored,
     show_shadow,
     table,

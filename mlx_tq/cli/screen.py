@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mlx_tq.cli.terminal_text import readable
+from mlx_tq.distributed.group import Ranks
 from mlx_tq.kernels import backend, thresholds
 from mlx_tq.prompt_cache.archive import LIMIT
 from mlx_tq.prompt_cache.layer_group import EvictionPlan
@@ -212,6 +213,23 @@ def show_stats(stats: TurnStats, cache: CacheStats) -> None:
     if cache.rounds:
         console.print(describe_tokens(cache))
     console.print(f"peak memory: {human_bytes(stats.peak_memory)}")
+
+
+def collect_stats(ranks: Ranks, cache: CacheStats, warning: str | None) -> list[dict[str, Any]]:
+    """Return, on every rank, the cache statistics of each with its collective calls and its archive's warning."""
+    calls = {"rank": ranks.rank, "calls": ranks.calls, "call_nbytes": ranks.nbytes, "warning": warning}
+    return ranks.gather_json(cache.to_dict() | calls)
+
+
+def show_ranks(stats: list[dict[str, Any]]) -> None:
+    rows = table("", "rank", "KV cache", "fp16", "evicted", "collective calls", "collective bytes")
+    for rank in stats:
+        sizes = human_bytes(rank["nbytes"]), human_bytes(rank["fp16_nbytes"])
+        rows.add_row(str(rank["rank"]), *sizes, *(f"{rank[name]:,}" for name in ("evicted", "calls", "call_nbytes")))
+    console.print(rows)
+    for rank in stats:
+        if rank["warning"] is not None:
+            warn(f"rank {rank['rank']}: {rank['warning']}")
 
 
 def memory_bar(session: Session) -> Text:
