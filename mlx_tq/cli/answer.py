@@ -112,7 +112,7 @@ def answer_request(request: Request) -> int:
     shadow = make_shadow(model, plan, request.shadow, has_prefix_cache=prefix_cache is not None)
     if shadow is not None:
         opened = opened._replace(caches=shadow.caches)
-    can_recall = plan is not None and plan.recalls and request.allows_recall
+    can_recall = plan is not None and plan.recalls and request.values["--kv-recall"] != OFF
     query = prompt if can_recall or request.rescue.service != OFF else None
     answer = _answer(model, tokenizer, opened, ids, query, request, options, prefix_cache, shadow)
     _report(answer, opened, request, can_recall, shadow, ranks)

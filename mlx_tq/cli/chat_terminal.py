@@ -10,7 +10,7 @@ from pathlib import Path
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_tq.cli.loading import join_ranks, load_model, open_prefix_folder
-from mlx_tq.cli.options import Request
+from mlx_tq.cli.options import RESCUE_FIELDS, Request
 from mlx_tq.cli.prompts import template_config
 from mlx_tq.cli.runner import DONE, INTERRUPTED
 from mlx_tq.cli.screen import (
@@ -67,7 +67,7 @@ def run_chat(request: Request) -> int:
         model,
         tokenizer,
         config,
-        rescue=rescue if request.changes_rescue or config.evict else None,
+        rescue=rescue if config.evict or any(request.values[flag] is not None for flag in RESCUE_FIELDS) else None,
         system_prompt=args.system_prompt,
         template=template_config(args),
         max_tokens=args.max_tokens,

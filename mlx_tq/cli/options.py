@@ -350,14 +350,6 @@ class Request:
         return any(self.typed[flag] is not None for flag in CACHE_FLAGS)
 
     @property
-    def changes_rescue(self) -> bool:
-        return any(self.values[flag] is not None for flag in RESCUE_FIELDS)
-
-    @property
-    def allows_recall(self) -> bool:
-        return bool(self.values["--kv-recall"] != OFF)
-
-    @property
     def shadow(self) -> int | None:
         """Tokens after which the compressed cache is compared with mlx-lm's, which answers; None without."""
         every: int | None = self.values["--kv-shadow"]
