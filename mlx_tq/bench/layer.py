@@ -7,6 +7,7 @@ the fixed cost of a launch is not what is measured. Ratios within a run hold on 
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -41,16 +42,11 @@ class Timing(NamedTuple):
     high: float
 
 
-def _attend(cache: Cache, shape: LayerShape) -> Callable[[mx.array], mx.array]:
+def _attend(cache: Cache, scale: float, queries: mx.array) -> mx.array:
     run = scaled_dot_product_attention if isinstance(cache, CompressedKVCache) else native_attention
-    scale = shape.head_dim**-0.5
-
-    def call(queries: mx.array) -> mx.array:
-        keys, values = cache.keys_and_values()
-        out: mx.array = run(queries, keys, values, cache=cache, scale=scale, mask=None)
-        return out
-
-    return call
+    keys, values = cache.keys_and_values()
+    out: mx.array = run(queries, keys, values, cache=cache, scale=scale, mask=None)
+    return out
 
 
 def _time(call: Callable[[mx.array], mx.array], queries: mx.array, repeats: int) -> float:
@@ -78,7 +74,7 @@ def measure_layer(
             if isinstance(cache, CompressedKVCache):
                 cache.stop_learning()
             mx.eval(cache.state)
-        calls[name], sizes[name] = _attend(cache, shape), cache.nbytes
+        calls[name], sizes[name] = partial(_attend, cache, shape.head_dim**-0.5), cache.nbytes
     queries = mx.random.normal((1, shape.query_heads, 1, shape.head_dim)).astype(dtype_of(dtype))
     mx.eval(queries)
     repeats = {name: max(1, int(_TARGET / max(_time(call, queries, 1), 1e-9))) for name, call in calls.items()}

@@ -105,7 +105,12 @@ def _listed(
     def prompt(count: int) -> list[int]:
         shuffled = words(count)
         random.Random(order).shuffle(shuffled)
-        return _frame(tokenizer, f"{' '.join(shuffled)}\n\n{question}")
+        content = f"{' '.join(shuffled)}\n\n{question}"
+        if not tokenizer.has_chat_template:
+            return list(tokenizer.encode(content))
+        turn = [{"role": "user", "content": content}]
+        rendered = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        return list(tokenizer.encode(rendered, add_special_tokens=False))
 
     if (least := len(prompt(0))) > length:
         raise ConfigError(f"{length} tokens are too few for this task; it needs {least}. Take longer --lengths.")
@@ -114,14 +119,6 @@ def _listed(
         middle = (low + high + 1) // 2
         low, high = (middle, high) if len(prompt(middle)) <= length else (low, middle - 1)
     return prompt(low)
-
-
-def _frame(tokenizer: Any, content: str) -> list[int]:
-    if not tokenizer.has_chat_template:
-        return list(tokenizer.encode(content))
-    turn = [{"role": "user", "content": content}]
-    rendered = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer.encode(rendered, add_special_tokens=False))
 
 
 TASKS: dict[str, Callable[[Any, str, int, random.Random], Task]] = {
