@@ -128,9 +128,18 @@ class Chat:
 
     def _next_message(self) -> tuple[str, bool] | None:
         """Return the next message and whether it is a command; None at the end of the input."""
+        lines: list[str] | None = None
         try:
-            message = self._read_message()
+            message = self._read_line("> ")
+            if message.strip() == _BLOCK:
+                lines = []
+                while (line := self._read_line("| ")).strip() != _BLOCK:
+                    lines.append(line)
+                message = "\n".join(lines)
         except EOFError:
+            if lines is not None:
+                count = len(lines)
+                warn(f"the input ended before the {_BLOCK} that ends a message: its {count} lines were not sent.")
             return None
         name = message.strip().partition(" ")[0]
         is_path = "/" in name[1:] or Path(name).exists()
@@ -174,19 +183,6 @@ class Chat:
         else:
             note("interrupted before the answer: the message is undone")
         console.print(memory_bar(self._session), soft_wrap=True)
-
-    def _read_message(self) -> str:
-        line = self._read_line("> ")
-        if line.strip() != _BLOCK:
-            return line
-        lines = []
-        try:
-            while (line := self._read_line("| ")).strip() != _BLOCK:
-                lines.append(line)
-        except EOFError:
-            warn(f"the input ended before the {_BLOCK} that ends a message: its {len(lines)} lines were not sent.")
-            raise
-        return "\n".join(lines)
 
     def _read_line(self, prompt: str) -> str:
         if self._is_terminal:
