@@ -77,8 +77,9 @@ def run_measurement(request: Request) -> int:
     records = list(results.rows.values())
     columns = measurement.columns or {name: _field(name) for name in rows[0]}
     results.show(measurement.title.format_map(records[0]), columns, rows, measurement.note(records))
-    is_strict, compressed = getattr(args, "strict", False), [record for record in records if record["name"] != OFF.name]
-    return 1 if is_strict and any(record["verdict"] not in (PASS, VOID) for record in compressed) else 0
+    if not getattr(args, "strict", False):
+        return 0
+    return int(any(row["verdict"] not in (PASS, VOID) for row in records if row["name"] != OFF.name))
 
 
 def read_text(path: str | None) -> str:
