@@ -87,7 +87,7 @@ def pair(config: KVConfig) -> str:
 
 PURPOSES = {
     "off": "mlx-lm's fp16 cache",
-    "safe": "no measurable change",
+    "safe": "nearly lossless",
     "balanced": "everyday use",
     "small": "longer contexts",
     "tiny": "smallest footprint",

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 
 from rescue_svc.errors import RescueServiceError, SettingsError
 from rescue_svc.settings import Settings, load_settings
@@ -23,19 +23,23 @@ def build_parser() -> argparse.ArgumentParser:
         if name not in NOT_FLAGS:
             group.add_argument(f"--{name.replace('_', '-')}", metavar="VALUE", help=field.description)
     parser = argparse.ArgumentParser(prog="mlx-tq-rescue", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add_command(name: str, help: str) -> argparse.ArgumentParser:
-        return commands.add_parser(name, help=help, description=help, parents=[settings])
+    def add_command(name: str, run: str, help: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=help, description=help, parents=[settings])
+        command.set_defaults(run=run)
+        return command
 
-    add_command("serve", "Run the service.")
-    doctor = add_command("doctor", "Check what works on this machine.")
-    add_command("rebuild", "Build a new database from every intact span, and delete the index files.")
-    backup = add_command("backup", "Copy the database, also while the service runs.")
+    add_command("serve", "serve:run", "Run the service.")
+    doctor = add_command("doctor", "doctor:run", "Check what works on this machine.")
+    rebuild = "Build a new database from every intact span, and delete the index files."
+    add_command("rebuild", "maintenance:rebuild", rebuild)
+    backup = add_command("backup", "maintenance:backup", "Copy the database, also while the service runs.")
     backup.add_argument("folder", help="folder to create")
-    sessions = add_command("sessions", "List the sessions, also while the service runs.")
-    add_command("forget", "Delete a session for good, also while the service runs.").add_argument("session")
-    launchd = add_command("install-launchd", "Start the service at login (macOS).")
+    sessions = add_command("sessions", "maintenance:list_sessions", "List the sessions, also while the service runs.")
+    forget = "Delete a session for good, also while the service runs."
+    add_command("forget", "maintenance:forget", forget).add_argument("session")
+    launchd = add_command("install-launchd", "install_launchd:run", "Start the service at login (macOS).")
     launchd.add_argument("--print", action="store_true", dest="print_only", help="print the file and install nothing")
     for command in (doctor, sessions):
         command.add_argument("--json", action="store_true", dest="as_json")
@@ -47,10 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = vars(build_parser().parse_args(argv))
     flags = {name: arguments.pop(name) for name in list(arguments) if name in Settings.model_fields}
     # Imported late: `--help` is instant, and the embedder's child, which imports this module again, stays small.
-    command = import_module(f"rescue_svc.commands.{arguments.pop('command').replace('-', '_')}")
+    run = resolve_name(f"rescue_svc.commands.{arguments.pop('run')}")
     os.umask(0o077)  # only the user may read what the service writes
     try:
-        command.run(load_settings(**flags), **arguments)
+        run(load_settings(**flags), **arguments)
     except RescueServiceError as error:
         print(f"mlx-tq-rescue: {error}", file=sys.stderr)
         return USAGE_ERROR if isinstance(error, SettingsError) else RUN_ERROR

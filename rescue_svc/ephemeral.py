@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rescue_svc.errors import SettingsError, StoreUnavailableError
-from rescue_svc.index import remove_orphans
+from rescue_svc.index import remove_snapshots
 from rescue_svc.settings import Settings
 from rescue_svc.store.files import DATABASE, INDEXES, LOCK, SEAL, DirectoryLock
 
@@ -65,7 +65,7 @@ def _delete_files(folder: Path) -> None:
         for path in list(folder.iterdir()):
             if _WRITTEN.fullmatch(path.name):
                 path.unlink()
-        remove_orphans(folder, set())
+        remove_snapshots(folder)
         for name in (_MARK, LOCK):
             (folder / name).unlink(missing_ok=True)
         for path in (folder / INDEXES, folder):

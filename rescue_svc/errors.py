@@ -17,52 +17,52 @@ RescueServiceError
 └── SettingsError               a flag, variable or file of settings that is not valid
 
 A message states the fault, the value, what would be valid, and what to do; it never contains text of a span.
-`code` is stable: clients branch on it.
+`code` is stable, because clients branch on it; `status` is that of the HTTP response.
 """
 
 
 class RescueServiceError(Exception):
-    code = "internal_error"
+    code, status = "internal_error", 500
 
 
 class InvalidRequestError(RescueServiceError, ValueError):
-    code = "invalid_request"
+    code, status = "invalid_request", 422
 
 
 class UnauthorizedError(RescueServiceError):
-    code = "unauthorized"
+    code, status = "unauthorized", 401
 
 
 class ForeignOriginError(RescueServiceError):
-    code = "foreign_origin"
+    code, status = "foreign_origin", 403
 
 
 class SessionNotFoundError(RescueServiceError, LookupError):
-    code = "session_not_found"
+    code, status = "session_not_found", 404
 
 
 class BodyTooLargeError(RescueServiceError):
-    code = "body_too_large"
+    code, status = "body_too_large", 413
 
 
 class BodyTooSlowError(RescueServiceError):
-    code = "body_too_slow"
+    code, status = "body_too_slow", 408
 
 
 class SessionFullError(RescueServiceError):
-    code = "session_full"
+    code, status = "session_full", 413
 
 
 class BusyError(RescueServiceError):
-    code = "busy"
+    code, status = "busy", 429
 
 
 class StoreFullError(RescueServiceError):
-    code = "store_full"
+    code, status = "store_full", 507
 
 
 class StoreUnavailableError(RescueServiceError):
-    code = "store_unavailable"
+    code, status = "store_unavailable", 503
 
 
 class DirectoryInUseError(StoreUnavailableError):
@@ -70,11 +70,11 @@ class DirectoryInUseError(StoreUnavailableError):
 
 
 class StoreDamagedError(RescueServiceError):
-    code = "store_damaged"
+    code, status = "store_damaged", 503
 
 
 class EmbedderUnavailableError(RescueServiceError):
-    code = "embedder_unavailable"
+    code, status = "embedder_unavailable", 424
 
 
 class SettingsError(RescueServiceError, ValueError):

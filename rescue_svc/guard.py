@@ -72,21 +72,19 @@ class Gate:
             )
 
     async def read_body(self, request: Request) -> bytes:
+        too_large = BodyTooLargeError(f"the body is over {self._max_body} bytes; send fewer chunks a call")
         if int(request.headers.get("content-length") or 0) > self._max_body:
-            raise self._too_large()
+            raise too_large
         body = bytearray()
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 async for part in request.stream():
                     body += part
                     if len(body) > self._max_body:
-                        raise self._too_large()
+                        raise too_large
         except TimeoutError:
             raise BodyTooSlowError(f"the body took longer than {BODY_TIMEOUT_S} s to arrive; send it at once") from None
         return bytes(body)
-
-    def _too_large(self) -> BodyTooLargeError:
-        return BodyTooLargeError(f"the body is over {self._max_body} bytes; send fewer chunks a call")
 
     async def admit(self, request: Request, handler: Handler, model: type[BaseModel] | None) -> Response:
         """Run the handler unless too many run. `model` is None if the route has no body."""
@@ -107,18 +105,8 @@ class Gate:
 
 
 class PublicRoute(APIRoute):
-    def get_route_handler(self) -> Handler:
-        handler = super().get_route_handler()
+    needs_token = False
 
-        async def guarded(request: Request) -> Response:
-            gate: Gate = request.app.state.gate
-            gate.check_origin(request)
-            return await handler(request)
-
-        return guarded
-
-
-class PrivateRoute(APIRoute):
     def get_route_handler(self) -> Handler:
         handler = super().get_route_handler()
         model: Any = self.body_field and self.body_field.field_info.annotation
@@ -126,7 +114,13 @@ class PrivateRoute(APIRoute):
         async def guarded(request: Request) -> Response:
             gate: Gate = request.app.state.gate
             gate.check_origin(request)
+            if not self.needs_token:
+                return await handler(request)
             gate.check_token(request)
             return await gate.admit(request, handler, model)
 
         return guarded
+
+
+class PrivateRoute(PublicRoute):
+    needs_token = True

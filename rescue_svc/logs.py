@@ -29,10 +29,8 @@ class JsonFormatter(logging.Formatter):
         line |= {key: value for key, value in vars(record).items() if key not in _STANDARD}
         if record.exc_info and record.exc_info[0]:
             trace = traceback.extract_tb(record.exc_info[2])
-            line |= {
-                "error": record.exc_info[0].__name__,
-                "at": [f"{frame.filename}:{frame.lineno}" for frame in trace],
-            }
+            line["error"] = record.exc_info[0].__name__
+            line["at"] = [f"{frame.filename}:{frame.lineno}" for frame in trace]
         return json.dumps(line, default=str)
 
 

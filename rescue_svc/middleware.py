@@ -47,18 +47,12 @@ class RequestObserver:
         except Exception:
             log.exception("internal error")
             if not status:
-                content = {
-                    "detail": "internal error; see the log of the service",
-                    "code": "internal_error",
-                    "request_id": rid,
-                }
+                detail = "internal error; see the log of the service"
+                content = {"detail": detail, "code": "internal_error", "request_id": rid}
                 await JSONResponse(content, 500)(scope, receive, send_with_id)
-        self._record(scope, status, time.perf_counter() - began)
-
-    def _record(self, scope: Scope, status: int, seconds: float) -> None:
+        seconds = time.perf_counter() - began
         route: Any = scope.get("route")
-        path = getattr(route, "path", "unmatched")
-        method = scope["method"] if route else "any"
+        path, method = (route.path, scope["method"]) if route else ("unmatched", "any")
         self._metrics.requests.labels(method, path, status).inc()
         self._metrics.request_seconds.labels(path).observe(seconds)
         log.info("request", extra={"route": f"{method} {path}", "status": status, "ms": round(seconds * 1000, 2)})

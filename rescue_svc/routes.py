@@ -70,7 +70,8 @@ def embed(body: schemas.EmbedRequest, service: Service) -> schemas.EmbedResponse
 @private.get("/evict/dump", responses=schemas.error_responses(422))
 def dump(service: Service, session_id: Annotated[schemas.SessionId, Query()]) -> schemas.DumpResponse:
     """Return the positions of a session's spans; none for a session that was never written."""
-    spans = service.dump(session_id)
+    session = service.store.session(session_id)
+    spans = service.store.spans(session) if session else []
     return schemas.DumpResponse(
         session_id=session_id,
         session_total=len(spans),
@@ -83,7 +84,19 @@ def dump(service: Service, session_id: Annotated[schemas.SessionId, Query()]) ->
 @private.get("/sessions")
 def sessions(service: Service) -> schemas.SessionsResponse:
     """List all sessions, the most recently written first."""
-    return schemas.SessionsResponse(sessions=service.sessions())
+    infos = [
+        schemas.SessionInfo(
+            session_id=session.name,
+            session_total=session.spans,
+            embedded=service.store.count_vectors(session.id, service.embedder.model) if service.embedder else 0,
+            text_bytes=session.text_bytes,
+            created=session.created,
+            updated=session.updated,
+            resident=service.index.is_resident(session.id),
+        )
+        for session in service.store.sessions()
+    ]
+    return schemas.SessionsResponse(sessions=infos)
 
 
 @private.delete("/sessions/{session_id}", responses=schemas.error_responses(404, 422, 507))
@@ -100,21 +113,25 @@ def list_spans(
     count: Annotated[int, Query(ge=1, le=schemas.MAX_CHUNKS)] = 20,
 ) -> schemas.SpansResponse:
     """Return a page of a session's spans, in the order of writing."""
-    page, total = service.page(session_id, first, count)
+    session = service.store.existing(session_id)
+    page = service.store.page(session, first, count)
     spans = [schemas.StoredSpan(text=s.text, token_range=[s.start, s.stop], layer=s.layer, score=s.score) for s in page]
-    return schemas.SpansResponse(session_id=session_id, session_total=total, first=first, spans=spans)
+    return schemas.SpansResponse(session_id=session_id, session_total=session.spans, first=first, spans=spans)
 
 
 @private.post("/sessions/{session_id}/hibernate", responses=schemas.error_responses(404, 422))
 def hibernate(session_id: SessionInPath, service: Service) -> schemas.ResidenceResponse:
     """Remove a session's index from memory. The next query loads it again."""
-    return schemas.ResidenceResponse(session_id=session_id, resident=False, vectors=service.hibernate(session_id))
+    vectors = service.index.hibernate(service.store.existing(session_id).id)
+    return schemas.ResidenceResponse(session_id=session_id, resident=False, vectors=vectors)
 
 
 @private.post("/sessions/{session_id}/resume", responses=schemas.error_responses(404, 422))
 def resume(session_id: SessionInPath, service: Service) -> schemas.ResidenceResponse:
     """Load a session's index ahead of a query."""
-    resident, vectors = service.resume(session_id)
+    session = service.store.existing(session_id).id
+    vectors = service.index.resume(session) if service.embedder else 0
+    resident = service.index.is_resident(session)
     return schemas.ResidenceResponse(session_id=session_id, resident=resident, vectors=vectors)
 
 
@@ -138,7 +155,7 @@ def readyz(service: Service) -> schemas.ReadyResponse:
     return schemas.ReadyResponse(
         retrieval="hybrid" if embedder.state == "ready" else "bm25",
         embedder=embedder,
-        index=service.index,
+        index=service.index.name,
         sessions=len(stored),
         spans=sum(session.spans for session in stored),
     )

@@ -11,28 +11,21 @@ MAX_TOKENS = 65_536
 MAX_POSITION = 2**40
 MAX_FAULTS = 5  # errors listed in one response
 
-SESSION_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
-# NUL ends a C string: SQLite's tools and tokenizers would see only the text before it.
-TEXT_PATTERN = r"^[^\x00]*$"
 
-
-def _is_whole_float(value: object) -> bool:
-    return isinstance(value, float) and value.is_integer()
-
-
-SessionId = Annotated[str, Field(pattern=SESSION_PATTERN, description="letters, digits, _ and -, at most 64")]
-# JSON does not tell 3 from 3.0; its schemas call both integers.
-WHOLE = BeforeValidator(lambda value: int(value) if _is_whole_float(value) else value)
+def _convert_whole_float(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _convert_whole_floats(values: object) -> object:
     # Per-element validators would take a second on a large body.
     if isinstance(values, list) and len(values) <= MAX_TOKENS and float in set(map(type, values)):
-        return [int(value) if _is_whole_float(value) else value for value in values]
+        return list(map(_convert_whole_float, values))
     return values
 
 
-WHOLE_FLOATS_TO_INTS = BeforeValidator(_convert_whole_floats)
+# JSON does not tell 3 from 3.0; its schemas call both integers.
+WHOLE, WHOLE_FLOATS_TO_INTS = BeforeValidator(_convert_whole_float), BeforeValidator(_convert_whole_floats)
+SessionId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$", description="letters, digits, _ and -, at most 64")]
 Position = Annotated[int, Field(ge=0, le=MAX_POSITION)]
 Token = Annotated[int, Field(ge=0, lt=MAX_POSITION)]
 TokenRange = Annotated[
@@ -40,9 +33,8 @@ TokenRange = Annotated[
     Field(min_length=2, max_length=2, fail_fast=True, description="[start, end) in tokens"),
     WHOLE_FLOATS_TO_INTS,
 ]
-Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT, pattern=TEXT_PATTERN)]
-Layer = Annotated[int, Field(ge=-1, le=100_000, description="-1: evicted in all layers"), WHOLE]
-Score = Annotated[float, Field(allow_inf_nan=False, description="score of the eviction policy")]
+# NUL ends a C string: SQLite's tools and tokenizers would see only the text before it.
+Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT, pattern=r"^[^\x00]*$")]
 
 
 class RequestBody(BaseModel):
@@ -72,8 +64,8 @@ class Chunk(RequestBody):
             default=[], description="positions of the evicted tokens; the smallest range that contains them is stored"
         )
     )
-    layer: Layer = -1
-    score: Score = 0.0
+    layer: Annotated[int, Field(ge=-1, le=100_000, description="-1: evicted in all layers"), WHOLE] = -1
+    score: float = Field(default=0.0, allow_inf_nan=False, description="score of the eviction policy")
     round: Annotated[int, Field(ge=0, le=2**31), WHOLE] = Field(
         default=0, description="the eviction round; accepted, not stored"
     )
@@ -129,13 +121,18 @@ class RetrieveRequest(RequestBody):
     join: bool = Field(default=True, description="join adjacent spans to one chunk")
 
 
-class RetrievedChunk(BaseModel):
-    """A span, or adjacent spans that were joined."""
+class StoredSpan(BaseModel):
+    """A span as it was written."""
 
     text: str
     token_range: TokenRange
     layer: int
     score: float
+
+
+class RetrievedChunk(StoredSpan):
+    """A span, or adjacent spans that were joined."""
+
     similarity: float = Field(description="dense cosine, or BM25 relative to the best hit if there is no dense vector")
     dense: float | None = Field(description="cosine; null without a vector")
     bm25: float | None = Field(description="BM25 relative to the best hit; null if no word matches")
@@ -171,15 +168,6 @@ class DumpResponse(BaseModel):
     token_ranges: list[TokenRange]
     layers: list[int]
     scores: list[float]
-
-
-class StoredSpan(BaseModel):
-    """A span as it was written."""
-
-    text: str
-    token_range: TokenRange
-    layer: int
-    score: float
 
 
 class SpansResponse(BaseModel):

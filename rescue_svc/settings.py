@@ -16,11 +16,9 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from rescue_svc.errors import SettingsError
+from rescue_svc.errors import SessionFullError, SettingsError, StoreFullError
 
 CONFIG_VARIABLE = "RESCUE_CONFIG"
-# Environment variables that start with RESCUE_ but are not fields of Settings.
-NOT_FIELDS = {CONFIG_VARIABLE}
 
 
 def default_data_dir() -> Path:
@@ -49,6 +47,26 @@ class Caps:
     session_spans: int
     spans: int
     sessions: int
+
+    def check_new_session(self, stored: int) -> None:
+        """Raise StoreFullError if there are as many sessions as may be."""
+        if stored >= self.sessions:
+            raise StoreFullError(
+                f"there are {self.sessions} sessions, the limit; forget some or raise RESCUE_MAX_SESSIONS"
+            )
+
+    def check_spans(self, session: str, total: int, stored: int) -> None:
+        """Raise SessionFullError or StoreFullError for a session of `total` spans, `stored` in all sessions."""
+        if total > self.session_spans:
+            raise SessionFullError(
+                f"session {session} would have {total} spans, the limit is {self.session_spans}; "
+                "forget it, use another, or raise RESCUE_MAX_SESSION_SPANS"
+            )
+        if stored > self.spans:
+            raise StoreFullError(
+                f"the store would have {stored} spans, the limit is {self.spans}; "
+                "forget sessions or raise RESCUE_MAX_SPANS"
+            )
 
 
 class Settings(BaseSettings):
@@ -120,7 +138,7 @@ class Settings(BaseSettings):
         return Caps(self.max_session_spans, self.max_spans, self.max_sessions)
 
     @model_validator(mode="after")
-    def _one_store(self) -> "Settings":
+    def _check_combinations(self) -> "Settings":
         has_url = self.store is not None
         if self.store is not None and not self.store.get_secret_value().startswith(("postgresql://", "postgres://")):
             raise ValueError(
@@ -132,10 +150,6 @@ class Settings(BaseSettings):
             raise ValueError(f"index={self.index} is for SQLite; PostgreSQL takes hnsw, exact or auto")
         if not has_url and self.index in ("hnsw", "exact"):
             raise ValueError(f"index={self.index} is for PostgreSQL; SQLite takes faiss, numpy or auto")
-        return self
-
-    @model_validator(mode="after")
-    def _needs_token(self) -> "Settings":
         if self.token is None and not is_loopback(self.host):
             raise ValueError(
                 f"host {self.host} can be reached from other machines and no token is set; "
@@ -146,7 +160,7 @@ class Settings(BaseSettings):
 
 def load_settings(**flags: Any) -> Settings:
     """Build the settings from flags, environment and file; raise SettingsError with every fault in one message."""
-    names = {f"RESCUE_{name.upper()}" for name in Settings.model_fields} | NOT_FIELDS
+    names = {f"RESCUE_{name.upper()}" for name in Settings.model_fields} | {CONFIG_VARIABLE}
     unknown = sorted(name for name in os.environ if name.startswith("RESCUE_") and name not in names)
     if unknown:
         raise SettingsError(f"unknown setting {', '.join(unknown)}; `mlx-tq-rescue serve --help` lists all")

@@ -58,11 +58,9 @@ def _validate(model: type[BaseModel], body: bytes) -> BaseModel | str:
 
 def format_errors(faults: Sequence[Mapping[str, Any]]) -> str:
     """List the location and message of each error, without the value, which may be text of a span."""
-    lines = [f"{'.'.join(_shorten(part) for part in fault['loc'])}: {fault['msg']}" for fault in faults[:MAX_FAULTS]]
+    lines = []
+    for fault in faults[:MAX_FAULTS]:
+        names = (name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}..." for name in map(str, fault["loc"]))
+        lines.append(f"{'.'.join(names)}: {fault['msg']}")
     more = f"; and {len(faults) - MAX_FAULTS} more" if len(faults) > MAX_FAULTS else ""
     return "; ".join(lines) + more
-
-
-def _shorten(part: object) -> str:
-    name = str(part)
-    return name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}..."

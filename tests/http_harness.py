@@ -3,7 +3,6 @@
 import json
 import re
 import resource
-import selectors
 import signal
 import socket
 import subprocess
@@ -150,21 +149,3 @@ def post_bytes(path: str, body: Any) -> bytes:
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
     return head.encode() + content
-
-
-def slowest_answer(url: str, count: int = 20) -> float:
-    """Return the seconds of the slowest of some GET requests, each on its own connection."""
-    seconds = []
-    for _ in range(count):
-        began = time.monotonic()
-        assert httpx.get(url).status_code == 200
-        seconds.append(time.monotonic() - began)
-    return max(seconds)
-
-
-def answered(opened: list[socket.socket]) -> int:
-    """Return how many connections have been answered or closed."""
-    with selectors.DefaultSelector() as selector:
-        for connection in opened:
-            selector.register(connection, selectors.EVENT_READ)
-        return len(selector.select(0))

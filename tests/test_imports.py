@@ -176,7 +176,7 @@ MODEL_CODE = {"mlx_lm", "transformers", "torch"}
         ("import mlx_tq", {"mlx", "mlx.core", "numpy", "rich", *MODEL_CODE}),
         ("from mlx_tq import TurboQuant, KVConfig", MODEL_CODE),
         ("import rescue_svc.commands.serve", {"sentence_transformers", "mlx", "mlx_tq", *MODEL_CODE}),
-        ("import rescue_svc.embed.child", {"faiss", "fastapi", "mlx", "mlx_tq", "torch"}),
+        ("import rescue_svc.embed.worker", {"faiss", "fastapi", "mlx", "mlx_tq", "torch"}),
         ("import rescue_svc.cli", {"fastapi", "faiss", "numpy"}),
     ],
 )

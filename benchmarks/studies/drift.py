@@ -71,7 +71,7 @@ def _prefill(model: Any, ids: list[int], caches: list[Any], step: int) -> tuple[
         for start in range(0, len(ids), step):
             parts.append(log_probabilities(model, ids[start : start + step], caches))
             mx.eval(parts[-1])
-    packed = [cache.state[2] for cache in compressed_caches(caches)]
+    packed = [cache.state["rows"] for cache in compressed_caches(caches)]
     return mx.concatenate(parts), [rows for rows in packed if rows is not None]
 
 

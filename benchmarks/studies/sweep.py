@@ -209,7 +209,10 @@ class OncePrefilled:
         def prefilled(sample: Sample) -> list[Any]:
             caches = copy.deepcopy(self._prefilled(sample.ids[: sample.shared], arm.config.sinks))
             sequence, plan = layer_group_of(caches), self._plans[arm.name]
-            sequence.replan(plan.eviction, [layer.queries for layer in plan.layers])
+            sequence.plan = plan.eviction
+            for number, layer in enumerate(plan.layers):
+                if layer.queries is not None and number in sequence.calibrators:
+                    sequence.calibrators[number].stats = layer.queries
             reseed_random(caches, sample.fields["seed"])
             begin_pass(caches, 1)  # evicts here, once, and not with every question
             return caches

@@ -129,13 +129,18 @@ def python_page() -> str:
             parts += [f"### {name}", *documented(name, member)]
             if inspect.isclass(member):
                 for method, function in sorted(vars(member).items()):
-                    if not method.startswith("_") and (inspect.isfunction(function) or isinstance(function, property)):
+                    is_override = any(hasattr(base, method) for base in member.__bases__)
+                    if method.startswith("_") or not (inspect.isfunction(function) or isinstance(function, property)):
+                        continue
+                    if function.__doc__ or not is_override:  # what an override does, the base class says
                         parts += [f"#### {name}.{method}", *documented(method, function)]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
 def documented(name: str, member: Any) -> list[str]:
-    text = cleandoc(str((member.fget if isinstance(member, property) else member).__doc__ or ""))
+    text = cleandoc((member.fget if isinstance(member, property) else member).__doc__ or "")
+    if not text:
+        raise ValueError(f"{name} is public and has no docstring; write one.")
     shown = [] if isinstance(member, property) else [f"```python\n{signature(name, member)}\n```"]
     head, *sections = re.split(r"^(Args|Attributes|Returns|Raises|Yields):$", text, flags=re.MULTILINE)
     for title, body in zip(sections[::2], sections[1::2], strict=True):

@@ -63,7 +63,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
     """
 
     # State arrays that grow with the packed tokens, along axis 2, and the tokens of an entry. The prefix cache stores
-    # them in blocks. A class whose packed rows change later has none.
+    # them in blocks. Empty in a class whose packed rows change later.
     growing_state: ClassVar[dict[str, int]] = {"rows": 1, "normalizer.means": MEAN_TOKENS}
 
     def __init__(self, spec: CacheSpec, number: int = 0, group: Group | None = None) -> None:
@@ -165,8 +165,10 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         """Return a batch of copies of `caches`."""
         return BatchCompressedKVCache.merge(caches)
 
-    def __deepcopy__(self, memo: object) -> "CompressedKVCache":
-        return self.fork()
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CompressedKVCache":
+        twin = self.fork()
+        twin.group = copy.deepcopy(self.group, memo)  # a list of layers gets one copy of their group
+        return twin
 
     def fork(self) -> "CompressedKVCache":
         """Return a copy that shares packed rows, but no change, with this cache."""
@@ -190,8 +192,8 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         self.number, self.group, self.saved_part = state["number"], None, state.get("group")
         self.regions = RegionMap(self.spec, state["length"], state["originals"])
         if state["evicted"]:
-            kept = np.array(state["kept"], np.int64).reshape(-1)
-            self.regions = replace(self.regions, evicted=state["evicted"], floor=state["floor"], kept=kept)
+            retained = np.array(state["retained"], np.int64).reshape(-1)
+            self.regions = replace(self.regions, evicted=state["evicted"], floor=state["floor"], retained=retained)
         self._rows, self._health = PackedRows(state.get("rows")), state["health"]
         self._normalizer = KeyNormalizer(**state.get("normalizer", {}))
         self._full = self._slack = self._fitted = self._last_view = None
@@ -223,7 +225,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
             "health": self._health,
             "learned": _drop_none(dict(zip(("key", "value"), learned, strict=True))) or None,
             "normalizer": self._normalizer.arrays or None,
-            "kept": mx.array(regions.kept, mx.int32) if regions.evicted else None,
+            "retained": mx.array(regions.retained, mx.int32) if regions.evicted else None,
             "length": regions.length,
             "originals": regions.originals,
             "evicted": regions.evicted,
@@ -280,10 +282,10 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         return replace(self._view(full, target, self.offset, target), earlier=earlier)
 
     def _listeners(self, start: int, stop: int) -> tuple[QueryListener, ...]:
-        own: tuple[QueryListener, ...] = ()
+        listeners: tuple[QueryListener, ...] = ()
         if self._is_learning and start < SCALE_TOKENS:
-            own = (QueryListener(partial(self._learn_from, start, stop)),)
-        return own if self.group is None else (*own, *self.group.listeners(self.number, start, stop))
+            listeners = (QueryListener(partial(self._learn_from, start, stop)),)
+        return listeners if self.group is None else (*listeners, *self.group.listeners(self.number, start, stop))
 
     @property
     def _is_learning(self) -> bool:
@@ -364,8 +366,9 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
     def packed_nbytes(self) -> int:
         """Bytes of the packed tokens and of their key normalization, without spare capacity."""
         packed = self._packed(self.offset)
-        rows, known = self._rows.between(0, self._row(packed)), self._normalization(packed)
-        arrays = (rows,) if known is None else (rows, known.scale, known.means, known.index)
+        arrays, normalization = [self._rows.between(0, self._row(packed))], self._normalization(packed)
+        if normalization is not None:
+            arrays += [normalization.scale, normalization.means, normalization.index]
         return sum(array.nbytes for array in arrays if array is not None)
 
     def packed_rows(self) -> tuple[mx.array, RowLayout, KeyNormalization | None]:
@@ -375,9 +378,9 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
             raise CacheFormatError("nothing of the cache is packed yet. Read more tokens first.")
         return rows, self._layout(self._full), self._normalization(self._packed(self.offset))
 
-    def compact(self, kept: np.ndarray, positions: np.ndarray) -> mx.array:
+    def compact(self, indices: np.ndarray, positions: np.ndarray) -> mx.array:
         """Keep these packed rows, ascending indices [N], whose positions are given; return the new rows."""
-        rows = compact(self.packed_rows()[0], mx.array(kept, mx.int32), row_capacity(max(1, len(kept))))
+        rows = compact(self.packed_rows()[0], mx.array(indices, mx.int32), row_capacity(max(1, len(indices))))
         return self.replace_packed(rows, positions)
 
     def replace_packed(
@@ -414,8 +417,10 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
 
     def archived_normalization(self, means: np.ndarray, index: mx.array) -> KeyNormalization | None:
         """Return the normalization of archived rows from the means of their pieces, fp16 [n, H, D], and each row's."""
-        _, _, known = self.evictable_rows()
-        return None if known is None else KeyNormalization(known.scale, mx.array(means.swapaxes(0, 1))[None], index)
+        normalization = self.evictable_rows()[2]
+        if normalization is None:
+            return None
+        return KeyNormalization(normalization.scale, mx.array(means.swapaxes(0, 1))[None], index)
 
     def row_shape(self) -> LayerShape:
         """Return the shape of this layer's rows in a block."""
@@ -428,14 +433,14 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
 
         Waits for them.
         """
-        rows, layout, known = self.evictable_rows()
+        rows, layout, normalization = self.evictable_rows()
         keys, values = (np.array(part[0]) for part in layout.split(mx.take(rows, mx.array(index), axis=2)))
         blocks = (self.packed_positions[index] - self.spec.sinks) // BLOCK
         starts = np.flatnonzero(np.diff(blocks, prepend=-1))
         means = [None] * len(starts)
-        if known is not None:
-            mean_index = np.array(known.mean_index(self.num_evictable))[index[starts]]
-            means = list(np.array(known.means[0])[:, mean_index].swapaxes(0, 1))
+        if normalization is not None:
+            mean_index = np.array(normalization.mean_index(self.num_evictable))[index[starts]]
+            means = list(np.array(normalization.means[0])[:, mean_index].swapaxes(0, 1))
         return [
             (int(start), LayerRows(keys[:, start:stop], values[:, start:stop], mean))
             for start, stop, mean in zip(starts, [*starts[1:], len(index)], means, strict=True)
@@ -448,12 +453,12 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
             mx.array(np.concatenate(side, axis=1))[None]
             for side in ([piece.keys for _, piece in pieces], [piece.values for _, piece in pieces])
         )
-        positions = np.concatenate([self.packed_positions[:count], *(positions for positions, _ in pieces)])
+        positions = np.concatenate([self.packed_positions[:count], *(reloaded for reloaded, _ in pieces)])
         order = np.argsort(positions)
         together = mx.concatenate([rows[:, :, :count], layout.unsplit(keys, values)], axis=2)
         ordered = join_tokens([mx.take(together, mx.array(order), axis=2)], row_capacity(len(order)))
-        sinks = self.spec.sinks
-        means = {(int(own[0]) - sinks) // MEAN_TOKENS: piece.mean for own, piece in pieces if piece.mean is not None}
+        numbers = [(int(reloaded[0]) - self.spec.sinks) // MEAN_TOKENS for reloaded, _ in pieces]
+        means = {n: piece.mean for n, (_, piece) in zip(numbers, pieces, strict=True) if piece.mean is not None}
         return self._replace_evictable(ordered, positions[order], means)
 
     def _replace_evictable(self, rows: mx.array, positions: np.ndarray, means: Mapping[int, np.ndarray]) -> mx.array:
@@ -479,10 +484,9 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
 
     def arrays(self) -> list[mx.array]:
         """Return all stored arrays; rows that caches share are the same array in each."""
-        learned = self._fitted.learned if self._fitted else ()
-        arrays = (*(self._full or ()), *(self._slack or ()), *learned, self._health, self._mean_index)
-        known = self._normalizer.arrays.values()
-        return [*(array for array in arrays if array is not None), *self._rows.arrays, *known]
+        learned = (*(self._fitted.learned if self._fitted else ()), *self._normalizer.arrays.values())
+        arrays = (*(self._full or ()), *(self._slack or ()), self._health, self._mean_index, *learned)
+        return [*(array for array in arrays if array is not None), *self._rows.arrays]
 
     def _packed(self, length: int) -> int:
         """Return the position before which tokens are packed at a length."""
@@ -529,9 +533,9 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         else:
             keys, values = (mx.concatenate([x[:, :, :sinks], x[:, :, start:stop]], axis=2) for x in full)
             full_tokens = sinks + stop - start
-        count, layout, known = self._row(packed), self._layout(full), self._normalization(packed)
-        rows, shared = self._rows.own, self._rows.shared(count)
-        return StepView(Regions(rows, count, layout, keys, values, sinks, full_tokens, known, shared))
+        count, layout, normalization = self._row(packed), self._layout(full), self._normalization(packed)
+        rows, shared = self._rows.unshared, self._rows.shared(count)
+        return StepView(Regions(rows, count, layout, keys, values, sinks, full_tokens, normalization, shared))
 
     def _retain(self, full: Pair, window_start: int, packed: int) -> Pair:
         """Keep what is behind `packed` in full precision, and one block before it as slack; return the buffers."""
@@ -555,7 +559,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         return mx.concatenate([slack_keys, keys], axis=2), mx.concatenate([slack_values, values], axis=2)
 
     def _lay_out(self, full: Pair, originals: Pair, start: int) -> Pair:
-        """Make the buffers anew from the sinks of `full` and the originals of [start, offset): slack and window."""
+        """Build the buffers from the sinks of `full` and the originals of [start, offset): slack and window."""
         length = max(self.offset - start, 0)
         packed = min(max(self._packed(self.offset) - start, 0), length)
         first = min(max(self.regions.originals - start, 0), packed)

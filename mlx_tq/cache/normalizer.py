@@ -1,4 +1,4 @@
-"""What a layer learns of its first tokens, by which all of its keys are normalized, and the means of packed keys.
+"""The scale of a layer's keys, which is learned from its first tokens, and the means of packed keys.
 
 The scale of each dim comes from the keys and queries of tokens [SKIP, SCALE_TOKENS). A mean is that of a block of
 MEAN_TOKENS positions; its first keys are packed before its last ones arrive, so it is taken of as many as have arrived
@@ -44,17 +44,17 @@ class KeyNormalizer:
 
     def before_pass(self, keys: mx.array, start: int, stop: int, pairs: Pairs) -> "KeyNormalizer":
         """Prepare for a pass of positions [start, stop); `keys` [B, H, S, Dk] are all keys up to `stop`."""
-        known = self
-        if known.scale is None and known.seen < min(start, SCALE_TOKENS):
-            known = known.with_unit_scale(keys)  # stored tokens whose queries nobody showed
-        if known.scale is None and start >= SCALE_TOKENS and stop >= SCALE_READY:
-            known = known.learn(keys, pairs)
-        return known.without_settled_queries(stop)
+        statistics = self
+        if statistics.scale is None and statistics.seen < min(start, SCALE_TOKENS):
+            statistics = statistics.with_unit_scale(keys)  # stored tokens whose queries nobody showed
+        if statistics.scale is None and start >= SCALE_TOKENS and stop >= SCALE_READY:
+            statistics = statistics.learn(keys, pairs)
+        return statistics.without_settled_queries(stop)
 
     def after_pass(self, keys: mx.array, queries: mx.array, start: int, stop: int, pairs: Pairs) -> "KeyNormalizer":
         """Add queries [B, Hq, L, Dk] of positions [start, stop), and learn the scale from them if it is time."""
-        known = self.add_queries(queries, keys.shape[1], start)
-        return known.learn(keys, pairs).without_settled_queries(stop) if stop >= SCALE_READY else known
+        statistics = self.add_queries(queries, keys.shape[1], start)
+        return statistics.learn(keys, pairs).without_settled_queries(stop) if stop >= SCALE_READY else statistics
 
     def add_queries(self, queries: mx.array, heads: int, start: int) -> "KeyNormalizer":
         """Add queries [B, Hq, L, Dk] of positions from `start` on; those seen before are skipped."""
@@ -133,10 +133,10 @@ class KeyNormalizer:
         if new:
             parts.append(mx.array(np.stack([reloaded[number] for number in new], axis=1))[None])
             index |= {number: len(index) + i for i, number in enumerate(new)}
-        wanted = [index[int(number)] for number in after if int(number) in index]
-        if not wanted:
+        indices = [index[int(number)] for number in after if int(number) in index]
+        if not indices:
             return replace(self, means=None)
-        means = mx.take(mx.concatenate(parts, axis=2), mx.array(wanted, mx.int32), axis=2)
+        means = mx.take(mx.concatenate(parts, axis=2), mx.array(indices, mx.int32), axis=2)
         return replace(self, means=mx.contiguous(means))  # kernels would copy it at each step
 
     def center(self, keys: mx.array, block: mx.array) -> mx.array:

@@ -1,7 +1,7 @@
 """The packed rows of a layer, in buffers that copies of a cache share.
 
-Rows that several caches have are never written again: whoever writes first puts new rows into a buffer behind them. So
-a prefix that many sequences share is stored once.
+Rows that several caches have are never written again: the first one that writes puts new rows into a buffer behind
+them. So a prefix that many sequences share is stored once.
 """
 
 import weakref
@@ -69,7 +69,7 @@ class PackedRows:
 
     def __init__(self, rows: StoredRows = None) -> None:
         self._shared: list[tuple[Buffer, int]] = []
-        self._own = self._claim(Buffer(mx.concatenate(rows, axis=2) if isinstance(rows, list) else rows))
+        self._unshared = self._claim(Buffer(mx.concatenate(rows, axis=2) if isinstance(rows, list) else rows))
 
     def __bool__(self) -> bool:
         return bool(self.arrays)
@@ -77,7 +77,7 @@ class PackedRows:
     @property
     def arrays(self) -> list[mx.array]:
         """All buffers; a shared one is the same array in each owner."""
-        buffers = [*(buffer for buffer, _ in self._shared), self._own]
+        buffers = [*(buffer for buffer, _ in self._shared), self._unshared]
         return [buffer.rows for buffer in buffers if buffer.rows is not None]
 
     def shared(self, stop: int) -> tuple[SharedRows, ...]:
@@ -87,18 +87,18 @@ class PackedRows:
         )
 
     @property
-    def own(self) -> mx.array | None:
+    def unshared(self) -> mx.array | None:
         """The rows behind the shared ones, as they are now: later writes do not reach them."""
-        return None if self._own.rows is None else self._own.rows[:]
+        return None if self._unshared.rows is None else self._unshared.rows[:]
 
     def between(self, start: int, stop: int) -> mx.array | None:
         """Return rows [start, stop) in one array, or None if there are no buffers."""
         total = sum(count for _, count in self._shared)
-        return rows_between(self.shared(total), self._own.rows, start, stop) if self else None
+        return rows_between(self.shared(total), self._unshared.rows, start, stop) if self else None
 
     def first(self, count: int) -> mx.array | None:
         """Return the first `count` rows in one array, with spare capacity if nothing is shared."""
-        return self.between(0, count) if self._shared else self._own.rows
+        return self.between(0, count) if self._shared else self._unshared.rows
 
     def in_place(self, stop: int) -> StoredRows:
         """Return the first `stop` rows as they lie in buffers, so that nothing is copied."""
@@ -112,7 +112,7 @@ class PackedRows:
         buffers = self._shared_before(stop)
         rest = stop - sum(count for _, count in buffers)
         if rest >= MIN_SHARED:
-            buffers.append((self._own, rest))
+            buffers.append((self._unshared, rest))
             if len(buffers) > MAX_SHARED_BUFFERS:  # two of them are then joined in each copy
                 shortest = _shortest_neighbors(buffers)
                 del buffers[shortest : shortest + 2]
@@ -126,23 +126,23 @@ class PackedRows:
         """Return another owner of the same rows."""
         twin = PackedRows()
         twin._shared = [(twin._claim(buffer), count) for buffer, count in self._shared]
-        twin._own = twin._claim(self._own)
+        twin._unshared = twin._claim(self._unshared)
         return twin
 
     def write(self, rows: mx.array, start: int) -> None:
         """Put rows [B, H, n, W] behind the first `start` rows; earlier rows from there on are given up."""
         self._shared = self._shared_before(start)
-        own, index = self._own, start - sum(count for _, count in self._shared)
-        if len(own.owners) > 1:
+        last, index = self._unshared, start - sum(count for _, count in self._shared)
+        if len(last.owners) > 1:
             if index >= MIN_SHARED:
-                self._share(own, index)
+                self._share(last, index)
                 index = 0
-            self._own = self._claim(Buffer(None if own.rows is None or index == 0 else own.rows[:, :, :index]))
-        buffer, stop = self._own.rows, index + rows.shape[2]
+            self._unshared = self._claim(Buffer(None if last.rows is None or index == 0 else last.rows[:, :, :index]))
+        buffer, stop = self._unshared.rows, index + rows.shape[2]
         if buffer is None or stop > buffer.shape[2]:
             buffer = join_tokens([rows[:, :, :0] if buffer is None else buffer], row_capacity(stop))
         buffer[:, :, index:stop] = rows
-        self._own.rows = buffer
+        self._unshared.rows = buffer
 
     def _shared_before(self, stop: int) -> list[tuple[Buffer, int]]:
         edges = accumulate((count for _, count in self._shared), initial=0)

@@ -1,4 +1,4 @@
-"""Where the tokens of a layer are: sinks | packed region | window. Plain numbers, no arrays of the model.
+"""The regions of a layer, sinks | packed region | window, as plain numbers without arrays of the model.
 
     position    0        sinks             originals         packed          length
                 |  sinks   |   packed region    :    packed     |   window     |  next token
@@ -66,7 +66,7 @@ class RegionSizes:
 
 @dataclass(frozen=True, eq=False)
 class RegionMap:
-    """Where the tokens of one layer are."""
+    """The positions that one layer stores, by region."""
 
     sizes: RegionSizes
     length: int  # tokens seen, evicted ones included
@@ -74,7 +74,7 @@ class RegionMap:
     evicted: int = 0  # number of evicted tokens
     floor: int = 0  # end of the packed region at the last eviction round; later positions are all there
     # Positions between sinks and floor that were not evicted, ascending, int64 [N].
-    kept: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    retained: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @classmethod
     def empty(cls, sizes: RegionSizes) -> "RegionMap":
@@ -84,7 +84,7 @@ class RegionMap:
     def positions(self) -> np.ndarray:
         """Positions of the stored tokens, ascending, int64 [N]."""
         sinks = min(self.sizes.sinks, self.length)
-        return np.concatenate([np.arange(sinks), self.kept, np.arange(max(self.floor, sinks), self.length)])
+        return np.concatenate([np.arange(sinks), self.retained, np.arange(max(self.floor, sinks), self.length)])
 
     def packed_until(self, length: int) -> int:
         """Return the position before which tokens are packed at a length: by the sizes, or for want of originals."""
@@ -93,7 +93,7 @@ class RegionMap:
     def stored_before(self, position: int) -> int:
         """Return how many tokens are stored between the sinks and a position."""
         if position < self.floor:
-            return int(np.searchsorted(self.kept, position))
+            return int(np.searchsorted(self.retained, position))
         return position - self.sizes.sinks - self.evicted
 
     def full_index(self, position: int, window_start: int) -> int:
@@ -103,8 +103,7 @@ class RegionMap:
 
     def missing(self, start: int, stop: int) -> np.ndarray:
         """Return the evicted positions of [start, stop), ascending, int64 [n]; `start` is not before the sinks' end."""
-        first, last = np.searchsorted(self.kept, (start, stop))
-        return np.setdiff1d(np.arange(start, min(stop, self.floor)), self.kept[first:last], assume_unique=True)
+        return np.setdiff1d(np.arange(start, min(stop, self.floor)), self.retained, assume_unique=True)
 
     def mean_blocks(self, packed: int) -> np.ndarray:
         """Return the numbers of the blocks of MEAN_TOKENS keys that have a mean when tokens before `packed` are packed.
@@ -115,7 +114,7 @@ class RegionMap:
         sinks = self.sizes.sinks
         start = max(self.floor, sinks) - sinks
         later = np.arange(start // MEAN_TOKENS, -(-(packed - sinks) // MEAN_TOKENS))
-        numbers = np.concatenate([(self.kept - sinks) // MEAN_TOKENS, later])
+        numbers = np.concatenate([(self.retained - sinks) // MEAN_TOKENS, later])
         return numbers[np.diff(numbers, prepend=-1) > 0]
 
     def grown_to(self, length: int) -> "RegionMap":
@@ -125,14 +124,14 @@ class RegionMap:
         """Return the map as if no token had ever followed position `length`."""
         sinks = self.sizes.sinks
         originals = max(sinks, min(self.originals, length))
-        floor, kept = min(self.floor, length), self.kept[self.kept < length]
-        evicted = floor - sinks - len(kept)
+        floor, retained = min(self.floor, length), self.retained[self.retained < length]
+        evicted = floor - sinks - len(retained)
         if evicted <= 0:
             return RegionMap(self.sizes, length, originals)
-        return replace(self, length=length, originals=originals, evicted=evicted, floor=floor, kept=kept)
+        return replace(self, length=length, originals=originals, evicted=evicted, floor=floor, retained=retained)
 
     def with_packed(self, positions: np.ndarray, packed: int) -> "RegionMap":
-        """Return the map after a round that left these of the positions [sinks, packed), ascending int64 [N].
+        """Return the map after a round; `positions` of [sinks, packed) were not evicted, ascending int64 [N].
 
         Originals of packed tokens are given up: a trim would lead back to rows that are gone.
         """

@@ -68,7 +68,7 @@ class ShadowKVCache(CompressedKVCache):
 
 @dataclass(frozen=True)
 class ShadowView:
-    """What tokens attend to, uncompressed, and the compressed view of the same tokens."""
+    """Uncompressed keys and values, which tokens attend to, and the compressed view of the same tokens."""
 
     compressed: StepView
     keys: mx.array  # [B, H, S, Dk]

@@ -45,8 +45,8 @@ class TieredView(StepView):
     def cold_keys(self) -> mx.array:
         """Decode and denormalize the cold keys, fp32 [B, H, n, D]."""
         keys = self.cold_layout.key.decode(self.cold_layout.keys(self.cold))
-        known = self.cold_normalization
-        return keys if known is None else denormalize(keys, known, self.regions.layout.key.rotation)
+        normalization = self.cold_normalization
+        return keys if normalization is None else denormalize(keys, normalization, self.regions.layout.key.rotation)
 
     def merged_regions(self) -> Regions:
         """Return the same tokens, with the cold ones decoded and put behind the sinks."""
@@ -119,22 +119,22 @@ class TieredKVCache(CompressedKVCache):
         layout = RowLayout(exact, recent.layout.value)
         parts = [layout.join(exact.encode(view.cold_keys()), cold.values(view.cold))]
         if recent.packed_tokens:
-            rows, own = recent.rows(), recent.layout
-            keys = decode_keys(own.key, own.keys(rows), recent.normalization)
-            parts.append(layout.join(exact.encode(keys), own.values(rows)))
+            rows, packed = recent.rows(), recent.layout
+            keys = decode_keys(packed.key, packed.keys(rows), recent.normalization)
+            parts.append(layout.join(exact.encode(keys), packed.values(rows)))
         return mx.concatenate(parts, axis=2), layout, None
 
-    def compact(self, kept: np.ndarray, positions: np.ndarray) -> mx.array:
+    def compact(self, indices: np.ndarray, positions: np.ndarray) -> mx.array:
         """Keep these packed rows of both tiers; return arrays that wait for both."""
         view = self._current_view()
         if not isinstance(view, TieredView):
-            return super().compact(kept, positions)
+            return super().compact(indices, positions)
         num_cold, rows = view.cold.shape[2], view.regions.rows()
-        kept_cold, kept_recent = kept[kept < num_cold], kept[kept >= num_cold] - num_cold
+        cold_indices, recent_indices = indices[indices < num_cold], indices[indices >= num_cold] - num_cold
         self._recent_start = self._cold_end(self._packed(self.offset))  # no trim leads back to what went cold last
-        cold = compact(view.cold, mx.array(kept_cold, mx.int32), row_capacity(max(1, len(kept_cold))))
+        cold = compact(view.cold, mx.array(cold_indices, mx.int32), row_capacity(max(1, len(cold_indices))))
         self._cold = PackedRows(cold)
-        recent = compact(rows, mx.array(kept_recent, mx.int32), row_capacity(max(1, len(kept_recent))))
+        recent = compact(rows, mx.array(recent_indices, mx.int32), row_capacity(max(1, len(recent_indices))))
         both: mx.array = mx.depends(self.replace_packed(recent, positions), cold)
         return both
 
@@ -151,19 +151,19 @@ class TieredKVCache(CompressedKVCache):
     def evictable_rows(self) -> tuple[mx.array, RowLayout, KeyNormalization | None]:
         if self._full is None or not self._rows:
             raise CacheFormatError("nothing of the cache is packed yet. Read more tokens first.")
-        layout, known = self._cold_layout(self._full), super()._normalization(self._packed(self.offset))
+        layout, normalization = self._cold_layout(self._full), super()._normalization(self._packed(self.offset))
         rows = self._cold_rows()
         if rows is None:
             rows = mx.zeros((*self._full[0].shape[:2], 0, layout.words), mx.uint32)
-        return rows, layout, None if known is None else replace(known, index=self._mean_index, first=0)
+        return rows, layout, None if normalization is None else replace(normalization, index=self._mean_index, first=0)
 
     def archived_normalization(self, means: np.ndarray, index: mx.array) -> KeyNormalization | None:
-        known = super().archived_normalization(means, index)
-        if known is None or self._full is None:
-            return known
+        normalization = super().archived_normalization(means, index)
+        if normalization is None or self._full is None:
+            return normalization
         layout = self._layout(self._full)  # means are in the domain of the recent format's codes
         rotation = self._cold_layout(self._full).key.rotation
-        return replace(known, means=rerotate_means(known.means, layout.key.rotation, rotation))
+        return replace(normalization, means=rerotate_means(normalization.means, layout.key.rotation, rotation))
 
     def _replace_evictable(self, rows: mx.array, positions: np.ndarray, means: Mapping[int, np.ndarray]) -> mx.array:
         packed, later = self._packed(self.offset), self.packed_positions[self.num_evictable :]
@@ -184,10 +184,10 @@ class TieredKVCache(CompressedKVCache):
         return self.regions.stored_before(position) - self.regions.stored_before(self._recent_start)
 
     def _normalization(self, packed: int) -> KeyNormalization | None:
-        known = super()._normalization(packed)
+        normalization = super()._normalization(packed)
         # The index of means covers the cold rows too.
         skipped = self.regions.stored_before(self._recent_start)
-        return known if known is None or known.index is None else known.after(skipped)
+        return normalization if normalization is None or normalization.index is None else normalization.after(skipped)
 
     def _cold_end(self, packed: int) -> int:
         """Return the position before which tokens are cold when those before `packed` are packed."""
@@ -213,16 +213,17 @@ class TieredKVCache(CompressedKVCache):
         cold = self._cold.between(0, num_cold)
         if cold is None or not self._rows or num_cold == 0:
             return view
-        twice, known = self._row(end), regions.normalization  # `twice`: cold tokens that still have recent rows, too
+        twice = self._row(end)  # cold tokens that still have recent rows, too
+        normalization = regions.normalization
         recent = replace(
             regions,
             packed_rows=regions.rows(twice),
             shared=(),
             packed_tokens=regions.packed_tokens - twice,
-            normalization=None if known is None else known.after(twice),
+            normalization=None if normalization is None else normalization.after(twice),
         )
-        known = None if known is None else replace(known, index=self._mean_index, first=0)
-        return TieredView(recent, cold=cold, cold_layout=self._cold_layout(full), cold_normalization=known)
+        normalization = None if normalization is None else replace(normalization, index=self._mean_index, first=0)
+        return TieredView(recent, cold=cold, cold_layout=self._cold_layout(full), cold_normalization=normalization)
 
     def _pack(self, full: Pair, packed: int, target: int) -> None:
         super()._pack(full, packed, target)

@@ -1,4 +1,4 @@
-"""What a cache hands to attention: a view of its regions, and the handles that stand for its keys and values.
+"""Views of a cache, which attention reads, and the handles that stand for its keys and values.
 
 mlx-lm's models pass whatever `update_and_fetch` returned straight to `scaled_dot_product_attention`. A handle looks
 like an array as far as they look (shape, dtype), and the patched attention finds the view behind it.
@@ -63,7 +63,7 @@ class View(Protocol):
 
 @dataclass(frozen=True)
 class StepView:
-    """What the tokens of one forward pass attend to."""
+    """A view of the tokens that those of one forward pass attend to."""
 
     regions: Regions  # the tokens of the cache, including those of the pass
     # If a block is packed in the middle of a short pass, the number of queries before that, and their view: each query

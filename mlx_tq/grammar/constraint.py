@@ -105,11 +105,20 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._checker: GrammarChecker | None = None
         self._results: OrderedDict[GrammarSource, GrammarError | int] = OrderedDict()
-        self._compiler = _deep_stack_executor()
+        # Compiling recurses deeply. The one thread starts now, while the stack size is set.
+        usual_stack = threading.stack_size(STACK_BYTES)
+        self._compiler = ThreadPoolExecutor(1, "grammar")
+        self._compiler.submit(int).result()
+        threading.stack_size(usual_stack)
         if tokenizer.response_transitions or tokenizer.structural_markers:
             return  # answers have several channels; a grammar describes only one
+        if not isinstance(tokenizer._tokenizer, PreTrainedTokenizerFast):
+            return  # others have no JSON format
         with suppress(ValueError, RuntimeError):  # a tokenizer that llguidance cannot read
-            text, eos_ids = _tokenizer_json(tokenizer._tokenizer), sorted(self._eos_ids)
+            backend = copy(tokenizer._tokenizer.backend_tokenizer)
+            backend.no_padding()
+            backend.no_truncation()
+            text, eos_ids = str(backend.to_str()), sorted(self._eos_ids)  # `tokenizer.json` with the added tokens
             self._tokenizer = LLTokenizer(text, eos_token=eos_ids)
             self._checker = GrammarChecker(text, eos_ids)
 
@@ -139,22 +148,3 @@ class Grammars:
     def close(self) -> None:
         if self._checker is not None:
             self._checker.close()
-
-
-def _tokenizer_json(tokenizer: Any) -> str:
-    """Return a fast tokenizer in the `tokenizer.json` format, including its added tokens."""
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ValueError("only fast tokenizers have a JSON format")
-    backend = copy(tokenizer.backend_tokenizer)
-    backend.no_padding()
-    backend.no_truncation()
-    return str(backend.to_str())
-
-
-def _deep_stack_executor() -> ThreadPoolExecutor:
-    """Return a single-thread executor with a stack deep enough for the compiler's recursion."""
-    usual = threading.stack_size(STACK_BYTES)
-    pool = ThreadPoolExecutor(1, "grammar")
-    pool.submit(int).result()  # start it now, while the stack size is set
-    threading.stack_size(usual)
-    return pool

@@ -51,7 +51,14 @@ class GrammarSource:
         waiting: list[Subschema] = [((), schema)] if isinstance(schema, dict) else []
         while waiting:
             path, part = waiting.pop()
-            _check_schema(part, path)
+            # Naming what is known to be fatal makes a better message than the crash of the compiler.
+            if isinstance(parts := part.get("allOf"), list) and len(parts) > _MAX_PARTS:
+                raise GrammarError(f"allOf has {len(parts):,} parts; the limit is {_MAX_PARTS}", path)
+            for keyword in ("const", "enum", *(() if part.get("type") == "number" else _BOUNDS)):
+                for number in _numbers(part.get(keyword)):
+                    if number <= _TOO_LOW:
+                        message = f"{keyword} contains {number!s:.24}; integers must be above {_TOO_LOW}"
+                        raise GrammarError(message, path)
             waiting += [((*path, *step), inner) for step, inner in subschemas(part)]
 
     @classmethod
@@ -68,7 +75,6 @@ class GrammarSource:
 
 
 def subschemas(schema: dict[str, Any]) -> Iterator[Subschema]:
-    """Yield the schemas directly inside a schema."""
     for keyword in ("$defs", "definitions", "properties", "patternProperties"):
         if isinstance(named := schema.get(keyword), dict):
             yield from (((keyword, name), part) for name, part in named.items() if isinstance(part, dict))
@@ -80,18 +86,7 @@ def subschemas(schema: dict[str, Any]) -> Iterator[Subschema]:
             yield (keyword,), part
 
 
-def _check_schema(schema: dict[str, Any], path: tuple[str, ...]) -> None:
-    """Refuse what is known to be fatal, so that the message can name it."""
-    if isinstance(parts := schema.get("allOf"), list) and len(parts) > _MAX_PARTS:
-        raise GrammarError(f"allOf has {len(parts):,} parts; the limit is {_MAX_PARTS}", path)
-    for keyword in ("const", "enum", *(() if schema.get("type") == "number" else _BOUNDS)):
-        for number in _numbers(schema.get(keyword)):
-            if number <= _TOO_LOW:
-                raise GrammarError(f"{keyword} contains {number!s:.24}; integers must be above {_TOO_LOW}", path)
-
-
 def _numbers(value: Any) -> Iterator[int | float]:
-    """Yield the numbers inside a JSON value."""
     waiting = [value]
     while waiting:
         part = waiting.pop()

@@ -79,18 +79,13 @@ class GrammarChecker:
         self._arguments.flush()
         self._start()
 
-    @property
-    def pid(self) -> int:
-        """The process id of the fork server."""
-        return self._process.pid
-
     async def check(self, source: GrammarSource) -> GrammarError | int:
         """Return the bytes that a compiled grammar retains, or what is wrong with it. Cancelling ends the worker.
 
         Raise `GrammarLimitError` if compiling takes too much time or memory, or crashes.
         """
         for _ in range(2):
-            process = self._process
+            process = self.process
             reply = await self._request(source)
             if "error" in reply:
                 return GrammarError(reply["error"], tuple(reply.get("path", ())))
@@ -99,7 +94,7 @@ class GrammarChecker:
             if reply:
                 exceeded = reply.get("exceeded", "compiling crashed or ran out of memory")
                 raise GrammarLimitError(f"{exceeded}; simplify the schema or grammar")
-            if self._process is process:
+            if self.process is process:
                 self._stop()
                 self._start()
         raise RuntimeError("the process that checks grammars exits right after it starts")
@@ -110,14 +105,14 @@ class GrammarChecker:
 
     def _stop(self) -> None:
         self._control.close()
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
 
     def _start(self) -> None:
         self._control, theirs = socket.socketpair()
         self._arguments.seek(0)
         with theirs:
-            self._process = subprocess.Popen(  # noqa: S603 - ourselves
+            self.process = subprocess.Popen(  # noqa: S603 - the fork server, which is ourselves
                 [sys.executable, "-P", "-m", "mlx_tq.grammar.sandbox", str(theirs.fileno())],
                 stdin=self._arguments,
                 stdout=subprocess.DEVNULL,
@@ -180,7 +175,13 @@ class Worker:
     def run(self) -> NoReturn:
         """Reply and exit. The main thread watches time, memory and the client; llguidance releases the GIL."""
         limits, start, exceeded = self._limits, _peak_memory(), f"{self._limits.seconds:g} s"
-        _limit_this_process(limits)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):  # macOS has no /proc and does not enforce RLIMIT_AS
+            mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            limit = mapped + STACK_BYTES + limits.nbytes
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        # Kills the process if code holds the GIL, under which the main thread cannot watch the time.
+        signal.setitimer(signal.ITIMER_REAL, limits.seconds + 1)
         request = json.loads(self._connection.makefile("rb").readline() or b"null")
         if request is None:
             os._exit(0)
@@ -247,16 +248,6 @@ def _compute_random_masks(matcher: LLMatcher) -> str:
         bits = [bit for bit in range(8) if rotated[skipped] >> bit & 1]
         matcher.consume_token(8 * ((start + skipped) % len(mask)) + rng.choice(bits))
     return ""
-
-
-def _limit_this_process(limits: CompileLimits) -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError):  # macOS has no /proc and does not enforce RLIMIT_AS
-        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        limit = mapped + STACK_BYTES + limits.nbytes
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    # Kills the process if code holds the GIL, under which the main thread cannot watch the time.
-    signal.setitimer(signal.ITIMER_REAL, limits.seconds + 1)
 
 
 def _peak_memory() -> int:

@@ -75,6 +75,7 @@ def score(
         queries: virtual queries after RoPE, fp32 [H, G, Dk].
         weights: weights of the norms of RoPE pairs, fp32 [H, G, F]; F may be 0.
         pairs: the two dims of each pair, int32 [2, F], which have one scale if keys are normalized.
+        normalization: how keys were normalized, or None.
 
     Returns:
         fp32 [B, H, G, tokens].

@@ -42,7 +42,9 @@ def allocate(facts: ModelFacts, config: KVConfig, bits: float, losses: Losses) -
         )
     pairs = list(product(CHOICES, CHOICES))
     plain = replace(config, mean_bits=None)
-    sizes = np.array([[_bits(slot, plain, *pair) for pair in pairs] for slot in slots])
+    sizes = np.array(
+        [[stored_bits(slot, CacheSpec.for_layer(plain, slot.index, *pair)) for pair in pairs] for slot in slots]
+    )
     layer_losses = np.array(
         [
             [key * _relative(pair[0]) + value * _relative(pair[1]) for pair in pairs]
@@ -65,10 +67,6 @@ def stored_bits(slot: SlotFacts, spec: CacheSpec) -> int:
     """Return the bits of a packed token of a layer, all heads: codes, scales, and its share of a block's mean."""
     mean = slot.key_dim * MEAN_BYTES / MEAN_TOKENS if spec.normalize else 0
     return round(8 * slot.heads * (layer_layout(slot, spec).nbytes + mean))
-
-
-def _bits(slot: SlotFacts, config: KVConfig, key: str, value: str) -> int:
-    return stored_bits(slot, CacheSpec.for_layer(config, slot.index, key, value))
 
 
 def _relative(name: str) -> float:

@@ -64,9 +64,9 @@ def decode_caches(fresh: list[Any], caches: list[Any]) -> list[Any]:
     `fresh` are empty caches of the model. Caches that are not compressed are returned as they are.
     """
 
-    def decode(own: Any, cache: Any) -> Any:
+    def decode(native: Any, cache: Any) -> Any:
         if isinstance(cache, CacheList):
-            return CacheList(*map(decode, own.caches, cache.caches))
+            return CacheList(*map(decode, native.caches, cache.caches))
         if not isinstance(cache, CompressedKVCache):
             return cache
         if cache.size() < cache.offset:
@@ -75,8 +75,8 @@ def decode_caches(fresh: list[Any], caches: list[Any]) -> list[Any]:
                 "others keep their positions, which mlx-lm's own caches cannot say. Read it without --kv-evict."
             )
         if not cache.empty():
-            own.update_and_fetch(*(handle.materialize() for handle in cache.keys_and_values()))
-        return own
+            native.update_and_fetch(*(handle.materialize() for handle in cache.keys_and_values()))
+        return native
 
     return list(map(decode, fresh, caches))
 

@@ -40,14 +40,14 @@ _BLOCKS = "attached"  # the array of archived blocks, and the metadata key of th
 
 
 class Header(NamedTuple):
-    """Who wrote a cache file."""
+    """The writer of a cache file."""
 
     is_ours: bool  # else mlx-lm
     model_name: str  # as it was given when the file was written, "" for the embedded model
 
 
 class CacheParts(NamedTuple):
-    """What caches consist of; scalars and arrays go by their path in the list of the caches' states."""
+    """The classes, scalars and arrays of caches; the latter by their path in the list of the caches' states."""
 
     classes: list[str]
     scalars: dict[str, Any]
@@ -55,7 +55,7 @@ class CacheParts(NamedTuple):
 
 
 class LoadedCache(NamedTuple):
-    """What a cache file holds."""
+    """The content of a cache file."""
 
     caches: list[Any]
     config: KVConfig
@@ -184,8 +184,8 @@ def with_formats(model: Any, config: KVConfig) -> KVConfig:
 def check_config(path: str | Path, stored: KVConfig, config: KVConfig) -> None:
     """Raise CacheFormatError with the differences if a file has another configuration than `config`."""
     if config != stored:
-        wanted = config.to_dict()
-        differs = [f"{k} is {v!r}, not {wanted[k]!r}" for k, v in stored.to_dict().items() if v != wanted[k]]
+        fields = config.to_dict()
+        differs = [f"{k} is {v!r}, not {fields[k]!r}" for k, v in stored.to_dict().items() if v != fields[k]]
         raise CacheFormatError(f"{path} was made with another configuration: {'; '.join(differs)}. Drop those options.")
 
 

@@ -145,11 +145,11 @@ class _PassGuard:
                 (_describe_cache(slot, caches), _describe(slot.heads, slot.key_dim, slot.value_dim))
                 for slot in facts.slots
             ]
-        for cached, wanted in compared:
-            if cached not in ("", wanted):
+        for cached, expected in compared:
+            if cached not in ("", expected):
                 raise CacheFormatError(
-                    f"the cache is of another model than this {facts.model_type}: it has {cached}, the model {wanted}. "
-                    "Make a new one with mlx_tq.make_prompt_cache(model)."
+                    f"the cache is of another model than this {facts.model_type}: it has {cached}, the model "
+                    f"{expected}. Make a new one with mlx_tq.make_prompt_cache(model)."
                 )
 
 

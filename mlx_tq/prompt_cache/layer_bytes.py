@@ -34,7 +34,7 @@ class RegionBytes:
 
 @dataclass(frozen=True)
 class Evicted:
-    """What is known of the tokens that were evicted from a layer."""
+    """The facts of evictions that bound the bytes of a layer."""
 
     seen: int | None  # tokens that the layer has seen; None for any number
     granularity: int  # tokens that are evicted together

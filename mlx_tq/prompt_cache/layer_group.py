@@ -21,7 +21,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -37,7 +36,7 @@ from mlx_tq.config import BLOCK, Budget, EvictConfig, KVConfig
 from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.files import cache_folder
-from mlx_tq.policies.calibration import Calibrator, QueryStats
+from mlx_tq.policies.calibration import Calibrator
 from mlx_tq.policies.policy import CalibratedPolicy, PackedLayer, PackedTokens
 from mlx_tq.policies.rope import Rope
 from mlx_tq.policies.selection import PositionRange, select
@@ -46,12 +45,12 @@ from mlx_tq.prompt_cache.recall import QueryBuffer, Search, Selection, blocks_on
 
 _TOGETHER = "All layers evict together: copy, keep and drop a prompt cache as a whole."
 _NO_POSITIONS = np.zeros(0, np.int64)
-_RECALL_SHARE, _MIN_RECALL = 10, 128  # recall "auto": this part of the budget, and at least so many tokens
+_RECALL_SHARE, _MIN_RECALL = 10, 128  # recall "auto": a tenth of the budget, and at least 128 tokens
 
 
 @dataclass(frozen=True)
 class EvictionPlan:
-    """What the layers of a sequence agree on."""
+    """The eviction of one sequence, which is the same in all of its layers."""
 
     config: EvictConfig
     budget: Budget  # in tokens or as a share of those seen; bytes have been converted to tokens
@@ -86,7 +85,7 @@ class EvictionPlan:
 
 @dataclass(frozen=True)
 class EvictionStats:
-    """What was evicted from a sequence."""
+    """Counts of the evictions of a sequence."""
 
     rounds: int = 0
     tokens: int = 0
@@ -219,8 +218,8 @@ class LayerGroup:
         pieces = [layer.split_into_blocks(index) for layer in layers]
         blocks = []
         for i, (start, rows) in enumerate(pieces[0]):
-            own = positions[start : start + rows.keys.shape[1]]
-            blocks.append(archive.put(Block(own, [layer_pieces[i][1] for layer_pieces in pieces])))
+            block_positions = positions[start : start + rows.keys.shape[1]]
+            blocks.append(archive.put(Block(block_positions, [layer_pieces[i][1] for layer_pieces in pieces])))
         archived = blocks_on_all_ranks((*self.archived, *blocks), self.ranks)
         self.archived = tuple(sorted(archived, key=lambda block: int(block.positions[0])))
 
@@ -259,8 +258,8 @@ class LayerGroup:
     def replace_recalled(self, layers: list[CompressedKVCache], blocks: list[ArchivedBlock]) -> np.ndarray:
         """Recall these blocks and no others; return the positions that were reloaded, ascending int64 [N]."""
         before = self.recalled
-        wanted = np.concatenate([_NO_POSITIONS, *(block.positions for block in blocks)])
-        self._evict_recalled(layers, np.setdiff1d(before, wanted))
+        selected = np.concatenate([_NO_POSITIONS, *(block.positions for block in blocks)])
+        self._evict_recalled(layers, np.setdiff1d(before, selected))
         new = [block for block in blocks if block.positions[0] not in before]
         if new:
             self.recall(layers, new)
@@ -281,16 +280,16 @@ class LayerGroup:
         self.ranks.check_equal("the recalled tokens", self.recalled, layers[0].positions)
         return len(positions)
 
-    def _read(self, wanted: list[ArchivedBlock]) -> list[Block]:
+    def _read(self, blocks: list[ArchivedBlock]) -> list[Block]:
         """Read the blocks that all ranks have undamaged; delete and forget the others."""
         assert self.archive is not None  # noqa: S101 - tells the type checker: there are blocks
-        contents = [self.archive.read(block) for block in wanted]
-        self.archive.delete_damaged(block for block, data in zip(wanted, contents, strict=True) if data is None)
+        contents = [self.archive.read(block) for block in blocks]
+        self.archive.delete_damaged(block for block, data in zip(blocks, contents, strict=True) if data is None)
         is_missing = self.ranks.any([data is None for data in contents])
-        missing = [block for block, flag in zip(wanted, is_missing, strict=True) if flag]
+        missing = [block for block, flag in zip(blocks, is_missing, strict=True) if flag]
         self.archived = tuple(block for block in self.archived if block not in missing)
         loaded = []
-        for block, data in zip(wanted, contents, strict=True):
+        for block, data in zip(blocks, contents, strict=True):
             if data is not None and block not in missing:
                 loaded.append(data)
                 block.recalls += 1
@@ -348,7 +347,7 @@ class LayerGroup:
         listeners = []
         calibrator, buffer = self.calibrators.get(number), self._buffers.get(number)
         if calibrator is not None and calibrator.due(stop):
-            listeners.append(QueryListener(partial(_calibrate, calibrator, start), before_rope=True))
+            listeners.append(QueryListener(lambda q, rope: calibrator.observe(q, start, rope), before_rope=True))
         if buffer is not None:
             listeners.append(QueryListener(buffer.append))
         return tuple(listeners)
@@ -358,7 +357,7 @@ class LayerGroup:
 
         Blocks behind the new end are forgotten; those before the window stay archived. Layers are trimmed one after the
         other: blocks that the first one reads are kept for the others until the next pass, which must be announced
-        anew. Returns False, with nothing changed, if a position cannot be reloaded.
+        again. Returns False, with nothing changed, if a position cannot be reloaded.
         """
         self.announced = 0
         start = layer.spec.needed_from(length)
@@ -377,12 +376,15 @@ class LayerGroup:
         self.stats = replace(self.stats, tokens=len(self.evicted))
         return True
 
-    def part(self, number: int) -> "LayerGroup":
-        """Return what a copy of layer `number` takes along."""
-        calibrator = self.calibrators.get(number)
-        twin = LayerGroup(self.plan, {number: calibrator.copy()} if calibrator else {}, self.stats, self.ranks)
-        twin.pinned, twin.announced = self.pinned, self.announced
-        twin.archive, twin.archived, twin.recalled = self.archive, self.archived, self.recalled
+    def __deepcopy__(self, memo: object) -> "LayerGroup":
+        return self.part(*self.calibrators)
+
+    def part(self, *numbers: int) -> "LayerGroup":
+        """Return a copy with the calibrators of these layers alone, for copies of these."""
+        calibrators = {number: self.calibrators[number].copy() for number in numbers if number in self.calibrators}
+        twin = LayerGroup(self.plan, calibrators, self.stats, self.ranks)
+        twin.pinned, twin.announced, twin.archive = self.pinned, self.announced, self.archive
+        twin.archived, twin.recalled, twin.evicted = self.archived, self.recalled, self.evicted
         return twin
 
     def part_state(self, number: int) -> dict[str, Any]:
@@ -412,32 +414,19 @@ class LayerGroup:
         group.recalled = np.array(header["recalled"], np.int64)
         return group
 
-    # Changes from outside.
-
     def set_ropes(self, ropes: Iterable[Rope | None]) -> None:
         """Set the RoPE of each layer, which files do not store."""
         for number, rope in enumerate(ropes):
             if number in self.calibrators:
                 self.calibrators[number].rope = rope
 
-    def replan(self, plan: EvictionPlan, queries: Iterable[QueryStats | None]) -> None:
-        """Evict by another plan from now on, with a file's query statistics for each layer that has some."""
-        self.plan = plan
-        for number, stats in enumerate(queries):
-            if stats is not None and number in self.calibrators:
-                self.calibrators[number].stats = stats
-
-
-def _calibrate(calibrator: Calibrator, start: int, queries: mx.array, rope: Any) -> list[mx.array]:
-    return calibrator.observe(queries, start, rope)
-
 
 def _drop_rows(layers: list[CompressedKVCache], index: np.ndarray) -> None:
     """Drop packed rows, by their ascending indices, from every layer."""
     positions = layers[0].packed_positions
-    kept = np.delete(np.arange(len(positions)), index)
-    kept_positions = positions[kept]  # one array for all layers
-    mx.eval([layer.compact(kept, kept_positions) for layer in layers])
+    remaining = np.delete(np.arange(len(positions)), index)
+    remaining_positions = positions[remaining]  # one array for all layers
+    mx.eval([layer.compact(remaining, remaining_positions) for layer in layers])
 
 
 # From the caches of a forward pass to their groups.
@@ -472,14 +461,13 @@ def begin_pass(caches: Sequence[Any], count: int) -> bool:
     batches = [part for part in cache_parts(caches) if isinstance(part, BatchCompressedKVCache)]
     if batches:
         counts = batches[0].counts(count)
-        sequences += [([batch.rows[i] for batch in batches], own_count) for i, own_count in enumerate(counts)]
-    captures = [_begin_pass(layers, own_count) for layers, own_count in sequences]
-    return any(captures)
-
-
-def _begin_pass(layers: list[CompressedKVCache], count: int) -> bool:
-    group = layer_group_of(layers)
-    return group is not None and group.begin_pass(evicting_layers(layers), count)
+        sequences += [([batch.rows[i] for batch in batches], row_count) for i, row_count in enumerate(counts)]
+    captures = False
+    for layers, row_count in sequences:
+        group = layer_group_of(layers)
+        if group is not None:
+            captures |= group.begin_pass(evicting_layers(layers), row_count)
+    return captures
 
 
 def layer_group_of(caches: Sequence[Any]) -> LayerGroup | None:

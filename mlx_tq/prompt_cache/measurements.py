@@ -1,4 +1,4 @@
-"""What is measured of a model once: the loss of each layer, and query statistics. Small files by the fingerprint.
+"""Measurements that are made once for a model: the loss of each layer, and query statistics, in files of its name.
 
 They are in the user's cache folder or, for the embedded model, inside the package.
 """

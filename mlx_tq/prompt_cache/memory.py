@@ -1,4 +1,4 @@
-"""What caches take at a context length, from the shape of a model alone, and how many contexts fit into a memory."""
+"""Bytes of caches at a context length, from the shape of a model alone, and how many contexts fit into a memory."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
@@ -89,7 +89,7 @@ def memory_report(
 
 @dataclass(frozen=True)
 class Capacity:
-    """What fits with one configuration."""
+    """The contexts that fit with one configuration."""
 
     profile: str
     nbytes: dict[int, int]  # of one context, by its tokens

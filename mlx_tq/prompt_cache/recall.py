@@ -1,4 +1,4 @@
-"""Which archived blocks to reload: those that the model's own queries would attend to if they were still cached.
+"""Selects the archived blocks to reload: those that the model's own queries would attend to if they were cached.
 
 A question is run over a copy of the cache, and its queries are captured. A block's score is the largest attention
 weight that many heads give one of its tokens for one token of the question, and for that token no other block.
@@ -22,9 +22,9 @@ from mlx_tq.prompt_cache.archive import Archive, ArchivedBlock
 
 MAX_QUESTION = 256  # last tokens of a question whose queries search the archive
 TILE = 2048  # archived tokens scored at a time, per layer: with twice as many, a CPU takes half as long again for each
-# Of a larger archive, a quarter of the layers lists so many tokens for the others, or an eighth if that is more.
+# Of a larger archive, a quarter of the layers lists 2048 tokens for the others, or an eighth if that is more.
 SHORTLIST = 2048
-SAMPLE_WEIGHT = 16  # in the other layers' softmax sums, one block stands for so many that are not on the list
+SAMPLE_WEIGHT = 16  # in the other layers' softmax sums, one block stands for 16 that are not on the list
 # A block below this part of the best score is not reloaded: it misleads more often than it helps. Where the best block
 # scores below CERTAIN itself, proportionally less is enough.
 MIN_SHARE, CERTAIN = 0.6, 0.8

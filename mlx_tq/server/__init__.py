@@ -51,47 +51,32 @@ def build_parser() -> CommandParser:
     add_sampling_arguments(group)
     add("--max-tokens", type=int, default=512, metavar="N", help="maximum tokens to generate")
 
-    _add_limits(parser)
-    return parser
-
-
-def _add_limits(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("limits").add_argument
+    size: Any = {"type": parse_size, "metavar": "SIZE"}
     add("--decode-concurrency", type=int, default=32, metavar="N", help="answers generated at once")
     add("--prompt-concurrency", type=int, default=8, metavar="N", help="prompts prefilled at once")
     add("--prefill-step-size", type=int, default=2048, metavar="N", help="prompt tokens per prefill step")
     add("--max-queue", type=int, default=64, metavar="N", help="waiting requests; more are refused with status 429")
     add(
         "--max-body",
-        type=parse_size,
-        metavar="SIZE",
+        **size,
         help="maximum request size in bytes (default: 32 per token of context length, at least 2MB; 10MB if the model "
         "states no context length)",
     )
     add("--allow-lark", action="store_true", help="accept Lark grammars in response_format from clients")
     add("--prompt-cache-size", type=int, default=10, metavar="N", help="prompts whose caches stay in memory")
-    add(
-        "--prompt-cache-bytes",
-        type=parse_size,
-        metavar="SIZE",
-        help="bytes of those caches (default: the rest of --kv-memory-limit)",
-    )
-    add(
-        "--kv-memory-limit",
-        type=parse_size,
-        metavar="SIZE",
-        help="bytes of all KV caches, such as 4GB (default: the free memory)",
-    )
+    add("--prompt-cache-bytes", **size, help="bytes of those caches (default: the rest of --kv-memory-limit)")
+    add("--kv-memory-limit", **size, help="bytes of all KV caches, such as 4GB (default: the free memory)")
     add(
         "--prefix-cache-share",
         action="store_true",
         help="share stored prefixes between servers with different API keys",
     )
     add("--sessions", type=int, default=16, metavar="N", help="maximum number of sessions")
+    return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal ends it; return the exit code."""
     request = Request.from_args(args)
     try:
         from mlx_tq.server import guard, process  # their packages are an extra, which may not be installed

@@ -7,7 +7,7 @@ one job (the leader) prefills it and the others follow.
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any
 
 from mlx_tq.cache.packed_rows import SharedBuffers
@@ -45,7 +45,9 @@ class Admission:
         """Return whether `job` can join. Alone it always can, which was checked when the request came."""
         if not running and not admitted:
             return True
-        if sum(len(other.answers) for other in (*admitted, job)) + _num_answers(running) > self._limits.concurrency:
+        waiting = (*admitted, job, *(follower for other in running for follower in other.followers))
+        answers = sum(len(other.answers) for other in waiting) + sum(1 + len(other.pending) for other in running)
+        if answers > self._limits.concurrency:
             return False
         if self._limits.memory is None:
             return True
@@ -74,7 +76,8 @@ class Admission:
         best = None
         for candidate in running:
             shortest = max(candidate.prefilled, best[1] if best else 0)
-            longest = _common_prefix(job.prompt.ids, candidate.job.prompt.ids)
+            pairs = zip(job.prompt.ids, candidate.job.prompt.ids, strict=False)
+            longest = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             common_ends = ends.intersection(candidate.step_ends)
             stop = max((end for end in common_ends if shortest < end <= longest), default=0)
             if stop and self.shared_nbytes(job, stop) and self.shared_nbytes(candidate.job, stop):
@@ -137,13 +140,3 @@ class Admission:
 
     def _others_nbytes(self, jobs: Iterable[Job]) -> int:
         return sum(self._answer_nbytes(job) - self.shared_nbytes(job, len(job.prompt.ids) - 1) for job in jobs)
-
-
-def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def _num_answers(running: Collection[RunningJob]) -> int:
-    followers = sum(len(job.answers) for other in running for job in other.followers)
-    return followers + sum(1 + len(other.pending) for other in running)

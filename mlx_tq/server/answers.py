@@ -12,7 +12,6 @@ from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_tq.server.api_errors import ApiError
 from mlx_tq.server.job import Event, Piece, Quoted, Started, TokenLogprob
 from mlx_tq.server.schemas import ResponseRequest, use_response_names
-from mlx_tq.session.restore import RecallResult
 from mlx_tq.session.transcript import to_ranges
 
 Object = dict[str, Any]
@@ -20,8 +19,6 @@ Object = dict[str, Any]
 
 @dataclass
 class Delta:
-    """The part of a message that a piece adds."""
-
     content: str = ""
     reasoning: str = ""
     tool_calls: list[Object] = field(default_factory=list)
@@ -54,7 +51,7 @@ class Choice:
         self.message = Delta()
         self.logprobs: list[Object] = []
         self.finish_reason: str | None = None
-        self.recall: Object = {}
+        self.recall: Object = {}  # the tokens that were recalled for the answer, if any were archived
 
     def add(self, piece: Piece) -> Delta:
         """Add a piece; return what it adds to the message."""
@@ -78,7 +75,16 @@ class Choice:
         if piece.finish_reason is not None:
             calls_tools = piece.finish_reason == "stop" and message.tool_calls
             self.finish_reason = "tool_calls" if calls_tools else piece.finish_reason
-        self.recall = _recall_object(piece.recalled)
+        recalled = piece.recalled
+        if recalled is not None and recalled.archived:
+            ranges = [list(span) for span in to_ranges(recalled.positions)]
+            self.recall["recalled"] = {
+                "tokens": len(recalled.positions),
+                "by_search": len(recalled.by_search),
+                "ranges": ranges,
+                "archived": recalled.archived,
+                "ms": round(1000 * recalled.seconds, 1),
+            }
         return delta
 
     def _end_call(self, delta: Delta) -> None:
@@ -183,20 +189,18 @@ class Answer:
         return error.body()
 
     def body(self) -> Object:
-        """Return the answer, if it is not streamed."""
-        choices = [self._choice_object(index, choice) for index, choice in enumerate(self.choices)]
+        choices = []
+        for index, choice in enumerate(self.choices):
+            logprobs = {"content": choice.logprobs} if choice.logprobs else None
+            body: Object = {"index": index, "finish_reason": choice.finish_reason, "logprobs": logprobs}
+            if self._is_chat:
+                calls = [{key: call[key] for key in call if key != "index"} for call in choice.message.tool_calls]
+                message = {**choice.message.to_dict(), **({"tool_calls": calls} if calls else {})}
+                body["message"] = {"role": "assistant", "content": None if calls else "", **message}
+            else:
+                body["text"] = choice.message.content
+            choices.append({**body, **choice.recall})
         return {**self._object("", choices), **self._counts()}
-
-    def _choice_object(self, index: int, choice: Choice) -> Object:
-        logprobs = {"content": choice.logprobs} if choice.logprobs else None
-        body: Object = {"index": index, "finish_reason": choice.finish_reason, "logprobs": logprobs}
-        if self._is_chat:
-            calls = [{key: call[key] for key in call if key != "index"} for call in choice.message.tool_calls]
-            message = {**choice.message.to_dict(), **({"tool_calls": calls} if calls else {})}
-            body["message"] = {"role": "assistant", "content": None if calls else "", **message}
-        else:
-            body["text"] = choice.message.content
-        return {**body, **choice.recall}
 
     def _counts(self) -> Object:
         return {"usage": self.usage(), **({"session": self.session} if self.session else {})}
@@ -204,9 +208,6 @@ class Answer:
     def _object(self, suffix: str, choices: list[Object]) -> Object:
         kind = f"chat.completion{suffix}" if self._is_chat else "text_completion"
         return {"id": self._id, "created": self._created, "model": self._model, "object": kind, "choices": choices}
-
-
-_ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 class ResponseAnswer(Answer):
@@ -235,7 +236,13 @@ class ResponseAnswer(Answer):
         if delta.content or (logprobs and not delta.to_dict()):
             self._add_text("message", delta.content, logprobs)
         for call in delta.tool_calls:
-            self._add_call(call)
+            arguments = call["function"]["arguments"]
+            name, call_id = call["function"]["name"], call["id"]
+            self._open("function_call", status="in_progress", call_id=call_id, name=name, arguments="")
+            self._items[-1]["arguments"] = arguments
+            self._emit("function_call_arguments.delta", **self._place(), delta=arguments)
+            self._emit("function_call_arguments.done", **self._place(), arguments=arguments)
+            self._close_item()
         self._finish_reason = self.choices[0].finish_reason
         if self._finish_reason is not None:
             if not self._items:
@@ -253,7 +260,7 @@ class ResponseAnswer(Answer):
         return {**error.body()["error"], "type": "error", "sequence_number": self._num_events}
 
     def body(self) -> Object:
-        request, finish_reason = self._request, self._finish_reason
+        request, finish_reason, usage = self._request, self._finish_reason, self.usage()
         text = request.text.model_dump(by_alias=True, exclude_none=True) if request.text else {}
         return {
             "id": self._id,
@@ -273,18 +280,15 @@ class ResponseAnswer(Answer):
             "tool_choice": request.tool_choice or "auto",
             "tools": [tool.model_dump() for tool in request.tools or []],
             "truncation": "disabled",
-            "usage": None if finish_reason is None else self._response_usage(),
+            "usage": finish_reason
+            and {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": {"cache_write_tokens": 0, **usage["prompt_tokens_details"]},
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+                "total_tokens": usage["total_tokens"],
+            },
             **self.choices[0].recall,
-        }
-
-    def _response_usage(self) -> Object:
-        usage = self.usage()
-        return {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cache_write_tokens": 0, **usage["prompt_tokens_details"]},
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
-            "total_tokens": usage["total_tokens"],
         }
 
     def _add_text(self, kind: str, text: str, logprobs: list[Object]) -> None:
@@ -306,17 +310,10 @@ class ResponseAnswer(Answer):
         added = {"delta": text, **({"logprobs": logprobs} if is_message else {})}
         self._emit(f"{part['type']}.delta", **self._place(), content_index=0, **added)
 
-    def _add_call(self, call: Object) -> None:
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
-        self._open("function_call", status="in_progress", call_id=call["id"], name=name, arguments="")
-        self._items[-1]["arguments"] = arguments
-        self._emit("function_call_arguments.delta", **self._place(), delta=arguments)
-        self._emit("function_call_arguments.done", **self._place(), arguments=arguments)
-        self._close_item()
-
     def _open(self, kind: str, **fields: Any) -> None:
         self._close_item()
-        self._open_item = {"id": f"{_ID_PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind, **fields}
+        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
+        self._open_item = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, **fields}
         self._items.append(self._open_item)
         self._emit("output_item.added", output_index=len(self._items) - 1, item=dict(self._open_item))
 
@@ -342,18 +339,3 @@ class ResponseAnswer(Answer):
     def _take_events(self) -> list[Object]:
         events, self._events = self._events, []
         return events
-
-
-def _recall_object(recalled: RecallResult | None) -> Object:
-    """Return the tokens that were recalled for an answer, if any were archived."""
-    if recalled is None or not recalled.archived:
-        return {}
-    return {
-        "recalled": {
-            "tokens": len(recalled.positions),
-            "by_search": len(recalled.by_search),
-            "ranges": [list(span) for span in to_ranges(recalled.positions)],
-            "archived": recalled.archived,
-            "ms": round(1000 * recalled.seconds, 1),
-        }
-    }

@@ -12,7 +12,7 @@ CODES = {
     408: "body_timeout",
     413: "body_too_large",
 }
-_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "5"}}
+ERROR_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "5"}}
 
 
 class ApiError(Exception):
@@ -26,10 +26,6 @@ class ApiError(Exception):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return _HEADERS.get(self.status, {})
 
     def body(self) -> dict[str, Any]:
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}

@@ -21,7 +21,13 @@ from starlette.routing import Route
 
 from mlx_tq.server import schemas
 from mlx_tq.server.answers import Answer, Object, ResponseAnswer
-from mlx_tq.server.api_errors import ApiError, ClientDisconnectedError, InvalidRequestError, UnavailableError
+from mlx_tq.server.api_errors import (
+    ERROR_HEADERS,
+    ApiError,
+    ClientDisconnectedError,
+    InvalidRequestError,
+    UnavailableError,
+)
 from mlx_tq.server.embeddings import embed
 from mlx_tq.server.guard import Guard
 from mlx_tq.server.job import Event, Job, Piece, Progress
@@ -32,16 +38,13 @@ from mlx_tq.server.web import HEADERS, PAGE
 
 log = logging.getLogger(__name__)
 
-# Says how many tokens the answer may have, where that is less than the request asks for.
-MAX_TOKENS_HEADER = "X-Max-Tokens"
-
 Result = TypeVar("Result")
-Handler = Callable[[Request], Awaitable[Response]]
+Handler = Callable[[Request], Response | Awaitable[Response]]
+
+_PUBLIC = {"/", "/health"}  # paths that anybody may call
 
 
 class Api:
-    """The application of one model service."""
-
     def __init__(self, service: ModelService, guard: Guard) -> None:
         self._service, self._guard = service, guard
         self._tasks: set[asyncio.Task[None]] = set()
@@ -54,41 +57,42 @@ class Api:
             self._service.engine.start(asyncio.get_running_loop())
             yield
 
-        def route(path: str, method: str, handler: Handler, *, guarded: bool = True) -> Route:
-            async def endpoint(request: Request) -> Response:
-                return await self._handle(request, path, handler, guarded=guarded)
-
-            return Route(path, endpoint, methods=[method])
-
-        routes = [
-            route("/v1/chat/completions", "POST", partial(self._complete, ChatRequest)),
-            route("/v1/completions", "POST", partial(self._complete, CompletionRequest)),
-            route("/v1/responses", "POST", self._respond),
-            route("/v1/embeddings", "POST", self._embed),
-            route("/v1/models", "GET", self._models),
-            route("/v1/models/{name:path}", "GET", self._model),
-            route("/v1/plan", "GET", self._plan),
-            route("/v1/sessions/{name}", "DELETE", self._drop_session),
-            route("/metrics", "GET", self._metrics),
-            route("/health", "GET", self._health, guarded=False),
-            route("/", "GET", self._page, guarded=False),
-        ]
+        service = self._service
+        handlers: dict[tuple[str, str], Handler] = {
+            ("POST", "/v1/chat/completions"): partial(self._complete, ChatRequest),
+            ("POST", "/v1/completions"): partial(self._complete, CompletionRequest),
+            ("POST", "/v1/responses"): self._respond,
+            ("POST", "/v1/embeddings"): self._embed,
+            ("GET", "/v1/models"): lambda _: JSONResponse({"object": "list", "data": [service.model_object()]}),
+            ("GET", "/v1/models/{name:path}"): self._model,
+            ("GET", "/v1/plan"): lambda _: JSONResponse(service.report()),
+            ("DELETE", "/v1/sessions/{name}"): self._drop_session,
+            ("GET", "/metrics"): lambda _: Response(
+                generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST
+            ),
+            ("GET", "/health"): self._health,
+            ("GET", "/"): lambda _: HTMLResponse(PAGE, headers=HEADERS),
+        }
         methods = ["GET", "POST", "DELETE"]
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
         return Starlette(
-            routes=routes,
+            routes=[
+                Route(path, partial(self._handle, path, handler), methods=[method])
+                for (method, path), handler in handlers.items()
+            ],
             lifespan=lifespan,
             middleware=[cors] if origins else [],
             exception_handlers={HTTPException: _refused_by_starlette},
         )
 
-    async def _handle(self, request: Request, path: str, handler: Handler, *, guarded: bool) -> Response:
+    async def _handle(self, path: str, handler: Handler, request: Request) -> Response:
         """Run a handler; whatever it raises becomes a response in OpenAI's shape."""
         started = time.perf_counter()
         try:
-            if guarded:
+            if path not in _PUBLIC:
                 self._guard.check_caller(request)
-            response = await handler(request)
+            result = handler(request)
+            response = result if isinstance(result, Response) else await result
         except ApiError as error:
             response = _error_response(error)
         except ClientDisconnect:
@@ -102,7 +106,7 @@ class Api:
 
     # Routes without generation.
 
-    async def _health(self, request: Request) -> Response:
+    def _health(self, request: Request) -> Response:
         if not self._service.engine.is_healthy:
             raise UnavailableError("the engine has ended; start the server again")
         if self._service.engine.is_stalled:
@@ -112,26 +116,14 @@ class Api:
             )
         return JSONResponse({"status": "ok"})
 
-    async def _metrics(self, request: Request) -> Response:
-        return Response(generate_latest(self._service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-    async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._service.model_object()]})
-
-    async def _model(self, request: Request) -> Response:
+    def _model(self, request: Request) -> Response:
         self._service.check_model(request.path_params["name"])
         return JSONResponse(self._service.model_object())
-
-    async def _plan(self, request: Request) -> Response:
-        return JSONResponse(self._service.report())
 
     async def _drop_session(self, request: Request) -> Response:
         await self._service.sessions.drop(request.path_params["name"])
         await run_in_threadpool(self._service.sessions.forget_dropped)
         return Response(status_code=204)
-
-    async def _page(self, request: Request) -> Response:
-        return HTMLResponse(PAGE, headers=HEADERS)
 
     async def _embed(self, request: Request) -> Response:
         body = await self._parse_body(request, EmbeddingRequest)
@@ -180,7 +172,7 @@ class Api:
         if turn is not None:
             settled = self._spawn(self._settle(turn, jobs[0], answer))
         max_tokens = min(job.max_tokens for job in jobs)
-        headers = {MAX_TOKENS_HEADER: str(max_tokens)} if max_tokens < (body.answer_tokens or 0) else {}
+        headers = {"X-Max-Tokens": str(max_tokens)} if max_tokens < (body.answer_tokens or 0) else {}
         events = self._events(jobs)
 
         async def respond() -> Response:
@@ -271,19 +263,23 @@ class Api:
 
 
 def _error_response(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body(), error.status, error.headers)
+    return JSONResponse(error.body(), error.status, ERROR_HEADERS.get(error.status))
 
 
 async def _refused_by_starlette(request: Request, error: Exception) -> Response:
-    messages = {404: "unknown route", 405: f"this route does not support {request.method}"}
-    if isinstance(error, HTTPException) and error.status_code in messages:
-        return _error_response(InvalidRequestError(messages[error.status_code], status=error.status_code))
-    return _error_response(InvalidRequestError(str(error)))
+    status = error.status_code if isinstance(error, HTTPException) else 404
+    message = f"this route does not support {request.method}" if status == 405 else "unknown route"
+    return _error_response(InvalidRequestError(message, status=status))
 
 
 async def _run_until_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """Run `work`; if the client disconnects, cancel it and raise `ClientDisconnectedError`."""
-    task, disconnected = asyncio.create_task(work), asyncio.create_task(_wait_for_disconnect(request))
+
+    async def wait_for_disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, disconnected = asyncio.create_task(work), asyncio.create_task(wait_for_disconnect())
     try:
         await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -293,11 +289,6 @@ async def _run_until_disconnect(request: Request, work: Coroutine[Any, Any, Resu
         disconnected.cancel()
         task.cancel()
         await asyncio.wait({task})
-
-
-async def _wait_for_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _sse(value: Object) -> str:

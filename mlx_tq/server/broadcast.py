@@ -101,7 +101,6 @@ class OrderBroadcast:
 
 
 def _job_message(job: Job) -> dict[str, Any]:
-    """Return a job's fields for JSON."""
     start = job.session
     return {
         "prompt": asdict(job.prompt),

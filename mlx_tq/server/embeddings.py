@@ -32,13 +32,9 @@ async def embed(request: EmbeddingRequest, client: RescueClient | None, default_
             vectors += batch
     except RescueError as error:
         raise UnavailableError(f"there are no embeddings: {error}; `mlx-tq-rescue doctor` says what helps") from error
-    data = [
-        {"object": "embedding", "index": index, "embedding": _encode(vector, request.encoding_format)}
-        for index, vector in enumerate(vectors)
-    ]
+    embeddings: list[Any] = vectors
+    if request.encoding_format == "base64":
+        embeddings = [base64.b64encode(np.array(vector, "<f4").tobytes()).decode() for vector in vectors]
+    data = [{"object": "embedding", "index": n, "embedding": embedding} for n, embedding in enumerate(embeddings)]
     usage = {"prompt_tokens": 0, "total_tokens": 0}  # the embedder does not count
     return {"object": "list", "data": data, "model": model, "usage": usage}
-
-
-def _encode(vector: list[float], encoding: str | None) -> Any:
-    return base64.b64encode(np.array(vector, "<f4").tobytes()).decode() if encoding == "base64" else vector

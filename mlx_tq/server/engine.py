@@ -4,8 +4,9 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from threading import Condition, Thread
 from typing import Any
 from weakref import WeakValueDictionary
@@ -28,9 +29,9 @@ from mlx_tq.server.broadcast import OrderBroadcast, Orders
 from mlx_tq.server.job import Event, Job, Piece, Progress, Quoted, RunningJob, SessionResult, Started
 from mlx_tq.server.job_recall import JobRecall
 from mlx_tq.server.metrics import Metrics
-from mlx_tq.server.sampling import Guarded, guarded_sampler
+from mlx_tq.server.sampling import Guarded
 from mlx_tq.server.sessions import Sessions
-from mlx_tq.server.stored_prompts import PromptSource, StoredPrompts, is_worth_storing
+from mlx_tq.server.stored_prompts import MIN_STORED, PromptSource, StoredPrompts
 from mlx_tq.session.restore import evict_before_question, release
 
 log = logging.getLogger(__name__)
@@ -166,7 +167,7 @@ class Engine:
                     self._fail(job, UnavailableError("the server is stopping"))
                 self._send_events()
                 self._batch.close()
-                self._stored_prompts.clear()
+                self._stored_prompts.memory.trim_to(n_sequences=0)
 
     def _open_batch(self) -> None:
         self._recorded_model = RecordedModel(self._model)
@@ -184,8 +185,16 @@ class Engine:
     def _send_events(self) -> None:
         """Deliver the events of a step to the event loop, all at once."""
         events, self._events = self._events, []
+
+        def deliver() -> None:
+            for job, event in events:
+                if isinstance(event, SessionResult):
+                    job.session_result.put_nowait(event)
+                else:
+                    job.events.put_nowait(event)
+
         if events and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_deliver, events)
+            self._loop.call_soon_threadsafe(deliver)
 
     # Before a step: jobs leave and join the batch, as the first rank decides.
 
@@ -197,7 +206,7 @@ class Engine:
         for job in orders.admitted:
             self._admit(job)
         if orders.stored_prompt_bytes is not None:
-            self._stored_prompts.trim_to(orders.stored_prompt_bytes)
+            self._stored_prompts.memory.trim_to(n_bytes=orders.stored_prompt_bytes)
         return orders.keep_running
 
     def _decide(self) -> Orders:
@@ -251,13 +260,8 @@ class Engine:
                 elif caches is not None and tokens:
                     self._store_answer(running, tokens, caches)
             self._forget(uid)
-        self._admit_followers(removed)
-
-    def _admit_followers(self, removed: Iterable[RunningJob]) -> None:
-        """Admit jobs that waited for the prefill of removed jobs."""
-        for running in removed:
-            for job in running.followers:
-                self._admit(job)
+        for follower in [job for running in removed for job in running.followers]:
+            self._admit(follower)
 
     def _admit(self, job: Job) -> None:
         with self._fail_on_admission_error(job):
@@ -273,7 +277,7 @@ class Engine:
         caches, cached_tokens, stored = source.caches, source.cached_tokens, source.stored
         if caches is None and stored is not None:
             caches, cached_tokens = stored.restore(), stored.restored
-        self._ranks.check_equal("what they have read", np.array([cached_tokens, self._stored_prompts.nbytes]))
+        self._ranks.check_equal("what they have read", np.array([cached_tokens, self._stored_prompts.memory.nbytes]))
         segments, kinds = job.prompt.remaining_segments(cached_tokens)
         # A session stores its own caches.
         running = self._new_running(job, cached_tokens, kinds if job.session is None else [], stored)
@@ -295,7 +299,8 @@ class Engine:
     ) -> RunningJob:
         sampler = self._samplers.get(id(job.sampler))
         if sampler is None:
-            sampler = self._samplers[id(job.sampler)] = guarded_sampler(job.sampler)
+            # mlx-lm samples rows that have the same sampler at once, so jobs that share a sampler share its guard.
+            sampler = self._samplers[id(job.sampler)] = Guarded(job.sampler, partial(mx.argmax, axis=-1))
         return RunningJob(job, cached_tokens, kinds, self._tokenizer.detokenizer, sampler, stored)
 
     def _insert(
@@ -333,7 +338,12 @@ class Engine:
             passes = self._recorded_model.passes
             # mlx-lm runs a pass of the jobs that decode, then the first decode pass of those that begin their answers.
             self._after_prefill(prefilled, passes[1:] if decoding else passes)
-            self._after_decode(generated)
+            for response in generated:
+                with self._fail_job_on_error(response.uid):
+                    self._process_token(self._running[response.uid], response)
+                if response.finish_reason is not None:
+                    self._forget(response.uid)
+            self.metrics.generated_tokens.inc(len(generated))
             self._fail_jobs_with_sampling_errors()
         self._recorded_model.passes.clear()
         self._measure()
@@ -360,8 +370,9 @@ class Engine:
         uid, running = response.uid, self._running[response.uid]
         unread = len(running.prompt_ids) - running.prefilled
         is_at_question = running.question and unread == len(running.question)
-        if running.stored is not None and is_worth_storing(running.stored, running.prefilled):
-            running.stored.store(running.prefilled, self._extract(uid)[0])
+        stored, prefilled = running.stored, running.prefilled
+        if stored is not None and prefilled - stored.last_checkpoint >= MIN_STORED and stored.can_store(prefilled):
+            stored.store(prefilled, self._extract(uid)[0])
         if any(stop <= running.prefilled for stop in running.followers.values()):
             self._release_followers(running, self._extract(uid)[0])
         stores = running.cached_kinds and not (is_at_question and running.splits_segment)
@@ -377,7 +388,6 @@ class Engine:
                 self._insert(other, [running.prompt_ids[-1:]], caches, tokens)
 
     def _extract(self, uid: int) -> tuple[list[Any], list[int]]:
-        """Return copies of a job's caches, and the tokens that they hold."""
         caches, tokens = self._batch.extract_cache([uid])[uid]
         return caches, tokens
 
@@ -408,14 +418,6 @@ class Engine:
         self.metrics.prompt_tokens.inc(len(running.quotation.ids))
         if running.quotation.ids:
             self._emit(running.job, Quoted(len(running.quotation.ids)))
-
-    def _after_decode(self, responses: list[Any]) -> None:
-        for response in responses:
-            with self._fail_job_on_error(response.uid):
-                self._process_token(self._running[response.uid], response)
-            if response.finish_reason is not None:
-                self._forget(response.uid)
-        self.metrics.generated_tokens.inc(len(responses))
 
     def _process_token(self, running: RunningJob, response: Any) -> None:
         running.close_stored()
@@ -492,11 +494,13 @@ class Engine:
         self._finished.clear()
         self._batch.close()
         self._open_batch()
-        self._admit_followers(failed.values())
+        for follower in [job for running in failed.values() for job in running.followers]:
+            self._admit(follower)
 
     def _fail_jobs_with_sampling_errors(self) -> None:
         for uid, running in self._running.items():
-            error = running.sampling_error
+            guards = (running.sampler, *running.processors) if running.is_decoding else ()  # else another job's error
+            error = next((guard.error for guard in guards if guard.error is not None), None)
             if error is not None and uid not in self._finished:
                 log.error("sampling failed", exc_info=error)
                 self._report_failure(running, ModelFailedError(f"sampling failed: {error}"))
@@ -513,17 +517,9 @@ class Engine:
         self.metrics.kv_bytes.set(self._batch.prompt_cache_nbytes)
         self.metrics.memory_bytes.set(mx.get_active_memory())
         self.metrics.kv_fp16_bytes.set(fp16_nbytes)
-        self.metrics.prompt_cache_bytes.set(self._stored_prompts.nbytes)
-        self.metrics.prompt_cache_entries.set(len(self._stored_prompts))
+        self.metrics.prompt_cache_bytes.set(self._stored_prompts.memory.nbytes)
+        self.metrics.prompt_cache_entries.set(len(self._stored_prompts.memory))
 
 
 def _model_failed(error: Exception) -> ModelFailedError:
     return ModelFailedError(f"the model failed: {error}")
-
-
-def _deliver(events: list[tuple[Job, Event | SessionResult]]) -> None:
-    for job, event in events:
-        if isinstance(event, SessionResult):
-            job.session_result.put_nowait(event)
-        else:
-            job.events.put_nowait(event)

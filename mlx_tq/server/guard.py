@@ -12,9 +12,6 @@ from starlette.requests import Request
 
 from mlx_tq.server.api_errors import InvalidRequestError, QueueFullError
 
-_MAX_BODY = 10**7  # if the model states no context length
-_MIN_DEFAULT_MAX_BODY = 2 * 10**6  # room for tools, schemas and several prompts
-_BODY_BYTES_PER_POSITION = 32  # a token is about four bytes, and JSON escapes take up to six per byte
 BODY_TIMEOUT_S = 30.0  # a client that trickles its body must not keep a connection for long
 LARGE_REQUEST_BYTES = 2**16  # tokenizing takes about 0.1 s
 _MAX_QUEUED_BYTES = 2**23  # of all requests in preparation or waiting for it
@@ -31,7 +28,10 @@ def is_loopback(host: str) -> bool:
 
 def default_max_body(positions: int | None) -> int:
     """Return the default `--max-body` for a context length (None: unknown)."""
-    return _MAX_BODY if positions is None else max(_MIN_DEFAULT_MAX_BODY, _BODY_BYTES_PER_POSITION * positions)
+    if positions is None:
+        return 10**7
+    # A token is about four bytes, and JSON escapes take up to six per byte. Tools and schemas need room, too.
+    return max(2 * 10**6, 32 * positions)
 
 
 class Guard:
@@ -62,7 +62,6 @@ class Guard:
             raise InvalidRequestError("the API key is missing or wrong; send `Authorization: Bearer KEY`", status=401)
 
     async def read_body(self, request: Request) -> bytes:
-        """Read the body, up to its limits of size and time."""
         length = request.headers.get("content-length", "")
         message = f"the body is over {self._max_body} bytes; shorten it, or raise --max-body"
         too_large = InvalidRequestError(message, status=413)

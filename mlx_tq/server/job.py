@@ -25,9 +25,6 @@ from mlx_tq.session.transcript import NO_HITS, NO_QUOTATION, Quotation, SearchHi
 
 log = logging.getLogger(__name__)
 
-# Makes the quotation of a turn from the live positions, int64 [N], and the number of tokens recalled by search.
-Quote = Callable[[np.ndarray, int], Quotation]
-
 
 @dataclass(frozen=True)
 class Started:
@@ -86,7 +83,8 @@ class SessionStart:
     cached_tokens: int
     user_start: int = 0  # index, among the new tokens, of the user's words; the quotation goes there
     search_hits: SearchHits = NO_HITS
-    quote: Quote = lambda live, recalled_tokens: NO_QUOTATION
+    # Makes the quotation from the live positions, int64 [N], and the number of tokens recalled by search.
+    quote: Callable[[np.ndarray, int], Quotation] = lambda live, recalled_tokens: NO_QUOTATION
     max_quotation: int = 0  # tokens
 
 
@@ -181,13 +179,6 @@ class RunningJob:
         """All tokens that were recalled before the answer and during it."""
         return self.recalled if self.looks is None else self.looks.result()
 
-    @property
-    def sampling_error(self) -> Exception | None:
-        """The error that this job's processors or sampler raised in the last step."""
-        if not self.is_decoding:  # the shared sampler failed for another job
-            return None
-        return next((guard.error for guard in (self.sampler, *self.processors) if guard.error is not None), None)
-
     def close_stored(self) -> None:
         """Finish storing the prompt, in a thread of its own: no answer waits for the disk."""
         if self.stored is not None:
@@ -196,30 +187,24 @@ class RunningJob:
 
     def next_event(self, response: Any) -> Piece | ApiError:
         """Turn a response of mlx-lm's batch into a piece of the answer, or the error that prevents it."""
+        self.generated += 1
         try:
-            return self._piece(response)
-        except ApiError as error:
-            return error
+            if self.generated == 1 and math.isnan(response.logprobs[response.token].item()):
+                return ModelFailedError(
+                    "the model failed: its logits are NaN; check its weights, or load it in bfloat16 or float32"
+                )
+            text, stopped = self._decode(response.token, response.finish_reason)
+            if self.job.constraint is not None:
+                self.job.constraint.check()
+            finish_reason = "stop" if stopped else response.finish_reason
+            logprob, top_logprobs = self._logprobs(response)
+            recalled = None if finish_reason is None else self.total_recalled
+            return Piece(text, logprob, top_logprobs, finish_reason, self.job.index, recalled)
+        except GrammarError as error:
+            return InvalidRequestError(str(error), "response_format")
         except Exception as error:
             log.exception("cannot decode the text of an answer")
             return ModelFailedError(f"the model failed: {error}")
-
-    def _piece(self, response: Any) -> Piece:
-        self.generated += 1
-        if self.generated == 1 and math.isnan(response.logprobs[response.token].item()):
-            raise ModelFailedError(
-                "the model failed: its logits are NaN; check its weights, or load it in bfloat16 or float32"
-            )
-        text, stopped = self._decode(response.token, response.finish_reason)
-        try:
-            if self.job.constraint is not None:
-                self.job.constraint.check()
-        except GrammarError as error:
-            raise InvalidRequestError(str(error), "response_format") from error
-        finish_reason = "stop" if stopped else response.finish_reason
-        logprob, top_logprobs = token_logprobs(response, self.job.logprobs)
-        recalled = None if finish_reason is None else self.total_recalled
-        return Piece(text, logprob, top_logprobs, finish_reason, self.job.index, recalled)
 
     def _decode(self, token: int, finish_reason: str | None) -> tuple[str, bool]:
         """Return the text that is certain after a token, and whether a stop sequence ended it."""
@@ -235,12 +220,11 @@ class RunningJob:
             text += rest
         return text, stopped
 
-
-def token_logprobs(response: Any, count: int | None) -> tuple[TokenLogprob | None, tuple[TokenLogprob, ...]]:
-    """Return the log-probabilities of the token and of the `count` most likely ones."""
-    if count is None:
-        return None, ()
-    logprobs = response.logprobs.astype(mx.float32)
-    best: Any = mx.argsort(-logprobs)[:count].tolist() if count else []
-    chosen, *top = (TokenLogprob(token, logprobs[token].item()) for token in [response.token, *best])
-    return chosen, tuple(entry for entry in top if entry.logprob > -math.inf)  # a constraint may allow fewer tokens
+    def _logprobs(self, response: Any) -> tuple[TokenLogprob | None, tuple[TokenLogprob, ...]]:
+        """Return the log-probabilities of the token and of the most likely ones, if the job reports them."""
+        if (count := self.job.logprobs) is None:
+            return None, ()
+        logprobs = response.logprobs.astype(mx.float32)
+        best: Any = mx.argsort(-logprobs)[:count].tolist() if count else []
+        chosen, *top = (TokenLogprob(token, logprobs[token].item()) for token in [response.token, *best])
+        return chosen, tuple(entry for entry in top if entry.logprob > -math.inf)  # a constraint may allow fewer tokens

@@ -6,8 +6,6 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Metrics:
-    """Counters and gauges, in a registry of their own."""
-
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
 

@@ -1,7 +1,6 @@
 """`ModelService`: what the server offers, without HTTP. Requests become jobs, and an answer for their events."""
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,7 +38,7 @@ AnyRequest = ChatRequest | CompletionRequest
 
 
 class ModelService:
-    """One model, and the defaults of its requests. `plan` and `memory` are None where nothing is compressed."""
+    """One model, and the defaults of its requests. `plan` is None where nothing is compressed."""
 
     def __init__(
         self,
@@ -47,28 +46,22 @@ class ModelService:
         model: Any,
         tokenizer: Any,
         plan: Plan | None,
-        memory: int | None,
+        limits: EngineLimits,
         prefix_cache: PrefixCache | None,
         ranks: Ranks,
     ) -> None:
         args, service, self.metrics = request.args, request.rescue.service, Metrics()
-        self.name, self.created = _public_name(args.model), int(time.time())
-        self._tokenizer, self._plan, self._memory = tokenizer, plan, memory
+        name = args.model or EMBEDDED
+        # Clients see the name of a folder, not where it is.
+        self.name = Path(name).resolve().name if args.model is not None and Path(name).exists() else name
+        self.created = int(time.time())
+        self._tokenizer, self._plan, self._memory = tokenizer, plan, limits.memory
         self.positions = position_limit(model)
         self._prompt_builder = PromptBuilder(tokenizer, args.chat_template_args, self.positions)
         self.rescue = ranks.run_on_first(lambda: None if service == OFF else RescueClient(open_service(service)))
-        self.sessions = Sessions(
-            args.sessions,
-            args.max_queue,
-            self._prompt_builder,
-            request.rescue,
-            self.rescue,
-            self.positions,
-            self.metrics,
-        )
+        self.sessions = Sessions(request, self._prompt_builder, self.rescue, self.positions, self.metrics)
         self._grammars = Grammars(tokenizer)
         self.response_formats = ResponseFormats(self._grammars, args.max_queue, allow_lark=args.allow_lark)
-        limits = engine_limits(args, memory)
         self.engine = Engine(model, tokenizer, request.config, plan, limits, self.metrics, self.sessions, prefix_cache)
         self._sampling = Sampling(args.temp, args.top_p, args.top_k, args.min_p)
         self._max_tokens = args.max_tokens
@@ -176,20 +169,20 @@ class ModelService:
 
     def report(self) -> dict[str, Any]:
         """Return the model, defaults and how caches are stored, for /v1/plan; it contains no path of this machine."""
-        return {
+        report = {
             "model": self.name,
             "context_length": self.positions,
             "temperature": self._sampling.temperature,
             "max_tokens": self._max_tokens,
             "sessions": self.sessions.limit,
             "rescue": self.rescue is not None,
-            "plan": self._plan and self._plan_report(self._plan),
+            "plan": None,
         }
-
-    def _plan_report(self, plan: Plan) -> dict[str, Any]:
+        if (plan := self._plan) is None:
+            return report
         groups = groupby(plan.layers, key=lambda layer: (layer.spec.keys, layer.spec.value))
         spec, eviction = plan.layers[0].spec, plan.eviction
-        return {
+        report["plan"] = {
             "layers": [{"count": len(list(layers)), "key": key, "value": value} for (key, value), layers in groups],
             "other_layers": len(plan.classes) - len({layer.slot.index for layer in plan.layers}),
             "sinks": spec.sinks,
@@ -204,6 +197,7 @@ class ModelService:
                 "recall": eviction.config.recalls,
             },
         }
+        return report
 
     def session_report(self, result: SessionResult) -> dict[str, Any]:
         """Return what a session holds after an answer. The quoted text is the client's own."""
@@ -226,22 +220,3 @@ class ModelService:
             "fp16_bytes": stats.fp16_nbytes,
             "quoted": [{"start": start, "stop": stop, "text": text} for (start, stop), text in quoted],
         }
-
-
-def engine_limits(args: Any, memory: int | None) -> EngineLimits:
-    return EngineLimits(
-        concurrency=args.decode_concurrency,
-        prompt_concurrency=args.prompt_concurrency,
-        queue=args.max_queue,
-        prefill_step_size=args.prefill_step_size,
-        prompt_cache_size=args.prompt_cache_size,
-        prompt_cache_bytes=args.prompt_cache_bytes or sys.maxsize,
-        memory=memory,
-    )
-
-
-def _public_name(model: str | None) -> str:
-    """Return the model's name for clients; of a folder, not where it is."""
-    if model is None:
-        return EMBEDDED
-    return Path(model).resolve().name if Path(model).exists() else model

@@ -4,6 +4,7 @@ import logging
 import signal
 import socket
 import sys
+from dataclasses import replace
 from typing import Any
 
 import uvicorn
@@ -20,11 +21,12 @@ from mlx_tq.prefix_cache.folder import Folder
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.plan import Plan
+from mlx_tq.server.admission import EngineLimits
 from mlx_tq.server.app import Api
 from mlx_tq.server.engine import Engine
 from mlx_tq.server.guard import Guard, default_max_body
 from mlx_tq.server.metrics import Metrics
-from mlx_tq.server.model_service import ModelService, engine_limits
+from mlx_tq.server.model_service import ModelService
 from mlx_tq.server.stored_prompts import salt_of
 
 log = logging.getLogger(__name__)
@@ -36,10 +38,9 @@ _SHOWN_TOKENS = 8192  # context for which the bytes of the cache are shown
 
 def follow(request: Request, folder: Folder | None, ranks: Ranks) -> None:
     """Load this rank's part of the model, and follow the first rank until it ends."""
-    model, tokenizer, plan, memory, prefix_cache = _load(request, folder, "", ranks)
+    model, tokenizer, plan, limits, prefix_cache = _load(request, folder, "", ranks)
     ranks.run_on_first(lambda: None)  # opens the rescue service
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank gets it too, and ends all ranks
-    limits = engine_limits(request.args, memory)
     Engine(model, tokenizer, request.config, plan, limits, Metrics(), prefix_cache=prefix_cache).serve()
 
 
@@ -79,8 +80,8 @@ def serve(request: Request, api_key: str | None, folder: Folder | None, listener
 
 def _load(
     request: Request, folder: Folder | None, salt: str, ranks: Ranks
-) -> tuple[Any, Any, Plan | None, int | None, PrefixCache | None]:
-    """Return model and tokenizer and, if caches are compressed, the plan, their bytes and the prefix cache."""
+) -> tuple[Any, Any, Plan | None, EngineLimits, PrefixCache | None]:
+    """Return model, tokenizer, the plan if caches are compressed, limits, and the prefix cache if there is one."""
     args = request.args
     template = {"chat_template": args.chat_template} if args.chat_template else {}
     model, tokenizer = load_model(args, request.config, ranks=ranks, **template)
@@ -92,10 +93,18 @@ def _load(
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise ConfigError(f"--chat-template cannot be used: {error}. Give the text of a Jinja template.") from error
     salt = ranks.broadcast(lambda: salt)
+    limits = EngineLimits(
+        concurrency=args.decode_concurrency,
+        prompt_concurrency=args.prompt_concurrency,
+        queue=args.max_queue,
+        prefill_step_size=args.prefill_step_size,
+        prompt_cache_size=args.prompt_cache_size,
+        prompt_cache_bytes=args.prompt_cache_bytes or sys.maxsize,
+    )
     if request.config.is_off:
-        return model, tokenizer, None, None, None
+        return model, tokenizer, None, limits, None
     plan = plan_caches(model, request.config)
     show_plan(plan, min(_SHOWN_TOKENS, position_limit(model) or _SHOWN_TOKENS))
-    memory = ranks.min(args.kv_memory_limit or free_memory())
+    limits = replace(limits, memory=ranks.min(args.kv_memory_limit or free_memory()))
     prefix_cache = None if folder is None else PrefixCache(model, plan, folder, log.warning, salt)
-    return model, tokenizer, plan, memory, prefix_cache
+    return model, tokenizer, plan, limits, prefix_cache

@@ -74,14 +74,22 @@ class PromptBuilder:
         prefill = str(messages.pop()["content"]) if request.prefill else ""
         if not messages:
             raise InvalidRequestError("the only message is the start of the answer; add a user message", "messages")
-        if prefill:
-            text = self._render_prefilled(messages, prefill, options)
+        if prefill:  # the prompt ends with it, as the template shows any answer
+            marker = f"Q{secrets.token_hex(8)}A"
+            text = self._render([*messages, {"role": "assistant", "content": marker}], **options)
+            before, separator, _ = text.partition(marker)
+            if not separator:
+                raise InvalidRequestError("the model's chat template does not show assistant messages", "messages")
+            text = before + prefill
         else:
             text = self._render(messages, add_generation_prompt=True, **options)
         ids = self._encode(text, "messages")
         if not ids:
             raise InvalidRequestError("the tokenizer makes no tokens of the messages", "messages")
-        reasoning_start = self._reasoning_start(ids)
+        reasoning_start = len(ids)  # where the template opens the reasoning, which later turns leave out
+        if self.tokenizer.has_thinking:
+            start = int(self.tokenizer.rfind_think_start(ids, start=len(ids) - _TAIL))
+            reasoning_start = start if start > 0 else len(ids)
         system_end = min(self._system_end(messages, ids, options), reasoning_start)
         kinds = {system_end: "system", len(ids): "assistant", reasoning_start: "user"}  # by the segment's end
         ends = sorted(kinds.keys() - {0})
@@ -93,7 +101,6 @@ class PromptBuilder:
         )
 
     def render_input(self, request: ChatRequest) -> tuple[list[Message], dict[str, Any]]:
-        """Return the messages and options for the chat template."""
         if not self.tokenizer.has_chat_template:
             raise InvalidRequestError(
                 "the model has no chat template; use /v1/completions, or start the server with --chat-template"
@@ -152,15 +159,6 @@ class PromptBuilder:
             message = f"the model's chat template refuses this conversation: {error}"
             raise InvalidRequestError(message, "messages") from error
 
-    def _render_prefilled(self, messages: list[Message], prefill: str, options: dict[str, Any]) -> str:
-        """Render up to the end of a partial answer, as the template shows any answer."""
-        marker = f"Q{secrets.token_hex(8)}A"
-        text = self._render([*messages, {"role": "assistant", "content": marker}], **options)
-        before, separator, _ = text.partition(marker)
-        if not separator:
-            raise InvalidRequestError("the model's chat template does not show assistant messages", "messages")
-        return before + prefill
-
     def _system_end(self, messages: list[Message], ids: list[int], options: dict[str, Any]) -> int:
         """Return how many tokens all conversations with these system messages share."""
         count = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
@@ -172,13 +170,6 @@ class PromptBuilder:
         except InvalidRequestError:
             return 0
         return next((n for n, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), 0)
-
-    def _reasoning_start(self, ids: list[int]) -> int:
-        """Return where the template opens the reasoning, which later turns leave out; the end if it does not."""
-        if not self.tokenizer.has_thinking:
-            return len(ids)
-        start = self.tokenizer.rfind_think_start(ids, start=len(ids) - _TAIL)
-        return int(start) if start > 0 else len(ids)
 
     def _state(self, ids: list[int]) -> str:
         tokenizer = self.tokenizer

@@ -8,7 +8,7 @@ from weakref import WeakSet, WeakValueDictionary
 from mlx_tq.grammar.constraint import CompiledGrammar, Grammars
 from mlx_tq.grammar.grammar_source import GrammarError, GrammarSource, Syntax
 from mlx_tq.server.api_errors import InvalidRequestError, QueueFullError
-from mlx_tq.server.schemas import ChatRequest, GrammarFormat, ObjectFormat, SchemaFormat, TextFormat
+from mlx_tq.server.schemas import ChatRequest, GrammarFormat, ObjectFormat, TextFormat
 
 _PARAM = "response_format"
 _SLOTS = 4  # grammars compiled at once
@@ -45,11 +45,17 @@ class ResponseFormats:
                 "or restart the server with --allow-lark",
                 f"{_PARAM}.syntax",
             )
-        param, syntax, text = _grammar_text(response_format)
+        syntax: Syntax = "json_schema"
+        if isinstance(response_format, GrammarFormat):
+            param, syntax, text = "definition", response_format.syntax, response_format.definition
+        elif isinstance(response_format, ObjectFormat):
+            param, text = "schema", json.dumps(response_format.schema_ or {"type": "object"})
+        else:
+            param, text = "json_schema.schema", json.dumps(response_format.json_schema.schema_)
         try:
             return await self._compile(GrammarSource(syntax, text), client)
         except GrammarError as error:
-            path = ".".join([param, *(key[:_MAX_KEY] for key in error.path)])
+            path = ".".join([_PARAM, param, *(key[:_MAX_KEY] for key in error.path)])
             raise InvalidRequestError(f"{path}: {error}", path) from error
 
     async def _compile(self, source: GrammarSource, client: str) -> CompiledGrammar:
@@ -67,12 +73,3 @@ class ResponseFormats:
         finally:
             self._pending[client] -= 1
             self._pending += Counter()  # forgets clients without requests
-
-
-def _grammar_text(response_format: ObjectFormat | SchemaFormat | GrammarFormat) -> tuple[str, Syntax, str]:
-    """Return the argument that holds the grammar, its syntax and its text."""
-    if isinstance(response_format, GrammarFormat):
-        return f"{_PARAM}.definition", response_format.syntax, response_format.definition
-    if isinstance(response_format, ObjectFormat):
-        return f"{_PARAM}.schema", "json_schema", json.dumps(response_format.schema_ or {"type": "object"})
-    return f"{_PARAM}.json_schema.schema", "json_schema", json.dumps(response_format.json_schema.schema_)

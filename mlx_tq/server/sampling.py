@@ -13,8 +13,6 @@ from mlx_tq.server.schemas import GenerationRequest
 
 Sampler = Callable[[mx.array], mx.array]  # log-probabilities [B, V] -> tokens [B]
 
-_MAX_TOKEN_ID_DIGITS = 10  # int() raises ValueError above 4,300 digits
-
 
 @dataclass(frozen=True)
 class Sampling:
@@ -37,38 +35,40 @@ class Sampling:
         """
         if self.temperature == 0:
             return greedy_sampler  # type: ignore[no-any-return]
-        return _shared_sampler(self, vocabulary) if seed is None else _RandomSampler(self, vocabulary, seed)
+        return _shared_sampler(self, vocabulary) if seed is None else _random_sampler(self, vocabulary, seed)
 
 
-class _RandomSampler:
-    def __init__(self, sampling: Sampling, vocabulary: int, seed: int | None = None) -> None:
-        self._filters: list[Sampler] = []
-        if 0 < sampling.top_p < 1:
-            self._filters.append(partial(apply_top_p, top_p=sampling.top_p))
-        if sampling.min_p > 0:
-            self._filters.append(partial(apply_min_p, min_p=sampling.min_p))
-        if 0 < sampling.top_k < vocabulary:
-            self._filters.append(partial(apply_top_k, top_k=sampling.top_k))
-        self._temperature, self._seed = sampling.temperature, seed
-        self._key: mx.array | None = None
+def _random_sampler(sampling: Sampling, vocabulary: int, seed: int | None = None) -> Sampler:
+    filters: list[Sampler] = []
+    if 0 < sampling.top_p < 1:
+        filters.append(partial(apply_top_p, top_p=sampling.top_p))
+    if sampling.min_p > 0:
+        filters.append(partial(apply_min_p, min_p=sampling.min_p))
+    if 0 < sampling.top_k < vocabulary:
+        filters.append(partial(apply_top_k, top_k=sampling.top_k))
+    next_key: mx.array | None = None
 
-    def __call__(self, logprobs: mx.array) -> mx.array:
+    def sample(logprobs: mx.array) -> mx.array:
+        nonlocal next_key
         key = None
-        if self._seed is not None:
+        if seed is not None:
             # The first key is not made earlier, because an array belongs to the thread that makes it.
-            self._key, key = mx.random.split(mx.random.key(self._seed) if self._key is None else self._key)
-        for apply_filter in self._filters:
+            next_key, key = mx.random.split(mx.random.key(seed) if next_key is None else next_key)
+        for apply_filter in filters:
             logprobs = apply_filter(logprobs)
-        return mx.random.categorical(logprobs * (1 / self._temperature), key=key)
+        return mx.random.categorical(logprobs * (1 / sampling.temperature), key=key)
+
+    return sample
 
 
-_shared_sampler = lru_cache(maxsize=256)(_RandomSampler)
+_shared_sampler = lru_cache(maxsize=256)(_random_sampler)
 
 
 def logits_processors(request: GenerationRequest, vocabulary: int) -> list[Any]:
     """Return mlx-lm's processors for the penalties and biases of a request; refuse biases of unknown tokens."""
     for token in request.logit_bias or ():
-        is_number = token.isascii() and token.isdigit() and len(token) <= _MAX_TOKEN_ID_DIGITS
+        # int() raises ValueError above 4,300 digits.
+        is_number = token.isascii() and token.isdigit() and len(token) <= 10
         if not (is_number and int(token) < vocabulary):
             message = f"logit_bias names the token {token[:20]!r}; tokens are 0 to {vocabulary - 1}"
             raise InvalidRequestError(message, "logit_bias")
@@ -104,14 +104,6 @@ class Guarded:
             self.error = error
             return harmless
         return result
-
-
-def guarded_sampler(sampler: Sampler) -> Guarded:
-    """Return a sampler that falls back to argmax.
-
-    mlx-lm samples rows that have the same sampler at once, so jobs that share a sampler share its guard.
-    """
-    return Guarded(sampler, partial(mx.argmax, axis=-1))
 
 
 def guarded_processors(processors: Sequence[Any]) -> Guarded:

@@ -22,7 +22,6 @@ from pydantic_core import from_json
 from mlx_tq.rescue import MAX_TEXT
 from mlx_tq.server.api_errors import ApiError, InvalidRequestError
 
-MAX_PROMPTS = 128
 _MAX_ERRORS = 3  # that one response reports
 _MAX_NAME = 100  # characters of a name from the request that an error repeats
 _MIN_REPETITION_PENALTY = 0.01  # logits are divided by it, and must stay finite in float16
@@ -41,6 +40,17 @@ Element = TypeVar("Element")
 # Validation stops at the first wrong element, so that the number of errors does not grow with the request.
 FailFastList = Annotated[list[Element], Field(fail_fast=True)]
 FailFastDict = Annotated[dict[str, Element], Field(fail_fast=True)]
+
+
+def _requires(flag: str) -> AfterValidator:
+    """Refuse a value that is set while an earlier field `flag` is not true."""
+
+    def check(value: Element, info: ValidationInfo) -> Element:
+        if value and not info.data.get(flag):
+            raise ValueError(f"requires {flag}=true")
+        return value
+
+    return AfterValidator(check)
 
 
 def _check_repetition_penalty(penalty: float) -> float:
@@ -174,13 +184,11 @@ _BOOKKEEPING = ("user", "metadata", "store", "service_tier", "safety_identifier"
 
 
 class GenerationRequest(Strict):
-    """Arguments of chats and completions."""
-
     ignored = (*_BOOKKEEPING, "reasoning_effort")
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: Annotated[StreamOptions | None, _requires("stream")] = None
     max_tokens: Count | None = None
     temperature: Temperature | None = None
     top_p: Probability | None = None
@@ -194,13 +202,6 @@ class GenerationRequest(Strict):
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     stop: Stop | Annotated[FailFastList[Stop], Field(max_length=16)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-
-    @field_validator("stream_options")
-    @classmethod
-    def _require_stream(cls, options: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
-        if options is not None and not info.data.get("stream"):
-            raise ValueError("requires stream=true")
-        return options
 
     @property
     def stops(self) -> list[str]:
@@ -216,25 +217,16 @@ class GenerationRequest(Strict):
 
 
 class ChatRequest(GenerationRequest):
-    """The body of a request to /v1/chat/completions."""
-
     messages: Annotated[FailFastList[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     tools: FailFastList[FunctionTool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     logprobs: bool | None = None
-    top_logprobs: TopLogprobs | None = None
+    top_logprobs: Annotated[TopLogprobs | None, _requires("logprobs")] = None
     response_format: ResponseFormat | None = None
     modalities: FailFastList[Literal["text"]] | None = None
     chat_template_kwargs: FailFastDict[str | int | float | bool | None] | None = None
-
-    @field_validator("top_logprobs")
-    @classmethod
-    def _require_logprobs(cls, count: int | None, info: ValidationInfo) -> int | None:
-        if count and not info.data.get("logprobs"):
-            raise ValueError("requires logprobs=true")
-        return count
 
     @property
     def answer_tokens(self) -> int | None:
@@ -248,9 +240,7 @@ class ChatRequest(GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    """The body of a request to /v1/completions."""
-
-    prompt: PromptInput | Annotated[FailFastList[PromptInput], Field(min_length=1, max_length=MAX_PROMPTS)]
+    prompt: PromptInput | Annotated[FailFastList[PromptInput], Field(min_length=1, max_length=128)]
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     suffix: None = None
@@ -268,8 +258,6 @@ EmbeddingInput = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
 
 
 class EmbeddingRequest(Strict):
-    """The body of a request to /v1/embeddings."""
-
     ignored = ("user",)
 
     model: str | None = None
@@ -374,25 +362,6 @@ class ResponseRequest(Strict):
     metadata: dict[str, Any] | None = None
 
     def to_chat(self) -> ChatRequest:
-        messages = self._messages()
-        if not messages:
-            raise InvalidRequestError("the input has no message; send at least one", "input")
-        logprobs = "message.output_text.logprobs" in (self.include or [])
-        if self.top_logprobs and not logprobs:
-            message = "top_logprobs: requires message.output_text.logprobs in include"
-            raise InvalidRequestError(message, "top_logprobs")
-        tools = [tool.model_dump(exclude_none=True, exclude={"type", "strict"}) for tool in self.tools or []]
-        body = {
-            **self.model_dump(include={"model", "temperature", "top_p", "stream", "top_logprobs", "tool_choice"}),
-            "messages": messages,
-            "max_tokens": self.max_output_tokens,
-            "logprobs": logprobs,
-            "response_format": self._response_format(),
-            "tools": [{"type": "function", "function": tool} for tool in tools] or None,
-        }
-        return ChatRequest.model_validate(body)
-
-    def _messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
@@ -407,15 +376,27 @@ class ResponseRequest(Strict):
                 messages[-1].setdefault("tool_calls", []).append(call)
             elif isinstance(item, CallOutputItem):
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _join(item.output)})
-        return messages
-
-    def _response_format(self) -> dict[str, Any] | None:
-        if self.text is None or self.text.format is None:
-            return None
-        fields = self.text.format.model_dump(by_alias=True, exclude_none=True)
-        if fields["type"] == "json_schema":
-            return {"type": fields.pop("type"), "json_schema": fields}
-        return fields
+        if not messages:
+            raise InvalidRequestError("the input has no message; send at least one", "input")
+        logprobs = "message.output_text.logprobs" in (self.include or [])
+        if self.top_logprobs and not logprobs:
+            message = "top_logprobs: requires message.output_text.logprobs in include"
+            raise InvalidRequestError(message, "top_logprobs")
+        response_format = None
+        if self.text is not None and self.text.format is not None:
+            response_format = self.text.format.model_dump(by_alias=True, exclude_none=True)
+            if response_format["type"] == "json_schema":
+                response_format = {"type": response_format.pop("type"), "json_schema": response_format}
+        tools = [tool.model_dump(exclude_none=True, exclude={"type", "strict"}) for tool in self.tools or []]
+        body = {
+            **self.model_dump(include={"model", "temperature", "top_p", "stream", "top_logprobs", "tool_choice"}),
+            "messages": messages,
+            "max_tokens": self.max_output_tokens,
+            "logprobs": logprobs,
+            "response_format": response_format,
+            "tools": [{"type": "function", "function": tool} for tool in tools] or None,
+        }
+        return ChatRequest.model_validate(body)
 
 
 def _join(content: Texts) -> str:

@@ -15,7 +15,7 @@ from functools import partial
 from threading import RLock
 from typing import Any
 
-from mlx_tq.config import RescueConfig
+from mlx_tq.cli.options import Request
 from mlx_tq.prompt_cache.layer_group import layer_group_of
 from mlx_tq.rescue import RescueClient
 from mlx_tq.server.api_errors import InvalidRequestError, QueueFullError
@@ -62,22 +62,21 @@ class SessionTurn:
 
 
 class Sessions:
-    """All sessions: up to `limit`, the least recently used are evicted first. `client` is None without rescue."""
+    """All sessions: the least recently used are dropped first. `client` is None without rescue."""
 
     def __init__(
         self,
-        limit: int,
-        max_waiting: int,
+        settings: Request,
         prompt_builder: PromptBuilder,
-        rescue: RescueConfig,
         client: RescueClient | None,
         positions: int | None,
         metrics: Metrics,
     ) -> None:
-        self.limit, self._max_waiting, self._prompt_builder = limit, max_waiting, prompt_builder
-        self._rescue, self._client, self._metrics = rescue, client, metrics
+        self.limit, self._max_waiting = settings.args.sessions, settings.args.max_queue
+        self._prompt_builder, self._rescue = prompt_builder, settings.rescue
+        self._client, self._metrics = client, metrics
         self._plain = PlainText(prompt_builder.tokenizer)
-        self._quotation_limit = quotation_limit(rescue, positions)
+        self._quotation_limit = quotation_limit(settings.rescue, positions)
         self._sessions: OrderedDict[str, ServerSession] = OrderedDict()
         self._to_forget: list[str] = []  # ids whose text the rescue service still has
         self._lock = RLock()  # the web side and the engine's thread both drop sessions

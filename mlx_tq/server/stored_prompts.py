@@ -18,7 +18,7 @@ _MODEL_KEY = "model"  # mlx-lm's prompt cache could hold several models
 _RESTORE_COST = 0.05
 # A prompt may take this share longer to its first token if that lets it be stored.
 _MAX_DELAY = 1 / 8
-_MIN_STORED = 32  # prefilling fewer tokens than this is faster than storing them
+MIN_STORED = 32  # prefilling fewer tokens than this is faster than storing them
 
 
 @dataclass(frozen=True)
@@ -34,27 +34,14 @@ class StoredPrompts:
     """Finds and stores caches of prompts and answers; in memory, the least recently used are evicted first."""
 
     def __init__(self, size: int, nbytes: int, prefix_cache: PrefixCache | None, prefill_step_size: int) -> None:
-        self._memory = LRUPromptCache(size, nbytes)
+        self.memory = LRUPromptCache(size, nbytes)
         self._prefix_cache, self._step = prefix_cache, prefill_step_size
-
-    def __len__(self) -> int:
-        return len(self._memory)
-
-    @property
-    def nbytes(self) -> int:
-        return int(self._memory.nbytes)
-
-    def trim_to(self, nbytes: int) -> None:
-        self._memory.trim_to(n_bytes=nbytes)
-
-    def clear(self) -> None:
-        self._memory.trim_to(n_sequences=0)
 
     def insert(self, tokens: list[int], caches: list[Any], kind: str) -> None:
         """Store caches that hold `tokens` in memory; `kind` is mlx-lm's: the role of the last segment."""
         release(caches)
         log_archive_warning(caches)
-        self._memory.insert_cache(_MODEL_KEY, list(tokens), caches, cache_type=kind)
+        self.memory.insert_cache(_MODEL_KEY, list(tokens), caches, cache_type=kind)
 
     def find(self, job: Job, unread: int, *, alone: bool = False) -> PromptSource:
         """Return the best source of a prompt except for its last `unread` tokens.
@@ -84,7 +71,7 @@ class StoredPrompts:
         if len(lookup) <= 1:
             return None, 0
         try:
-            caches, rest = self._memory.fetch_nearest_cache(_MODEL_KEY, lookup)
+            caches, rest = self.memory.fetch_nearest_cache(_MODEL_KEY, lookup)
         except CacheFormatError:  # the shared prefix lost tokens that are not archived
             return None, 0
         if caches is None or rest:
@@ -99,11 +86,6 @@ def _stored_prompt(prefix_cache: PrefixCache, prompt: Prompt, unread: int, step:
     segments = prompt.segments
     system = len(segments[0]) if len(segments) > 1 and prompt.kinds[0] == "system" else 0
     return prefix_cache.prompt([*segments[:-1], segments[-1][:-unread]], step, system)
-
-
-def is_worth_storing(stored: CachedPrompt, stop: int) -> bool:
-    """Return whether the first `stop` tokens, all prefilled, end a step that is worth storing."""
-    return stop - stored.last_checkpoint >= _MIN_STORED and stored.can_store(stop)
 
 
 def salt_of(api_key: str | None, *, shared: bool) -> str:

@@ -1,1 +1,1 @@
-"""The commands of `mlx-tq-rescue`, one file each: its `run` takes the settings and the command's own arguments."""
+"""The commands of `mlx-tq-rescue`: functions that take the settings and the command's own arguments."""

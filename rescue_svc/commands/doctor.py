@@ -6,7 +6,6 @@ import json
 import platform
 import sqlite3
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from importlib.metadata import version
 
 from rescue_svc.embed import choose_embedder
@@ -17,47 +16,28 @@ from rescue_svc.opening import open_all
 from rescue_svc.settings import Settings
 
 
-@dataclass(frozen=True)
-class Finding:
-    what: str
-    ok: bool
-    says: str
-
-
 def run(settings: Settings, as_json: bool = False) -> None:
-    findings = examine(settings)
+    """Check everything that the service needs. A store that was not closed cleanly is verified when it is opened."""
+    findings = []
+    for what, describe in CHECKS.items():
+        try:
+            ok, says = True, describe(settings)
+        except RescueServiceError as error:
+            ok, says = False, str(error)
+        findings.append({"what": what, "ok": ok, "says": says})
+        if not as_json:
+            print(f"{'ok ' if ok else 'BAD'} {what:<9} {says}")
     if as_json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=2))
-    else:
-        for finding in findings:
-            print(f"{'ok ' if finding.ok else 'BAD'} {finding.what:<9} {finding.says}")
-    if not all(finding.ok for finding in findings):
+        print(json.dumps(findings, indent=2))
+    if not all(finding["ok"] for finding in findings):
         raise RescueServiceError("something does not work; the lines marked BAD say what to do")
 
 
-def examine(settings: Settings) -> list[Finding]:
-    """Check everything that the service needs. A store that was not closed cleanly is verified when it is opened."""
-    return [
-        Finding("python", True, f"{platform.python_version()} on {platform.platform(terse=True)}"),
-        _examine_sqlite(),
-        _examine("index", lambda: _describe_index(settings)),
-        _examine("embedder", lambda: _describe_embedder(settings)),
-        _examine("store", lambda: _describe_store(settings)),
-    ]
-
-
-def _examine(what: str, describe: Callable[[], str]) -> Finding:
-    try:
-        return Finding(what, True, describe())
-    except RescueServiceError as error:
-        return Finding(what, False, str(error))
-
-
-def _examine_sqlite() -> Finding:
+def _describe_sqlite(settings: Settings) -> str:
     options = {row[0] for row in sqlite3.connect(":memory:").execute("PRAGMA compile_options")}
-    ok = "ENABLE_FTS5" in options
-    says = f"{sqlite3.sqlite_version}, FTS5 {'built in' if ok else 'missing: use a Python whose SQLite has it'}"
-    return Finding("sqlite", ok, says)
+    if "ENABLE_FTS5" not in options:
+        raise RescueServiceError(f"{sqlite3.sqlite_version}, FTS5 missing: use a Python whose SQLite has it")
+    return f"{sqlite3.sqlite_version}, FTS5 built in"
 
 
 def _describe_index(settings: Settings) -> str:
@@ -90,3 +70,12 @@ def _describe_store(settings: Settings) -> str:
     store.close()
     intact = ", all intact" if settings.store is None else ""
     return f"{store.describe()}: {len(sessions)} sessions, {sum(s.spans for s in sessions)} spans{intact}"
+
+
+CHECKS: dict[str, Callable[[Settings], str]] = {
+    "python": lambda _: f"{platform.python_version()} on {platform.platform(terse=True)}",
+    "sqlite": _describe_sqlite,
+    "index": _describe_index,
+    "embedder": _describe_embedder,
+    "store": _describe_store,
+}

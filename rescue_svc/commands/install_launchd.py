@@ -13,8 +13,23 @@ LABEL = "com.mlx-tq.rescue"
 
 
 def run(settings: Settings, print_only: bool = False) -> None:
-    logs = Path.home() / "Library" / "Logs"
-    job = make_job(Path(sys.argv[0]).resolve(), settings, logs)
+    """Write the property list of a job that is restarted when it fails, or print it.
+
+    The token is not in it, because every program of the user can read the file; a service on loopback needs none.
+    """
+    arguments = ["serve", "--data-dir", str(settings.data_dir), "--port", str(settings.port)]
+    job = plistlib.dumps(
+        {
+            "Label": LABEL,
+            "ProgramArguments": [str(Path(sys.argv[0]).resolve()), *arguments, "--embedder", settings.embedder],
+            "RunAtLoad": True,
+            "KeepAlive": {"SuccessfulExit": False},
+            "ThrottleInterval": 10,
+            "ProcessType": "Background",
+            "StandardErrorPath": str(Path.home() / "Library" / "Logs" / "mlx-tq-rescue.log"),
+            "Umask": 0o077,
+        }
+    )
     if print_only:
         sys.stdout.buffer.write(job)
         return
@@ -24,23 +39,3 @@ def run(settings: Settings, print_only: bool = False) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(job)
     print(f"{path} written; start it now with: launchctl bootstrap gui/$(id -u) {path}")
-
-
-def make_job(program: Path, settings: Settings, logs: Path) -> bytes:
-    """Return the property list of a job that is restarted when it fails.
-
-    The token is not in it, because every program of the user can read the file; a service on loopback needs none.
-    """
-    arguments = [str(program), "serve", "--data-dir", str(settings.data_dir), "--port", str(settings.port)]
-    return plistlib.dumps(
-        {
-            "Label": LABEL,
-            "ProgramArguments": [*arguments, "--embedder", settings.embedder],
-            "RunAtLoad": True,
-            "KeepAlive": {"SuccessfulExit": False},
-            "ThrottleInterval": 10,
-            "ProcessType": "Background",
-            "StandardErrorPath": str(logs / "mlx-tq-rescue.log"),
-            "Umask": 0o077,
-        }
-    )

@@ -58,18 +58,20 @@ class Shutdown:
 
     def follow_stdin(self) -> None:
         """End with standard input, a pipe whose other end closes when the parent ends or is killed."""
-        threading.Thread(target=self._watch, daemon=True, args=[sys.stdin is not None]).start()
+        is_open = sys.stdin is not None
+
+        def watch() -> None:
+            with suppress(OSError):  # such as a terminal that was closed
+                while is_open and os.read(0, 4096):
+                    pass
+            self._request()
+
+        threading.Thread(target=watch, daemon=True).start()
 
     def serve(self, server: uvicorn.Server, listener: socket.socket) -> None:
         self._server = server  # before the check: a signal between the two reaches the server
         if not self._is_requested:
             server.run(sockets=[listener])
-
-    def _watch(self, is_open: bool) -> None:
-        with suppress(OSError):  # such as a terminal that was closed
-            while is_open and os.read(0, 4096):
-                pass
-        self._request()
 
     def _request(self, number: int | None = None) -> None:
         self._is_requested = True

@@ -9,6 +9,13 @@ import numpy.typing as npt
 Vectors = npt.NDArray[np.float32]
 
 
+def normalize_rows(vectors: Vectors) -> Vectors:
+    """Return the rows [N, D] scaled to length 1; a row of zeros stays as it is."""
+    matrix: Vectors = np.array(vectors, np.float32)
+    matrix /= np.maximum(np.linalg.norm(matrix, axis=1, keepdims=True), np.finfo(np.float32).tiny)
+    return matrix
+
+
 class Embedder(Protocol):
     """Turns texts into unit vectors. The child process builds it with the setting `model_path`.
 

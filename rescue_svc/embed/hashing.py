@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rescue_svc.embed.embedder import Vectors
+from rescue_svc.embed.embedder import Vectors, normalize_rows
 
 
 class HashingEmbedder:
@@ -29,6 +29,4 @@ class HashingEmbedder:
                 for feature in (word, *(f"#{word[i : i + 3]}" for i in range(len(word) - 2))):
                     code = zlib.crc32(feature.encode())
                     row[code % self.dim] += 1.0 if code & 0x80000000 else -1.0
-        norms = np.linalg.norm(matrix, axis=1, keepdims=True)
-        matrix /= np.maximum(norms, np.finfo(np.float32).tiny)
-        return matrix
+        return normalize_rows(matrix)

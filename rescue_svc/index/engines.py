@@ -1,17 +1,15 @@
 """Inner-product search over (id, vector) pairs: FAISS, or NumPy if FAISS is not installed."""
 
 from importlib import import_module
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from rescue_svc.errors import SettingsError
+from rescue_svc.store import IndexName, Vectors
 
 Ids = npt.NDArray[np.int64]
-Vectors = npt.NDArray[np.float32]
-Hits = list[tuple[int, float]]
-EngineName = Literal["faiss", "numpy"]
 
 # Beyond this an exact scan is too slow for a query: vectors are clustered into cells, of which a query searches some.
 FLAT_LIMIT = 100_000
@@ -20,27 +18,13 @@ CELLS_SEARCHED = 8
 VECTORS_PER_CELL = 64  # training on more takes longer and gives the same recall
 
 
-class Engine(Protocol):
-    """An index of one session. Not safe to change while it is searched: its owner holds a lock."""
-
-    name: EngineName
-
-    def add(self, ids: Ids, vectors: Vectors) -> None: ...
-
-    def search(self, query: Vectors, limit: int, excluded: set[int]) -> Hits:
-        """Return up to `limit` (id, cosine), best first, for a unit query [D]."""
-
-    def similarities(self, query: Vectors, ids: list[int]) -> dict[int, float]: ...
-
-    def __len__(self) -> int: ...
-
-    def to_bytes(self) -> bytes: ...
-
-
 class FaissEngine:
-    """FAISS: flat up to FLAT_LIMIT vectors, then cells (IVF), which still delete and exclude correctly."""
+    """FAISS: flat up to FLAT_LIMIT vectors, then cells (IVF), which still delete and exclude correctly.
 
-    name: EngineName = "faiss"
+    An engine is not safe to change while it is searched: its owner holds a lock.
+    """
+
+    name: IndexName = "faiss"
 
     def __init__(self, dim: int) -> None:
         import faiss  # may be missing, then NumPy is used
@@ -56,34 +40,30 @@ class FaissEngine:
         self._index.add_with_ids(vectors, ids)
         self._ids.update(ids.tolist())
         if was_flat and len(self) > FLAT_LIMIT:
-            self._to_cells()
+            ids = self._faiss.vector_to_array(self._index.id_map)
+            vectors = self._index.reconstruct_batch(ids)
+            cells = int(len(ids) ** 0.5)
+            inner = self._faiss.index_factory(vectors.shape[1], f"IVF{cells},Flat", self._faiss.METRIC_INNER_PRODUCT)
+            inner.nprobe = max(1, cells // CELLS_SEARCHED)
+            inner.train(vectors[:: max(1, len(vectors) // (cells * VECTORS_PER_CELL))])
+            inner.make_direct_map()  # `similarities` reads single vectors
+            self._index = self._faiss.IndexIDMap2(inner)
+            self._index.add_with_ids(vectors, ids)
 
-    def _to_cells(self) -> None:
-        ids = self._faiss.vector_to_array(self._index.id_map)
-        vectors = self._index.reconstruct_batch(ids)
-        cells = int(len(ids) ** 0.5)
-        inner = self._faiss.index_factory(vectors.shape[1], f"IVF{cells},Flat", self._faiss.METRIC_INNER_PRODUCT)
-        inner.nprobe = max(1, cells // CELLS_SEARCHED)
-        inner.train(vectors[:: max(1, len(vectors) // (cells * VECTORS_PER_CELL))])
-        inner.make_direct_map()  # `similarities` reads single vectors
-        self._index = self._faiss.IndexIDMap2(inner)
-        self._index.add_with_ids(vectors, ids)
-
-    def search(self, query: Vectors, limit: int, excluded: set[int]) -> Hits:
+    def search(self, query: Vectors, limit: int, excluded: set[int]) -> dict[int, float]:
+        """Return the cosines of up to `limit` ids, best first, for a unit query [D]."""
         if not len(self):
-            return []
+            return {}
         params = None
         if excluded:
             batch = self._faiss.IDSelectorBatch(np.fromiter(excluded, np.int64))
-            params = self._parameters(self._faiss.IDSelectorNot(batch))
+            selector = self._faiss.IDSelectorNot(batch)
+            params = self._faiss.SearchParameters(sel=selector)
+            inner = self._faiss.downcast_index(self._index.index)
+            if isinstance(inner, self._faiss.IndexIVF):
+                params = self._faiss.SearchParametersIVF(sel=selector, nprobe=inner.nprobe)
         similarity, ids = self._index.search(query[None], min(limit, len(self)), params=params)
-        return [(int(i), float(s)) for i, s in zip(ids[0], similarity[0], strict=True) if i >= 0]
-
-    def _parameters(self, selector: Any) -> Any:
-        inner = self._faiss.downcast_index(self._index.index)
-        if isinstance(inner, self._faiss.IndexIVF):
-            return self._faiss.SearchParametersIVF(sel=selector, nprobe=inner.nprobe)
-        return self._faiss.SearchParameters(sel=selector)
+        return {int(i): float(s) for i, s in zip(ids[0], similarity[0], strict=True) if i >= 0}
 
     def similarities(self, query: Vectors, ids: list[int]) -> dict[int, float]:
         indexed = [i for i in ids if i in self._ids]
@@ -109,7 +89,7 @@ class FaissEngine:
 class NumpyEngine:
     """The same results from one matrix product."""
 
-    name: EngineName = "numpy"
+    name: IndexName = "numpy"
 
     def __init__(self, dim: int) -> None:
         self._ids: Ids = np.zeros(0, np.int64)
@@ -119,12 +99,12 @@ class NumpyEngine:
         self._ids = np.concatenate([self._ids, ids])
         self._vectors = np.concatenate([self._vectors, vectors])
 
-    def search(self, query: Vectors, limit: int, excluded: set[int]) -> Hits:
+    def search(self, query: Vectors, limit: int, excluded: set[int]) -> dict[int, float]:
         similarity = self._vectors @ query
         if excluded:
             similarity[np.isin(self._ids, np.fromiter(excluded, np.int64))] = -np.inf
         best = np.argsort(-similarity, kind="stable")[:limit]
-        return [(int(self._ids[i]), float(similarity[i])) for i in best if similarity[i] > -np.inf]
+        return {int(self._ids[i]): float(similarity[i]) for i in best if similarity[i] > -np.inf}
 
     def similarities(self, query: Vectors, ids: list[int]) -> dict[int, float]:
         rows = np.flatnonzero(np.isin(self._ids, np.array(ids, np.int64)))
@@ -145,20 +125,19 @@ class NumpyEngine:
         return engine
 
 
-ENGINES: dict[EngineName, type[FaissEngine] | type[NumpyEngine]] = {"faiss": FaissEngine, "numpy": NumpyEngine}
+Engine = FaissEngine | NumpyEngine
+ENGINES: dict[IndexName, type[Engine]] = {"faiss": FaissEngine, "numpy": NumpyEngine}
 
 
-def choose_engine(setting: str) -> EngineName:
+def choose_engine(setting: str) -> IndexName:
     """Return the engine to use; raise SettingsError if faiss is requested but not installed."""
-    installed = setting != "numpy" and _faiss_loads()
-    if setting == "faiss" and not installed:
-        raise SettingsError("index=faiss, but faiss is not installed; `pip install faiss-cpu`, or use index=numpy")
-    return "faiss" if installed else "numpy"
-
-
-def _faiss_loads() -> bool:
+    if setting == "numpy":
+        return "numpy"
     try:
         import_module("faiss")  # now, so that the first query does not wait for it
     except ImportError:
-        return False
-    return True
+        if setting == "faiss":
+            fault = "index=faiss, but faiss is not installed; `pip install faiss-cpu`, or use index=numpy"
+            raise SettingsError(fault) from None
+        return "numpy"
+    return "faiss"

@@ -3,34 +3,25 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from rescue_svc.index import snapshot
-from rescue_svc.index.engines import ENGINES, Engine, EngineName
-from rescue_svc.store import SqliteStore, Vectors
-
-BYTES_PER_FLOAT = 4
+from rescue_svc.index.engines import ENGINES, Engine
+from rescue_svc.store import Index, IndexName, SqliteStore, Vectors
 
 
+@dataclass
 class Resident:
-    def __init__(self, engine: Engine, last: int) -> None:
-        self.lock = threading.Lock()
-        self.engine = engine
-        self.last = last
-
-    def search(self, query: Vectors, limit: int, excluded: set[int]) -> dict[int, float]:
-        with self.lock:
-            return dict(self.engine.search(query, limit, excluded))
-
-    def similarities(self, query: Vectors, spans: Iterable[int]) -> dict[int, float]:
-        with self.lock:
-            return self.engine.similarities(query, list(spans))
+    engine: Engine
+    last: int  # sequence number of its newest vector
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class Residents:
+class Residents(Index):
     """Indexes of the sessions in use, at most `max_bytes` of vectors; the least recently used is evicted first."""
 
     def __init__(
-        self, store: SqliteStore, engine: EngineName, model: str, dim: Callable[[], int], max_bytes: int
+        self, store: SqliteStore, engine: IndexName, model: str, dim: Callable[[], int], max_bytes: int
     ) -> None:
         self.name = engine
         self._store = store
@@ -41,15 +32,27 @@ class Residents:
         self._loading = threading.Lock()
         self._residents: OrderedDict[int, Resident] = OrderedDict()
 
+    def search(self, session: int, query: Vectors, limit: int, excluded: set[int]) -> dict[int, float]:
+        resident = self._current(session)
+        with resident.lock:
+            return resident.engine.search(query, limit, excluded)
+
+    def similarities(self, session: int, query: Vectors, spans: Iterable[int]) -> dict[int, float]:
+        resident = self._residents.get(session) or self._current(session)
+        with resident.lock:
+            return resident.engine.similarities(query, list(spans))
+
     def resume(self, session: int) -> int:
-        return len(self.current(session).engine)
+        return len(self._current(session).engine)
 
     def hibernate(self, session: int) -> int:
         with self._lock:
             resident = self._residents.pop(session, None)
         if resident is None:
             return 0
-        self._save(session, resident)
+        with resident.lock:
+            if len(resident.engine):
+                snapshot.save(self._store.directory, session, resident.engine, self._model, self._dim(), resident.last)
         return len(resident.engine)
 
     def forget(self, session: int) -> None:
@@ -64,13 +67,14 @@ class Residents:
     def sizes(self) -> tuple[int, int]:
         with self._lock:
             vectors = sum(len(resident.engine) for resident in self._residents.values())
-            return len(self._residents), vectors * self._dim() * BYTES_PER_FLOAT if vectors else 0
+            return len(self._residents), 4 * vectors * self._dim() if vectors else 0
 
     def save_all(self) -> None:
         for session in list(self._residents):
             self.hibernate(session)
 
-    def current(self, session: int) -> Resident:
+    def _current(self, session: int) -> Resident:
+        """Return a session's index with every vector that the store has now."""
         with self._lock:
             resident = self._residents.get(session)
             if resident:
@@ -78,45 +82,23 @@ class Residents:
         if resident is None:
             resident = self._load(session)
         with resident.lock:
-            newer = self._store.vectors(session, self._model, resident.last, self._dim())
-            if len(newer.spans):
-                resident.engine.add(newer.spans, newer.vectors)
-            resident.last = newer.last
-        self._make_room(session)
+            spans, vectors, resident.last = self._store.vectors(session, self._model, resident.last, self._dim())
+            if len(spans):
+                resident.engine.add(spans, vectors)
+        while self.sizes()[1] > self._max_bytes and (oldest := next(iter(self._residents), session)) != session:
+            self.hibernate(oldest)
         return resident
 
     def _load(self, session: int) -> Resident:
         with self._loading:
             resident = self._residents.get(session)
             if resident is None:
-                resident = self._from_snapshot(session) or Resident(ENGINES[self.name](self._dim()), 0)
+                loaded = snapshot.load(self._store.directory, session, self.name, self._model, self._dim())
+                engine, last = loaded or (None, 0)
+                # Recomputed vectors have newer numbers: then the snapshot has vectors that the store has replaced.
+                if engine is None or len(engine) != self._store.count_vectors(session, self._model, last):
+                    engine, last = ENGINES[self.name](self._dim()), 0
+                resident = Resident(engine, last)
                 with self._lock:
                     self._residents[session] = resident
         return resident
-
-    def _from_snapshot(self, session: int) -> Resident | None:
-        loaded = snapshot.load(snapshot.path_of(self._store.directory, session), self.name, self._model, self._dim())
-        if loaded is None:
-            return None
-        engine, last = loaded
-        # Vectors that were recomputed have newer numbers: then the snapshot has vectors that the store has replaced.
-        stale = len(engine) != self._store.count_vectors(session, self._model, last)
-        return None if stale else Resident(engine, last)
-
-    def _make_room(self, session: int) -> None:
-        while self.sizes()[1] > self._max_bytes and len(self._residents) > 1:
-            oldest = next(iter(self._residents))
-            if oldest == session:
-                return
-            self.hibernate(oldest)
-
-    def _save(self, session: int, resident: Resident) -> None:
-        with resident.lock:
-            if len(resident.engine):
-                snapshot.save(
-                    snapshot.path_of(self._store.directory, session),
-                    resident.engine,
-                    self._model,
-                    self._dim(),
-                    resident.last,
-                )

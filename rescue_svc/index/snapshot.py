@@ -5,10 +5,12 @@ import json
 import logging
 import re
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Container
 from pathlib import Path
+from typing import Any
 
-from rescue_svc.index.engines import ENGINES, Engine, EngineName
+from rescue_svc.index.engines import ENGINES, Engine
+from rescue_svc.store import IndexName
 from rescue_svc.store.files import INDEXES, write_durably
 
 log = logging.getLogger(__name__)
@@ -16,62 +18,47 @@ log = logging.getLogger(__name__)
 _NAME = re.compile(r"(\d+)\.index(\.partial|\.bad-\d+)?")
 
 
-@dataclass(frozen=True)
-class Header:
-    engine: EngineName
-    model: str
-    dim: int
-    count: int
-    last: int  # sequence number of the newest vector in it
-    blake2b: str
-
-
-def save(path: Path, engine: Engine, model: str, dim: int, last: int) -> None:
-    """Write a snapshot in one step, so that a crash leaves the old one."""
+def save(directory: Path, session: int, engine: Engine, model: str, dim: int, last: int) -> None:
+    """Write a snapshot in one step, so that a crash leaves the old one; `last` numbers the newest vector in it."""
     body = engine.to_bytes()
-    header = Header(engine.name, model, dim, len(engine), last, "")
-    write_durably(path, json.dumps(asdict(header) | {"blake2b": _digest(header, body)}).encode(), b"\n", body)
+    header = {"engine": engine.name, "model": model, "dim": dim, "count": len(engine), "last": last}
+    write_durably(
+        _path(directory, session), json.dumps(header | {"blake2b": _digest(header, body)}).encode(), b"\n", body
+    )
 
 
-def load(path: Path, engine: EngineName, model: str, dim: int) -> tuple[Engine, int] | None:
+def load(directory: Path, session: int, engine: IndexName, model: str, dim: int) -> tuple[Engine, int] | None:
     """Return the engine and its last sequence number; None without a valid snapshot for this engine and model."""
+    path = _path(directory, session)
     if not path.exists():
         return None
     line, _, body = path.read_bytes().partition(b"\n")
     try:
-        header = Header(**json.loads(line))
-        is_intact = header.blake2b == _digest(header, body)
-    except (ValueError, TypeError):
+        header = json.loads(line)
+        is_intact = header.pop("blake2b") == _digest(header, body)
+    except (ValueError, LookupError, TypeError, AttributeError):
         is_intact = False
     if not is_intact:
         renamed = path.rename(path.with_name(f"{path.name}.bad-{time.time_ns()}"))
         log.warning("an index file is damaged; it is renamed and the index rebuilt", extra={"file": renamed.name})
         return None
-    if (header.engine, header.model, header.dim) != (engine, model, dim):
+    if (header["engine"], header["model"], header["dim"]) != (engine, model, dim):
         return None
-    return ENGINES[engine].from_bytes(body, dim), header.last
+    return ENGINES[engine].from_bytes(body, dim), header["last"]
 
 
-def path_of(directory: Path, session: int) -> Path:
+def _path(directory: Path, session: int) -> Path:
     return directory / INDEXES / f"{session}.index"
 
 
-def remove(directory: Path, session: int) -> None:
-    """Delete the snapshot of a session, and damaged ones that were renamed."""
-    path = path_of(directory, session)
-    for file in path.parent.glob(path.name + "*"):
-        if _NAME.fullmatch(file.name):
+def remove(directory: Path, session: int | None = None, *, keep: Container[int] = ()) -> None:
+    """Delete the snapshots of a session or of all but `keep`, and damaged ones that were renamed. Other files stay."""
+    for file in (directory / INDEXES).glob(f"{'*' if session is None else session}.index*"):
+        name = _NAME.fullmatch(file.name)
+        if name and int(name[1]) not in keep:
             file.unlink()
 
 
-def remove_orphans(directory: Path, sessions: set[int]) -> None:
-    """Delete snapshots of other sessions, which remain if a crash interrupts `forget`. Other files stay."""
-    for file in (directory / INDEXES).glob("*.index*"):
-        named = _NAME.fullmatch(file.name)
-        if named and int(named[1]) not in sessions:
-            file.unlink()
-
-
-def _digest(header: Header, body: bytes) -> str:
-    fields = json.dumps(asdict(header) | {"blake2b": ""}).encode()
+def _digest(header: dict[str, Any], body: bytes) -> str:
+    fields = json.dumps(header | {"blake2b": ""}).encode()
     return hashlib.blake2b(fields + b"\n" + body).hexdigest()

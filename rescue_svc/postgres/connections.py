@@ -13,13 +13,7 @@ from psycopg.adapt import Buffer, Dumper
 from psycopg.pq import Format
 from psycopg_pool import ConnectionPool, PoolTimeout
 
-from rescue_svc.errors import (
-    RescueServiceError,
-    SettingsError,
-    StoreDamagedError,
-    StoreFullError,
-    StoreUnavailableError,
-)
+from rescue_svc.errors import SettingsError, StoreDamagedError, StoreFullError, StoreUnavailableError
 
 OLDEST = 15  # the role pg_checkpoint, which deletes forgotten files at once
 OLDEST_VECTOR = (0, 8)  # iterative scans, for searches with excluded spans
@@ -85,7 +79,14 @@ class Connections:
             parts.get("host", "localhost"), f":{parts['port']}" if "port" in parts else "", parts.get("dbname", "")
         )
         with self.connect() as first, postgres_errors(self.where):
-            self.server = self._examine(first)
+            if first.info.server_version < OLDEST * 10_000:
+                fault = f"is PostgreSQL {first.info.parameter_status('server_version')}"
+                raise StoreUnavailableError(f"{self.where} {fault}; {OLDEST} or later is required: upgrade it")
+            encoding = first.info.parameter_status("server_encoding")
+            if encoding != "UTF8":
+                raise StoreUnavailableError(f"{self.where} has the encoding {encoding}; make a database in UTF8")
+            version, *others = first.execute(_SERVER).fetchone() or ()
+            self.server = Server(version, self._vector(first), *others)
         self._pool = ConnectionPool(
             url,
             min_size=1,
@@ -133,16 +134,6 @@ class Connections:
                 f"no connection to {self.where}: {reason(error)}; check RESCUE_STORE, and that the server runs"
             ) from None
 
-    def _examine(self, first: psycopg.Connection) -> Server:
-        if first.info.server_version < OLDEST * 10_000:
-            old = first.info.parameter_status("server_version")
-            raise StoreUnavailableError(f"{self.where} is PostgreSQL {old}; {OLDEST} or later is required: upgrade it")
-        encoding = first.info.parameter_status("server_encoding")
-        if encoding != "UTF8":
-            raise StoreUnavailableError(f"{self.where} has the encoding {encoding}; make a database in UTF8")
-        version, *others = first.execute(_SERVER).fetchone() or ()
-        return Server(version, self._vector(first), *others)
-
     def _vector(self, first: psycopg.Connection) -> str:
         if not first.execute(_EXTENSION).fetchone():
             if not first.execute("SELECT 1 FROM pg_available_extensions WHERE name = 'vector'").fetchone():
@@ -155,33 +146,27 @@ class Connections:
                     f"the role of RESCUE_STORE may not add pgvector to {self.where}; "
                     "have an administrator run `CREATE EXTENSION vector` there"
                 ) from None
-        row = first.execute(_EXTENSION).fetchone()
-        assert row is not None  # noqa: S101 - it was just created; this tells the type checker
-        version = str(row[2])
+        ((_, _, version),) = first.execute(_EXTENSION).fetchall()
         if tuple(map(int, version.split(".")[:2])) < OLDEST_VECTOR:
             raise StoreUnavailableError(
                 f"{self.where} has pgvector {version}; 0.8 or later is required: "
                 "install it on the server, then `ALTER EXTENSION vector UPDATE`"
             )
-        return version
+        return str(version)
 
     def _configure(self, connection: psycopg.Connection) -> None:
         oid, schema, _ = connection.execute(_EXTENSION).fetchone() or (0, "public", "")
         connection.execute(_SETTINGS, [f'{SCHEMA}, "{schema}"'])
-        connection.adapters.register_dumper(np.ndarray, _vector_dumper(oid))
+        connection.adapters.register_dumper(np.ndarray, type("VectorDumper", (_VectorDumper,), {"oid": oid}))
 
 
-def _vector_dumper(of_type: int) -> type[Dumper]:
-    """Return the adapter that sends a float32 vector [D] in pgvector's binary format."""
+class _VectorDumper(Dumper):
+    """Sends a float32 vector [D] in pgvector's binary format."""
 
-    class VectorDumper(Dumper):
-        format = Format.BINARY
-        oid = of_type
+    format = Format.BINARY
 
-        def dump(self, obj: Any) -> Buffer:
-            return struct.pack(">hh", len(obj), 0) + bytes(obj.astype(">f4"))
-
-    return VectorDumper
+    def dump(self, obj: Any) -> Buffer:
+        return struct.pack(">hh", len(obj), 0) + bytes(obj.astype(">f4"))
 
 
 @contextmanager
@@ -201,32 +186,31 @@ def postgres_errors(where: str) -> Iterator[None]:
     """Translate errors of PostgreSQL to errors of the service, which quote no statement, row or password."""
     try:
         yield
-    except (psycopg.OperationalError, psycopg.InternalError, psycopg.InterfaceError) as error:
-        raise _translate(error, where) from error
-    except (pg.InsufficientPrivilege, pg.UndefinedTable) as error:  # others would be bugs of our statements
-        raise _translate(error, where) from error
-
-
-def _translate(error: psycopg.Error, where: str) -> RescueServiceError:
-    match error:
-        case pg.DiskFull():
-            return StoreFullError(f"the disk of {where} is full; free space, or forget sessions once there is a little")
-        case pg.DataCorrupted() | pg.IndexCorrupted():
-            return StoreDamagedError(
-                f"{where} is damaged ({type(error).__name__}); restore a dump of `mlx-tq-rescue backup`"
-            )
-        case pg.InsufficientPrivilege():
-            return StoreUnavailableError(
-                f"{where}: the role of RESCUE_STORE lacks a privilege ({reason(error)}); grant it"
-            )
-        case pg.ReadOnlySqlTransaction():
-            return StoreUnavailableError(f"{where} is read-only; name its primary in RESCUE_STORE")
-        case pg.UndefinedTable():
-            return StoreUnavailableError(f"{where} has lost tables ({reason(error)}); restart the service")
-        case _:
-            return StoreUnavailableError(
-                f"{where} cannot be used now ({type(error).__name__}); check that the server runs and what its log says"
-            )
+    except (
+        psycopg.OperationalError,
+        psycopg.InternalError,
+        psycopg.InterfaceError,
+        pg.InsufficientPrivilege,
+        pg.UndefinedTable,  # others would be bugs of our statements
+    ) as error:
+        name = type(error).__name__
+        match error:
+            case pg.DiskFull():
+                raise StoreFullError(
+                    f"the disk of {where} is full; free space, or forget sessions once there is a little"
+                ) from error
+            case pg.DataCorrupted() | pg.IndexCorrupted():
+                fault = f" is damaged ({name}); restore a dump of `mlx-tq-rescue backup`"
+                raise StoreDamagedError(where + fault) from error
+            case pg.InsufficientPrivilege():
+                fault = f": the role of RESCUE_STORE lacks a privilege ({reason(error)}); grant it"
+            case pg.ReadOnlySqlTransaction():
+                fault = " is read-only; name its primary in RESCUE_STORE"
+            case pg.UndefinedTable():
+                fault = f" has lost tables ({reason(error)}); restart the service"
+            case _:
+                fault = f" cannot be used now ({name}); check that the server runs and what its log says"
+        raise StoreUnavailableError(where + fault) from error
 
 
 def reason(error: psycopg.Error) -> str:

@@ -3,46 +3,31 @@
 import os
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 from psycopg.pq import Conninfo
 
 from rescue_svc.errors import StoreUnavailableError
 from rescue_svc.postgres.connections import SCHEMA
-from rescue_svc.store.files import sync, sync_directory
+from rescue_svc.store.files import new_folder
 
 DUMP = "rescue.dump"
 
 
 def backup(url: str, folder: Path) -> int:
-    """Dump the store into a new folder; return its bytes. Services may run meanwhile: it is a consistent snapshot."""
+    """Dump the store into a new folder; return its bytes. Services may run meanwhile: it is a consistent snapshot.
+
+    The password is in the environment of pg_dump, because arguments are visible in the list of processes.
+    """
     program = shutil.which("pg_dump")
     if program is None:
         raise StoreUnavailableError("pg_dump is missing; install PostgreSQL's client programs, as new as the server")
-    if folder.exists():
-        raise StoreUnavailableError(f"{folder} exists; name a folder that does not: nothing is overwritten")
-    partial = folder.with_name(f"{folder.name}.partial-{time.time_ns()}")
-    try:
-        partial.mkdir(parents=True, mode=0o700)
-        _dump(program, url, partial / DUMP)
-        partial.rename(folder)
-        sync_directory(folder.parent)
-    except OSError as error:
-        raise StoreUnavailableError(f"{folder} cannot be created ({error.strerror}); name another folder") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return (folder / DUMP).stat().st_size
-
-
-def _dump(program: str, url: str, file: Path) -> None:
-    """Run pg_dump with the password in its environment, because arguments are visible in the list of processes."""
     options = [option for option in Conninfo.parse(url.encode()) if option.val and option.envvar]
     variables = {(option.envvar or b"").decode(): (option.val or b"").decode() for option in options}
-    command = [program, "--format=custom", "--no-owner", f"--schema={SCHEMA}", f"--file={file}"]
-    result = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False)  # noqa: S603
-    if result.returncode:
-        reason = (result.stderr.strip().splitlines() or ["it gave no reason"])[0]
-        raise StoreUnavailableError(f"pg_dump failed: {reason}")
-    with file.open("rb+") as dump:
-        sync(dump.fileno())
+    with new_folder(folder) as partial:
+        command = [program, "--format=custom", "--no-owner", f"--schema={SCHEMA}", f"--file={partial / DUMP}"]
+        result = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False)  # noqa: S603
+        if result.returncode:
+            reason = (result.stderr.strip().splitlines() or ["it gave no reason"])[0]
+            raise StoreUnavailableError(f"pg_dump failed: {reason}")
+    return (folder / DUMP).stat().st_size

@@ -10,12 +10,12 @@ from typing import Any
 import psycopg
 from psycopg.errors import UndefinedTable
 
-from rescue_svc.errors import SessionFullError, SessionNotFoundError, StoreFullError
+from rescue_svc.errors import SessionNotFoundError
 from rescue_svc.postgres import vectors, words
 from rescue_svc.postgres.connections import Connections, transaction
-from rescue_svc.postgres.schema import create_tables, drop_tables, migrate
+from rescue_svc.postgres.schema import create_tables, migrate
 from rescue_svc.settings import Caps
-from rescue_svc.store import NewSpan, Pending, Session, Span, Vectors
+from rescue_svc.store import NewSpan, Pending, Session, Span, Store, Vectors
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ _ADD = """
     WHERE id = {session:d} RETURNING n, spans, (SELECT sum(spans) FROM sessions) + n"""
 
 
-class PostgresStore:
+class PostgresStore(Store):
     """Spans of all sessions, in a database that several services can use at once.
 
     With `hnsw`, large sessions get an HNSW index. Each of several services that write at the same moment may reach the
@@ -96,7 +96,7 @@ class PostgresStore:
         with self._connections.take() as connection, transaction(connection):
             session = self._session_for_writing(connection, name, now)
             added, total, stored = connection.execute(_ADD.format(session=session), rows).fetchone() or (0, 0, 0)
-            self._check_caps(name, total, stored)
+            self._caps.check_spans(name, total, stored)
         return added, total
 
     def _session_for_writing(self, connection: psycopg.Connection, name: str, now: float) -> int:
@@ -104,10 +104,8 @@ class PostgresStore:
             row = connection.execute("SELECT id FROM sessions WHERE name = %s FOR NO KEY UPDATE", [name]).fetchone()
             if row:
                 return int(row[0])
-            if connection.execute("SELECT count(*) >= %s FROM sessions", [self._caps.sessions]).fetchone() == (True,):
-                raise StoreFullError(
-                    f"there are {self._caps.sessions} sessions, the limit; forget some or raise RESCUE_MAX_SESSIONS"
-                )
+            (sessions,) = connection.execute("SELECT count(*) FROM sessions").fetchone() or (0,)
+            self._caps.check_new_session(sessions)
             row = connection.execute(
                 "INSERT INTO sessions (name, created, updated) VALUES (%s, %s, %s) ON CONFLICT DO NOTHING RETURNING id",
                 [name, now, now],
@@ -115,18 +113,6 @@ class PostgresStore:
             if row:  # else another service has just inserted it
                 create_tables(connection, row[0])
                 return int(row[0])
-
-    def _check_caps(self, name: str, total: int, stored: int) -> None:
-        if total > self._caps.session_spans:
-            raise SessionFullError(
-                f"session {name} would have {total} spans, the limit is {self._caps.session_spans}; "
-                "forget it, use another, or raise RESCUE_MAX_SESSION_SPANS"
-            )
-        if stored > self._caps.spans:
-            raise StoreFullError(
-                f"the store would have {stored} spans, the limit is {self._caps.spans}; "
-                "forget sessions or raise RESCUE_MAX_SPANS"
-            )
 
     def session(self, name: str) -> Session | None:
         rows = self._rows(f"SELECT {_SESSION} FROM sessions WHERE name = %s", name)
@@ -136,13 +122,9 @@ class PostgresStore:
         return [Session(*row) for row in self._rows(f"SELECT {_SESSION} FROM sessions ORDER BY updated DESC, id DESC")]
 
     def spans(self, session: Session, ids: Sequence[int] | None = None) -> list[Span]:
-        statement = f"SELECT {_SPAN} FROM spans_{session.id:d}"
-        if ids is None:
-            return [Span(*row) for row in self._connections.rows_of_session(f"{statement} ORDER BY id")]
-        return [
-            Span(*row)
-            for row in self._connections.rows_of_session(f"{statement} WHERE id = ANY(%s) ORDER BY id", list(ids))
-        ]
+        condition, parameters = ("", []) if ids is None else ("WHERE id = ANY(%s)", [list(ids)])
+        statement = f"SELECT {_SPAN} FROM spans_{session.id:d} {condition} ORDER BY id"
+        return [Span(*row) for row in self._connections.rows_of_session(statement, *parameters)]
 
     def page(self, session: Session, first: int, count: int) -> list[Span]:
         statement = f"SELECT {_SPAN} FROM spans_{session.id:d} ORDER BY id LIMIT %s OFFSET %s"
@@ -160,20 +142,19 @@ class PostgresStore:
     def bm25(self, session: Session, query: str, limit: int, excluded: set[int]) -> dict[int, float]:
         common = self._common_words[session.id]
         with self._connections.take() as connection, suppress(UndefinedTable):
-            return words.search(connection, session.id, session.spans, query, limit, excluded, common)
+            return words.search(connection, session, query, limit, excluded, common)
         return {}
 
     def forget(self, name: str) -> Session:
         with self._connections.take() as connection:
             with transaction(connection):
                 row = connection.execute(
-                    f"DELETE FROM sessions WHERE name = %s RETURNING {_SESSION}",
-                    [name],
+                    f"DELETE FROM sessions WHERE name = %s RETURNING {_SESSION}", [name]
                 ).fetchone()
                 if row is None:
                     raise SessionNotFoundError(f"no session {name}; `GET /sessions` lists all")
                 session = Session(*row)
-                drop_tables(connection, session.id)
+                connection.execute(f"DROP TABLE spans_{session.id:d}, vectors_{session.id:d}")
             if self._connections.server.may_empty_log:
                 connection.execute("SELECT pg_switch_wal()")
             if self._connections.server.may_checkpoint:
@@ -186,36 +167,36 @@ class PostgresStore:
             return connection.execute(statement, parameters).fetchall()
 
     def embed_next(self, model: str, limit: int, embed: Callable[[list[Pending]], Vectors]) -> bool:
-        self._adopt_sessions(model)
-        with self._connections.take() as connection:
-            with transaction(connection):
-                taken = vectors.take(connection, self._given_up, limit)
-                pending = self._texts(taken)
-                if pending:
-                    vectors.store(connection, model, pending, embed(pending))
-                vectors.leave_queue(connection, set(taken) - {item.span for item in pending})
-            if pending and self._hnsw:
-                vectors.index_large(connection, {item.session for item in pending})
-        return bool(taken)
-
-    def _adopt_sessions(self, model: str) -> None:
-        """Take over sessions of other models; their vectors are recomputed."""
         for (session,) in self._rows("SELECT id FROM sessions WHERE model IS DISTINCT FROM %s", model):
             with self._connections.take() as connection:
                 vectors.adopt(connection, session, model)
-
-    def _texts(self, taken: dict[int, int]) -> list[Pending]:
-        """Return spans with their texts, read outside the transaction, in which they would block a DROP."""
-        by_session = defaultdict(list)
-        for span, session in taken.items():
-            by_session[session].append(span)
-        return [
-            Pending(span, session, text)
-            for session, spans in by_session.items()
-            for span, text in self._connections.rows_of_session(
-                f"SELECT id, text FROM spans_{session:d} WHERE id = ANY(%s) ORDER BY id", spans
-            )
-        ]
+        with self._connections.take() as connection:
+            with transaction(connection):
+                # Until the transaction ends, no other service takes these spans.
+                taken = connection.execute(
+                    """SELECT session, span FROM queue WHERE NOT (span = ANY(%s)) ORDER BY span LIMIT %s
+                       FOR UPDATE SKIP LOCKED""",
+                    [list(self._given_up), limit],
+                ).fetchall()
+                by_session = defaultdict(list)
+                for session, span in taken:
+                    by_session[session].append(span)
+                pending = [
+                    Pending(span, session, text)
+                    for session, spans in by_session.items()
+                    # On another connection: in the transaction this would block a DROP.
+                    for span, text in self._connections.rows_of_session(
+                        f"SELECT id, text FROM spans_{session:d} WHERE id = ANY(%s) ORDER BY id", spans
+                    )
+                ]
+                stored = vectors.store(connection, model, pending, embed(pending)) if pending else set()
+                waiting = {item.span for item in pending} - stored
+                connection.execute(
+                    "DELETE FROM queue WHERE span = ANY(%s)", [[span for _, span in taken if span not in waiting]]
+                )
+            if pending and self._hnsw:
+                vectors.index_large(connection, {item.session for item in pending})
+        return bool(taken)
 
     def give_up(self, model: str, span: int) -> None:
         self._given_up.add(span)

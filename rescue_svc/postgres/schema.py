@@ -33,11 +33,11 @@ def migrate(connection: psycopg.Connection) -> None:
     """Apply the missing migrations in one transaction; raise StoreDamagedError for a newer database."""
     with transaction(connection):
         connection.execute("SELECT pg_advisory_xact_lock(%s)", [LOCK])
-        if not connection.execute("SELECT to_regclass(%s)", [f"{SCHEMA}.version"]).fetchone()[0]:  # type: ignore[index]
+        if connection.execute("SELECT to_regclass(%s)", [f"{SCHEMA}.version"]).fetchone() == (None,):
             connection.execute(f"CREATE SCHEMA IF NOT EXISTS {SCHEMA}")
             connection.execute(f"CREATE TABLE {SCHEMA}.version AS SELECT 0 AS steps")
         connection.execute(f"SET LOCAL search_path = {SCHEMA}")
-        done: int = connection.execute("SELECT steps FROM version").fetchone()[0]  # type: ignore[index]
+        ((done,),) = connection.execute("SELECT steps FROM version").fetchall()
         if done > len(MIGRATIONS):
             raise StoreDamagedError(
                 f"the database has version {done}, this program supports {len(MIGRATIONS)}; "
@@ -63,7 +63,3 @@ def create_tables(connection: psycopg.Connection, session: int) -> None:
         CREATE TABLE vectors_{session:d} (span bigint PRIMARY KEY, vector vector NOT NULL);
         ALTER TABLE vectors_{session:d} ALTER vector SET STATISTICS 0"""
     )
-
-
-def drop_tables(connection: psycopg.Connection, session: int) -> None:
-    connection.execute(f"DROP TABLE spans_{session:d}, vectors_{session:d}")

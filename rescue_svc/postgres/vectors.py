@@ -1,4 +1,4 @@
-"""Vectors of spans: the queue of pending spans, the table of each session, its HNSW index, and dense search."""
+"""Vectors of spans: the table of each session, its HNSW index, and dense search."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -8,43 +8,30 @@ import psycopg
 from psycopg.errors import UndefinedTable
 
 from rescue_svc.postgres.connections import LOCK, Connections, transaction
-from rescue_svc.store import Pending, Vectors
+from rescue_svc.store import Index, Pending, Vectors
 
 # Up to here an exact scan takes a few milliseconds.
 HNSW_FROM = 10_000
 _BUILD_BYTES = 2**30  # maximum memory to build an index; beyond it the build uses the disk and is far slower
 
 
-def take(connection: psycopg.Connection, excluded: set[int], limit: int) -> dict[int, int]:
-    """Lock the next spans that no other service has locked, until the transaction ends; return their sessions."""
-    rows = connection.execute(
-        "SELECT span, session FROM queue WHERE NOT (span = ANY(%s)) ORDER BY span LIMIT %s FOR UPDATE SKIP LOCKED",
-        [list(excluded), limit],
-    )
-    return dict(rows.fetchall())
-
-
-def leave_queue(connection: psycopg.Connection, spans: Iterable[int]) -> None:
-    connection.execute("DELETE FROM queue WHERE span = ANY(%s)", [list(spans)])
-
-
-def store(connection: psycopg.Connection, model: str, spans: list[Pending], matrix: Vectors) -> None:
-    """Store a vector [N, D] for each span, except for sessions that were forgotten or changed their model."""
-    sessions = {item.session for item in spans}
+def store(connection: psycopg.Connection, model: str, spans: list[Pending], matrix: Vectors) -> set[int]:
+    """Store vectors [N, D] and return their spans: all but those of sessions that were forgotten or changed models."""
     # Does not block writers; a `forget` waits until the vectors are stored, and then drops them.
-    rows = connection.execute(
-        "SELECT id FROM sessions WHERE id = ANY(%s) AND model = %s ORDER BY id FOR KEY SHARE", [list(sessions), model]
-    )
-    for (session,) in rows.fetchall():
-        rows_to_insert = [
-            (item.span, vector) for item, vector in zip(spans, matrix, strict=True) if item.session == session
-        ]
+    sessions = connection.execute(
+        "SELECT id FROM sessions WHERE id = ANY(%s) AND model = %s ORDER BY id FOR KEY SHARE",
+        [list({item.session for item in spans}), model],
+    ).fetchall()
+    stored: set[int] = set()
+    for (session,) in sessions:
+        rows = [(item.span, vector) for item, vector in zip(spans, matrix, strict=True) if item.session == session]
         connection.cursor().executemany(
             f"""INSERT INTO vectors_{session:d} (span, vector) VALUES (%s, %s)
                 ON CONFLICT (span) DO UPDATE SET vector = excluded.vector""",
-            rows_to_insert,
+            rows,
         )
-        leave_queue(connection, [span for span, _ in rows_to_insert])
+        stored.update(span for span, _ in rows)
+    return stored
 
 
 def adopt(connection: psycopg.Connection, session: int, model: str) -> None:
@@ -99,7 +86,7 @@ def _of_model(session: int) -> str:
     return f"EXISTS (SELECT FROM sessions WHERE id = {session:d} AND model = %s)"
 
 
-class PostgresIndex:
+class PostgresIndex(Index):
     """The vectors [N, D] of one model; none of them is in the memory of the service."""
 
     def __init__(self, connections: Connections, model: str, name: Literal["hnsw", "exact"]) -> None:
@@ -107,47 +94,24 @@ class PostgresIndex:
         self._connections = connections
         self._model = model
 
-    def current(self, session: int) -> "_SessionVectors":
-        return _SessionVectors(self._connections, self._model, self.name, session)
-
     def resume(self, session: int) -> int:
         return count(self._connections, session, self._model)
 
-    def hibernate(self, session: int) -> int:
-        return 0
-
-    def forget(self, session: int) -> None:
-        pass  # the store has dropped the vectors with their table
-
-    def is_resident(self, session: int) -> bool:
-        return False
-
-    def sizes(self) -> tuple[int, int]:
-        return 0, 0
-
-    def save_all(self) -> None:
-        pass
-
-
-class _SessionVectors:
-    def __init__(self, connections: Connections, model: str, name: Literal["hnsw", "exact"], session: int) -> None:
-        self._connections, self._model, self._name, self._session = connections, model, name, session
-
-    def search(self, query: Vectors, limit: int, excluded: set[int]) -> dict[int, float]:
+    def search(self, session: int, query: Vectors, limit: int, excluded: set[int]) -> dict[int, float]:
         condition = "NOT (span = ANY(%s)) AND " if excluded else ""
         # The planner finds the index by its expression, which has the cast.
-        vector = f"vector::vector({query.size:d})" if self._name == "hnsw" else "vector"
+        vector = f"vector::vector({query.size:d})" if self.name == "hnsw" else "vector"
         rows = self._connections.rows_of_session(
             f"""SELECT span, -distance FROM (
-                SELECT span, {vector} <#> %s AS distance FROM vectors_{self._session:d}
-                WHERE {condition}{_of_model(self._session)} ORDER BY distance LIMIT {limit:d}) AS nearest""",
+                SELECT span, {vector} <#> %s AS distance FROM vectors_{session:d}
+                WHERE {condition}{_of_model(session)} ORDER BY distance LIMIT {limit:d}) AS nearest""",
             query,
             *([list(excluded)] if excluded else []),
             self._model,
         )
         return dict(rows)
 
-    def similarities(self, query: Vectors, spans: Iterable[int]) -> dict[int, float]:
-        statement = f"""SELECT span, -(vector <#> %s) FROM vectors_{self._session:d}
-                        WHERE span = ANY(%s) AND {_of_model(self._session)}"""
+    def similarities(self, session: int, query: Vectors, spans: Iterable[int]) -> dict[int, float]:
+        statement = f"""SELECT span, -(vector <#> %s) FROM vectors_{session:d}
+                        WHERE span = ANY(%s) AND {_of_model(session)}"""
         return dict(self._connections.rows_of_session(statement, query, list(spans), self._model))

@@ -10,7 +10,7 @@ import unicodedata
 
 import psycopg
 
-from rescue_svc.store import fts
+from rescue_svc.store import Session, fts
 
 K1, B = 1.2, 0.75  # as in FTS5
 POSTINGS_SHARE = 32  # half of SQLite's, because words are counted, and then scored, in the rows of the table
@@ -56,20 +56,14 @@ def plain(text: str) -> list[str]:
 
 
 def search(
-    connection: psycopg.Connection,
-    session: int,
-    spans: int,
-    query: str,
-    limit: int,
-    excluded: set[int],
-    common: dict[str, int],
+    connection: psycopg.Connection, session: Session, query: str, limit: int, excluded: set[int], common: dict[str, int]
 ) -> dict[int, float]:
     """Return up to `limit` span ids with their BM25 score (higher is better), best first, without `excluded`.
 
-    `spans` is the size of the session. `common` caches lower bounds of the postings of frequent stems across calls.
-    A stem that exceeds the limit by itself is searched only if there is no other.
+    `common` caches lower bounds of the postings of frequent stems across calls. A stem that exceeds the limit by itself
+    is searched only if there is no other.
     """
-    most = fts.max_postings(spans, POSTINGS_SHARE)
+    most = fts.max_postings(session.spans, POSTINGS_SHARE)
     values: dict[str, object] = {
         "question": " ".join(list(dict.fromkeys(plain(query)))[: fts.MAX_TERMS]),
         "excluded": list(excluded),
@@ -79,17 +73,11 @@ def search(
         "most": most,
     }
 
-    def run() -> tuple[list[str], int, list[str], list[int], list[float]]:
-        row = connection.execute(
-            _SEARCH.format(session=session, k1=K1, k1_1=K1 + 1, b=B, not_b=1 - B), values
-        ).fetchone()
-        assert row is not None  # noqa: S101 - a SELECT without FROM has one; this tells the type checker
-        return row
-
-    stems, found_count, saturated, ids, scores = run()
+    statement = _SEARCH.format(session=session.id, k1=K1, k1_1=K1 + 1, b=B, not_b=1 - B)
+    ((stems, found_count, saturated, ids, scores),) = connection.execute(statement, values).fetchall()
     common.update(dict.fromkeys(saturated, most))
     too_common = [stem for stem in stems if common.get(stem, 0) >= most]
     if too_common and found_count == len(saturated):  # no word is rarer: use the longest, likely the most specific
         values |= {"left_out": [], "only": too_common[-1], "most": None}
-        *_, ids, scores = run()
+        ((*_, ids, scores),) = connection.execute(statement, values).fetchall()
     return dict(zip(ids, scores, strict=True))

@@ -38,18 +38,16 @@ class Indexer:
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
-                while not self._stopping.is_set() and self._embed_some():
-                    pass
+                is_busy = True
+                while is_busy and not self._stopping.is_set():
+                    batch = 1 if self._failures else self._batch  # to find the text that fails
+                    is_busy = self._store.embed_next(self._embedder.model, batch, self._vectors)
             except RescueServiceError as error:
                 log.warning("embedding is retried", extra={"code": error.code})
                 self._stopping.wait(PAUSE_S)
             else:
                 self._work.wait(POLL_S)
                 self._work.clear()
-
-    def _embed_some(self) -> bool:
-        """Embed the next batch and return whether there was one; after a failure, one text at a time."""
-        return self._store.embed_next(self._embedder.model, 1 if self._failures else self._batch, self._vectors)
 
     def _vectors(self, spans: list[Pending]) -> Vectors:
         try:

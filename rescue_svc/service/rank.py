@@ -52,29 +52,24 @@ def fuse(dense: dict[int, float], bm25: dict[int, float], alpha: float) -> list[
     return sorted(scored, key=lambda s: (-s.fused, s.id))
 
 
-def without_joining(spans: Sequence[Span], scores: Sequence[Scored]) -> list[RetrievedChunk]:
-    return [_join(spans, scores, [i]) for i in range(len(spans))]
-
-
-def join_adjacent(spans: Sequence[Span], scores: Sequence[Scored]) -> list[RetrievedChunk]:
-    """Join spans of one layer that are adjacent; return the chunks, best first."""
+def to_chunks(spans: Sequence[Span], scores: Sequence[Scored], *, join: bool) -> list[RetrievedChunk]:
+    """Return the chunks of ranked spans, best first; with `join`, adjacent spans of one layer are one chunk."""
     runs: list[list[int]] = []
     for place in sorted(range(len(spans)), key=lambda i: (spans[i].layer, spans[i].start, spans[i].stop)):
         last = spans[runs[-1][-1]] if runs else None
-        if last and (last.layer, last.stop) == (spans[place].layer, spans[place].start):
+        if join and last and (last.layer, last.stop) == (spans[place].layer, spans[place].start):
             runs[-1].append(place)
         else:
             runs.append([place])
-    return [_join(spans, scores, run) for run in sorted(runs, key=min)]
-
-
-def _join(spans: Sequence[Span], scores: Sequence[Scored], run: Sequence[int]) -> RetrievedChunk:
-    return RetrievedChunk(
-        text="".join(spans[i].text for i in run),
-        token_range=[spans[run[0]].start, spans[run[-1]].stop],
-        layer=spans[run[0]].layer,
-        score=max(spans[i].score for i in run),
-        similarity=max(scores[i].similarity for i in run),
-        dense=max((s for i in run if (s := scores[i].dense) is not None), default=None),
-        bm25=max((s for i in run if (s := scores[i].bm25) is not None), default=None),
-    )
+    return [
+        RetrievedChunk(
+            text="".join(spans[i].text for i in run),
+            token_range=[spans[run[0]].start, spans[run[-1]].stop],
+            layer=spans[run[0]].layer,
+            score=max(spans[i].score for i in run),
+            similarity=max(scores[i].similarity for i in run),
+            dense=max((s for i in run if (s := scores[i].dense) is not None), default=None),
+            bm25=max((s for i in run if (s := scores[i].bm25) is not None), default=None),
+        )
+        for run in sorted(runs, key=min)
+    ]

@@ -5,14 +5,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
 from rescue_svc.embed import EmbedWorker, choose_embedder
-from rescue_svc.errors import EmbedderUnavailableError, SessionNotFoundError
+from rescue_svc.errors import EmbedderUnavailableError
 from rescue_svc.metrics import Metrics
 from rescue_svc.opening import open_all
-from rescue_svc.schemas import EmbedderInfo, RetrieveRequest, RetrieveResponse, SessionInfo
+from rescue_svc.schemas import EmbedderInfo, RetrieveRequest, RetrieveResponse
 from rescue_svc.service.indexer import Indexer
-from rescue_svc.service.rank import Scored, fuse, join_adjacent, merge_ranges, without_joining
+from rescue_svc.service.rank import Scored, fuse, merge_ranges, to_chunks
 from rescue_svc.settings import Settings
-from rescue_svc.store import READERS, IndexName, NewSpan, Session, Span, Vectors
+from rescue_svc.store import READERS, NewSpan, Vectors
 
 CANDIDATES = 100  # of each ranking, before they are fused
 
@@ -24,22 +24,23 @@ class RescueService:
         self.settings = settings
         self.metrics = Metrics()
         chosen, self._no_embedder_reason = choose_embedder(settings.embedder, settings.model_path)
-        self.store, self._index = open_all(settings, chosen.model if chosen else "", self._dim)
+
+        def dim() -> int:
+            return self.embedder.dim() if self.embedder else 0
+
+        self.store, self.index = open_all(settings, chosen.model if chosen else "", dim)
         self._bm25_pool = ThreadPoolExecutor(READERS, "bm25")  # more threads would wait for a connection
         self.embedder: EmbedWorker | None = None
         if chosen is not None:
             self.embedder = EmbedWorker(chosen, timeout_s=settings.embed_timeout_s, idle_s=settings.embed_idle_s)
-            self._indexer = Indexer(self.store, self.embedder, settings.embed_batch)
-
-    def _dim(self) -> int:
-        return self.embedder.dim() if self.embedder else 0
+            self.indexer = Indexer(self.store, self.embedder, settings.embed_batch)
 
     def close(self) -> None:
         """End the embedder, save the indexes and seal the store."""
         if self.embedder:
             self.embedder.close()
-            self._indexer.close()
-            self._index.save_all()
+            self.indexer.close()
+            self.index.save_all()
         self._bm25_pool.shutdown()
         self.store.close()
 
@@ -48,7 +49,7 @@ class RescueService:
         accepted, total = self.store.write(session, spans)
         if self.embedder:
             self.embedder.warm()  # a query is likely to follow
-            self._indexer.wake()
+            self.indexer.wake()
         self.metrics.spans_written.inc(accepted)
         return accepted, total
 
@@ -57,23 +58,28 @@ class RescueService:
         if session is None:
             return RetrieveResponse(chunks=[], session_total=0, mode="bm25", degraded=None)
         start = time.perf_counter()
-        pending, degraded = self._start_embedding(request.query) if request.hybrid_alpha > 0 else (None, None)
+        is_dense = request.hybrid_alpha > 0
+        pending = self.embedder.query(request.query) if self.embedder and is_dense else None
         ranges = merge_ranges(request.exclude_ranges)
         excluded = self.store.covered(session, ranges) if ranges else set()
         # SQLite searches on another thread while the embedder works, and then FAISS: both release the GIL.
         # A dense search needs BM25, too: that finds spans whose vector does not exist yet.
         sparse = self._bm25_pool.submit(self.store.bm25, session, request.query, CANDIDATES, excluded)
         wait_start = time.perf_counter()
-        vector, degraded = self._wait_for_vector(pending) if pending else (None, degraded)
+        vector, degraded = self._wait_for_vector(pending) if is_dense else (None, None)
         waited = time.perf_counter() - wait_start
-        dense = self._search_dense(session, vector, excluded, sparse) if vector is not None else {}
+        dense: dict[int, float] = {}
+        if vector is not None:
+            nearest = self.index.search(session.id, vector, CANDIDATES, excluded)
+            others = sparse.result().keys() - nearest.keys()
+            dense = nearest | self.index.similarities(session.id, vector, others)
         alpha = request.hybrid_alpha if vector is not None else 0.0
         mode: Literal["hybrid", "dense", "bm25"] = "hybrid" if 0 < alpha < 1 else "dense" if alpha else "bm25"
         ranked = fuse(dense, sparse.result(), alpha)
         best = [scored for scored in ranked if self._passes_floor(scored, request.score_floor)][: request.top_k]
         spans = {span.id: span for span in self.store.spans(session, [scored.id for scored in best])}
         best = [scored for scored in best if scored.id in spans]  # the session may have been forgotten meanwhile
-        chunks = (join_adjacent if request.join else without_joining)([spans[scored.id] for scored in best], best)
+        chunks = to_chunks([spans[scored.id] for scored in best], best, join=request.join)
         self.metrics.retrieve_seconds.labels("embed").observe(waited)
         self.metrics.record_search(time.perf_counter() - start - waited)
         self.metrics.retrievals.labels(mode, "hit" if chunks else "miss").inc()
@@ -85,15 +91,10 @@ class RescueService:
         floor = self.embedder.floor if self.embedder else None  # does not apply to spans without a vector
         return floor is None or scored.dense is None or scored.dense >= floor
 
-    def _start_embedding(self, query: str) -> tuple[Future[Vectors] | None, str | None]:
-        if self.embedder is None:
+    def _wait_for_vector(self, pending: Future[Vectors] | None) -> tuple[Vectors | None, str | None]:
+        """Return the vector [D] of the query; or None, and the reason why there is none."""
+        if pending is None:
             return None, self._no_embedder_reason
-        try:
-            return self.embedder.query(query), None
-        except EmbedderUnavailableError as error:
-            return None, str(error)
-
-    def _wait_for_vector(self, pending: Future[Vectors]) -> tuple[Vectors | None, str | None]:
         try:
             return pending.result(self.settings.query_timeout_s)[0], None
         except TimeoutError:
@@ -104,67 +105,17 @@ class RescueService:
         except EmbedderUnavailableError as error:
             return None, str(error)
 
-    def _search_dense(
-        self, session: Session, vector: Vectors, excluded: set[int], sparse: Future[dict[int, float]]
-    ) -> dict[int, float]:
-        """Return the cosines of the nearest spans, and of the spans that BM25 found."""
-        index = self._index.current(session.id)
-        nearest = index.search(vector, CANDIDATES, excluded)
-        return nearest | index.similarities(vector, sparse.result().keys() - nearest.keys())
-
     def embed(self, texts: list[str]) -> tuple[str, Vectors]:
         if self.embedder is None:
             raise EmbedderUnavailableError(f"no embedder: {self._no_embedder_reason}")
         return self.embedder.model, self.embedder.bulk(texts)
 
-    def dump(self, name: str) -> list[Span]:
-        session = self.store.session(name)
-        return self.store.spans(session) if session else []
-
-    def page(self, name: str, first: int, count: int) -> tuple[list[Span], int]:
-        session = self._existing(name)
-        return self.store.page(session, first, count), session.spans
-
-    def sessions(self) -> list[SessionInfo]:
-        return [
-            SessionInfo(
-                session_id=session.name,
-                session_total=session.spans,
-                embedded=self.store.count_vectors(session.id, self.embedder.model) if self.embedder else 0,
-                text_bytes=session.text_bytes,
-                created=session.created,
-                updated=session.updated,
-                resident=self._index.is_resident(session.id),
-            )
-            for session in self.store.sessions()
-        ]
-
     def forget(self, name: str) -> int:
         """Delete a session for good; return how many spans it had."""
         session = self.store.forget(name)
-        self._index.forget(session.id)
+        self.index.forget(session.id)
         self.metrics.sessions_forgotten.inc()
         return session.spans
-
-    def hibernate(self, name: str) -> int:
-        session = self._existing(name)
-        return self._index.hibernate(session.id)
-
-    def resume(self, name: str) -> tuple[bool, int]:
-        """Load a session's index ahead of a query; return whether it is in memory, and its number of vectors."""
-        session = self._existing(name)
-        vectors = self._index.resume(session.id) if self.embedder else 0
-        return self._index.is_resident(session.id), vectors
-
-    @property
-    def index(self) -> IndexName:
-        return self._index.name
-
-    def _existing(self, name: str) -> Session:
-        session = self.store.session(name)
-        if session is None:
-            raise SessionNotFoundError(f"no session {name}; `GET /sessions` lists all")
-        return session
 
     def embedder_info(self) -> EmbedderInfo:
         if self.embedder is None:
@@ -174,18 +125,16 @@ class RescueService:
         pending = self.store.count_pending(worker.model)
         return EmbedderInfo(name=worker.name, state=worker.state, reason=worker.reason, pending=pending)
 
-    def refresh_gauges(self) -> EmbedderInfo:
-        """Update the gauges; return the embedder's state, which they share."""
+    def refresh_gauges(self) -> None:
         sessions = self.store.sessions()
         info = self.embedder_info()
-        self.metrics.sessions.set(len(sessions))
-        self.metrics.spans.set(sum(session.spans for session in sessions))
-        self.metrics.spans_pending.set(info.pending)
-        self.metrics.embedder_ready.set(info.state == "ready")
-        self.metrics.refresh_recent()
-        if self.embedder:
-            indexes, size = self._index.sizes()
-            self.metrics.indexes.set(indexes)
-            self.metrics.index_bytes.set(size)
-            self.metrics.embedder_starts.set(self.embedder.starts)
-        return info
+        indexes, size = self.index.sizes() if self.embedder else (0, 0)
+        self.metrics.refresh_gauges(
+            sessions=len(sessions),
+            spans=sum(session.spans for session in sessions),
+            spans_pending=info.pending,
+            resident_indexes=indexes,
+            resident_index_bytes=size,
+            embedder_starts=self.embedder.starts if self.embedder else 0,
+            embedder_ready=info.state == "ready",
+        )

@@ -1,6 +1,6 @@
 """The interface of a store, and its implementation with SQLite."""
 
-from rescue_svc.store.interface import Index, IndexName, SessionIndex, Store
+from rescue_svc.store.interface import Index, IndexName, Store
 from rescue_svc.store.records import NewSpan, Pending, Session, Span, Vectors
 from rescue_svc.store.sqlite_store import READERS, SqliteStore
 
@@ -11,7 +11,6 @@ __all__ = [
     "NewSpan",
     "Pending",
     "Session",
-    "SessionIndex",
     "Span",
     "SqliteStore",
     "Store",

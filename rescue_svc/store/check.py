@@ -5,7 +5,8 @@ import sqlite3
 
 from rescue_svc.errors import StoreDamagedError
 from rescue_svc.store import fts
-from rescue_svc.store.records import COLUMNS, delete_vectors, span_of_row, vector_of_row
+from rescue_svc.store.files import transaction
+from rescue_svc.store.records import COLUMNS, span_of_row, vector_of_row
 
 log = logging.getLogger(__name__)
 
@@ -16,14 +17,26 @@ def verify(connection: sqlite3.Connection, *, rebuild_words: bool) -> None:
         _sqlite_check(connection, f"PRAGMA integrity_check({table})")
     if connection.execute("PRAGMA foreign_key_check").fetchone():
         raise StoreDamagedError(_message("rows refer to a session or span that does not exist"))
-    for session, name in connection.execute("SELECT id, name FROM sessions").fetchall():
-        _check_spans(connection, session, name)
-    _repair_vectors(connection)
-    for (session,) in connection.execute("SELECT id FROM sessions").fetchall():
+    sessions = connection.execute("SELECT id, name, spans, text_bytes FROM sessions").fetchall()
+    for session, name, spans, size in sessions:
+        rows = connection.execute(f"SELECT {COLUMNS} FROM spans WHERE session = ?", (session,))  # noqa: S608
+        sizes = [len(span_of_row(row, name).text.encode()) for row in rows]
+        if (spans, size) != (len(sizes), sum(sizes)):
+            raise StoreDamagedError(_message(f"session {name} should have {spans} spans and has {len(sizes)}"))
+    rows = connection.execute("SELECT span, model, vector, seal FROM embeddings")
+    damaged = [span for span, model, blob, seal in rows if vector_of_row(span, model, blob, seal) is None]
+    if damaged:
+        log.warning("damaged vectors are recomputed", extra={"vectors": len(damaged)})
+        with transaction(connection):
+            connection.executemany("DELETE FROM embeddings WHERE span = ?", ((span,) for span in damaged))
+    for session, *_ in sessions:
         if rebuild_words or not fts.is_whole(connection, session):
-            connection.execute("BEGIN IMMEDIATE")
-            fts.rebuild(connection, session)
-            connection.execute("COMMIT")
+            texts = connection.execute("SELECT id, text FROM spans WHERE session = ?", (session,)).fetchall()
+            with transaction(connection):
+                fts.drop(connection, session)
+                fts.create(connection, session)
+                for span, text in texts:
+                    fts.add(connection, session, span, text)
     _sqlite_check(connection, "PRAGMA integrity_check")
 
 
@@ -31,27 +44,6 @@ def _sqlite_check(connection: sqlite3.Connection, pragma: str) -> None:
     result = connection.execute(pragma).fetchone()[0]
     if result != "ok":
         raise StoreDamagedError(_message(f"SQLite finds: {result.splitlines()[0]}"))
-
-
-def _check_spans(connection: sqlite3.Connection, session: int, name: str) -> None:
-    count = size = 0
-    for row in connection.execute(f"SELECT {COLUMNS} FROM spans WHERE session = ?", (session,)):  # noqa: S608
-        span = span_of_row(row, name)
-        count += 1
-        size += len(span.text.encode())
-    declared = connection.execute("SELECT spans, text_bytes FROM sessions WHERE id = ?", (session,)).fetchone()
-    if declared != (count, size):
-        raise StoreDamagedError(_message(f"session {name} should have {declared[0]} spans and has {count}"))
-
-
-def _repair_vectors(connection: sqlite3.Connection) -> None:
-    rows = connection.execute("SELECT span, model, vector, seal FROM embeddings")
-    damaged = [span for span, model, blob, seal in rows if vector_of_row(span, model, blob, seal) is None]
-    if damaged:
-        log.warning("damaged vectors are recomputed", extra={"vectors": len(damaged)})
-        connection.execute("BEGIN IMMEDIATE")
-        delete_vectors(connection, damaged)
-        connection.execute("COMMIT")
 
 
 def _message(fault: str) -> str:

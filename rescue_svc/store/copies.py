@@ -1,20 +1,17 @@
 """Backups of the database, and new databases from the intact rows of a damaged one."""
 
-import shutil
 import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rescue_svc.errors import StoreDamagedError, StoreUnavailableError
+from rescue_svc.errors import StoreDamagedError
 from rescue_svc.store import files, fts
 from rescue_svc.store.migrations import migrate
-from rescue_svc.store.records import COLUMNS, Span, insert_vector, span_of_row, vector_of_row
-
-_REBUILDING = f"{files.DATABASE}.rebuilding"
+from rescue_svc.store.records import COLUMNS, insert_vector, span_of_row, vector_of_row
 
 
 @dataclass(frozen=True)
@@ -22,77 +19,49 @@ class Rebuilt:
     spans: int
     vectors: int
     lost: int  # spans of the old database that are not intact
-    complete: bool  # nothing is known to be lost
-    damaged_file: Path | None = None  # the old database, unless the rebuild is complete
+    damaged_file: Path | None = None  # the old database, if something may be lost
 
 
 def backup(directory: Path, folder: Path) -> int:
     """Copy the database, sealed, into a new folder; return its bytes. A service may run on `directory` meanwhile."""
-    _check_exists(directory)
-    if folder.exists():
-        raise StoreUnavailableError(f"{folder} exists; name a folder that does not: nothing is overwritten")
-    # Renamed when it is complete, so that an interrupted backup is not taken for one.
-    partial = folder.with_name(f"{folder.name}.partial-{time.time_ns()}")
-    try:
-        partial.mkdir(parents=True, mode=0o700)
-        target = partial / files.DATABASE
-        with files.sqlite_errors(), closing(files.connect(directory / files.DATABASE)) as source:
-            source.execute("VACUUM INTO ?", (str(target),))
-        with target.open("rb+") as file:
-            files.sync(file.fileno())
+    database = files.existing_database(directory)
+    with files.new_folder(folder) as partial:
+        with files.sqlite_errors(), closing(files.connect(database)) as source:
+            source.execute("VACUUM INTO ?", (str(partial / files.DATABASE),))
         files.seal_closed(partial)
-        partial.rename(folder)
-        files.sync_directory(folder.parent)
-    except OSError as error:
-        raise StoreUnavailableError(f"{folder} cannot be created ({error.strerror}); name another folder") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return (folder / files.DATABASE).stat().st_size
 
 
 def rebuild(directory: Path) -> Rebuilt:
     """Build a new database from every intact span. A damaged one is renamed, never deleted."""
-    _check_exists(directory)
+    old, new = files.existing_database(directory), directory / f"{files.DATABASE}.rebuilding"
     lock = files.DirectoryLock(directory)
     try:
-        with files.sqlite_errors():
-            return _rebuild(directory)
+        new.unlink(missing_ok=True)
+        with files.sqlite_errors(), closing(files.connect(old)) as source, closing(files.connect(new)) as target:
+            migrate(target)
+            with files.transaction(target):
+                rebuilt = _copy_intact(source, target, old.with_name(f"{old.name}.bad-{time.time_ns()}"))
+            target.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        if rebuilt.damaged_file:
+            rebuilt.damaged_file.hardlink_to(old)
+        for log in ("-wal", "-shm"):
+            old.with_name(old.name + log).unlink(missing_ok=True)
+        new.replace(old)
+        files.sync_directory(directory)
+        files.seal_closed(directory)
+        return rebuilt
     except StoreDamagedError as error:
-        (directory / _REBUILDING).unlink(missing_ok=True)
+        new.unlink(missing_ok=True)
         raise StoreDamagedError(
-            f"no span can be read from {directory / files.DATABASE}: restore a backup, or move that file, "
+            f"no span can be read from {old}: restore a backup, or move that file, "
             f"{files.DATABASE}-wal and {files.SEAL} away to start with an empty store"
         ) from error
     finally:
         lock.release()
 
 
-def _check_exists(directory: Path) -> None:
-    if not (directory / files.DATABASE).exists():
-        raise StoreUnavailableError(f"{directory} has no {files.DATABASE}; name the service's --data-dir")
-
-
-def _rebuild(directory: Path) -> Rebuilt:
-    old, new = directory / files.DATABASE, directory / _REBUILDING
-    new.unlink(missing_ok=True)
-    with closing(files.connect(old)) as source, closing(files.connect(new)) as target:
-        migrate(target)
-        target.execute("BEGIN")
-        rebuilt = _copy_intact(source, target)
-        target.execute("COMMIT")
-        target.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    aside = directory / f"{files.DATABASE}.bad-{time.time_ns()}" if not rebuilt.complete else None
-    if aside:
-        aside.hardlink_to(old)
-    for log in ("-wal", "-shm"):
-        old.with_name(old.name + log).unlink(missing_ok=True)
-    new.replace(old)
-    files.sync_directory(directory)
-    files.seal_closed(directory)
-    return replace(rebuilt, damaged_file=aside)
-
-
-def _copy_intact(source: sqlite3.Connection, target: sqlite3.Connection) -> Rebuilt:
+def _copy_intact(source: sqlite3.Connection, target: sqlite3.Connection, damaged_file: Path) -> Rebuilt:
     declared = seen = copied = 0
     names: dict[int, str] = {}
     for session, name, spans, created, updated in _rows(source, "sessions", "id, name, spans, created, updated"):
@@ -104,20 +73,30 @@ def _copy_intact(source: sqlite3.Connection, target: sqlite3.Connection) -> Rebu
         seen += 1
         with suppress(StoreDamagedError, KeyError):  # damaged, or of a lost session
             name = names[session]
-            _copy_span(target, span_of_row(tuple(row), name), session, name)
+            span = span_of_row(tuple(row), name)
+            stored = (span.id, span.start, span.stop, span.layer, span.score, span.text, span.digest(), span.seal(name))
+            target.execute(
+                f"INSERT INTO spans ({COLUMNS}, session) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",  # noqa: S608
+                (*stored, session),
+            )
+            fts.add(target, session, span.id, span.text)
+            target.execute(
+                "UPDATE sessions SET spans = spans + 1, text_bytes = text_bytes + ? WHERE id = ?",
+                (len(span.text.encode()), session),
+            )
             copied += 1
-    complete = declared == seen == copied and _is_sound(source)
-    if not copied and not complete:
+    is_complete = False
+    with suppress(sqlite3.DatabaseError):
+        checks = [source.execute(f"PRAGMA integrity_check({table})").fetchone()[0] for table in ("sessions", "spans")]
+        is_complete = declared == seen == copied and checks == ["ok", "ok"]
+    if not copied and not is_complete:
         raise StoreDamagedError("nothing is intact")
-    return Rebuilt(copied, _copy_vectors(source, target), max(declared, seen) - copied, complete)
-
-
-def _is_sound(source: sqlite3.Connection) -> bool:
-    try:
-        results = [source.execute(f"PRAGMA integrity_check({table})").fetchone()[0] for table in ("sessions", "spans")]
-    except sqlite3.DatabaseError:
-        return False
-    return results == ["ok", "ok"]
+    vectors = sum(
+        insert_vector(target, span, model, vector)
+        for _, span, model, vector, seal in _rows(source, "embeddings", "seq, span, model, vector, seal")
+        if vector_of_row(span, model, vector, seal) is not None
+    )
+    return Rebuilt(copied, vectors, max(declared, seen) - copied, None if is_complete else damaged_file)
 
 
 def _rows(source: sqlite3.Connection, table: str, columns: str) -> Iterator[tuple[Any, ...]]:
@@ -133,21 +112,3 @@ def _rows(source: sqlite3.Connection, table: str, columns: str) -> Iterator[tupl
         except sqlite3.DatabaseError:
             continue
         return
-
-
-def _copy_span(target: sqlite3.Connection, span: Span, session: int, name: str) -> None:
-    target.execute(
-        f"INSERT INTO spans ({COLUMNS}, session) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",  # noqa: S608
-        (span.id, span.start, span.stop, span.layer, span.score, span.text, span.digest(), span.seal(name), session),
-    )
-    fts.add(target, session, span.id, span.text)
-    size = len(span.text.encode())
-    target.execute("UPDATE sessions SET spans = spans + 1, text_bytes = text_bytes + ? WHERE id = ?", (size, session))
-
-
-def _copy_vectors(source: sqlite3.Connection, target: sqlite3.Connection) -> int:
-    copied = 0
-    for _, span, model, vector, seal in _rows(source, "embeddings", "seq, span, model, vector, seal"):
-        if vector_of_row(span, model, vector, seal) is not None:
-            copied += insert_vector(target, span, model, vector, seal)
-    return copied

@@ -4,7 +4,9 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,22 +27,19 @@ def sqlite_errors() -> Iterator[None]:
     try:
         yield
     except (sqlite3.Error, UnicodeDecodeError) as error:
-        raise _translate(error) from error
-
-
-def _translate(error: Exception) -> errors.RescueServiceError:
-    # Python raises without a code if stored text, or a message that quotes it, is not UTF-8: that is damage, too.
-    primary = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
-    if primary == sqlite3.SQLITE_FULL:
-        return errors.StoreFullError("the disk is full; free space, or forget sessions once there is a little")
-    if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-        return errors.StoreDamagedError(
-            "the database is damaged; stop the service, then `mlx-tq-rescue rebuild` or restore a backup"
-        )
-    name = getattr(error, "sqlite_errorname", type(error).__name__)
-    return errors.StoreUnavailableError(
-        f"the database cannot be used now ({name}); check the data directory and its disk"
-    )
+        # Python raises without a code if stored text, or a message that quotes it, is not UTF-8: that is damage, too.
+        primary = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
+        if primary == sqlite3.SQLITE_FULL:
+            raise errors.StoreFullError(
+                "the disk is full; free space, or forget sessions once there is a little"
+            ) from error
+        if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            fault = "the database is damaged; stop the service, then `mlx-tq-rescue rebuild` or restore a backup"
+            raise errors.StoreDamagedError(fault) from error
+        name = getattr(error, "sqlite_errorname", type(error).__name__)
+        raise errors.StoreUnavailableError(
+            f"the database cannot be used now ({name}); check the data directory and its disk"
+        ) from error
 
 
 def connect(path: Path) -> sqlite3.Connection:
@@ -59,6 +58,19 @@ def connect(path: Path) -> sqlite3.Connection:
     ):
         connection.execute(f"PRAGMA {pragma}").close()
     return connection
+
+
+@contextmanager
+def transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        # SQLite has already rolled back by itself after some errors, a full disk among them.
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
 
 
 class DirectoryLock:
@@ -82,6 +94,35 @@ class DirectoryLock:
 
     def release(self) -> None:
         os.close(self._fd)
+
+
+def existing_database(directory: Path) -> Path:
+    """Return the path of the database; raise StoreUnavailableError if there is none."""
+    if not (directory / DATABASE).exists():
+        raise errors.StoreUnavailableError(f"{directory} has no {DATABASE}; name the service's --data-dir")
+    return directory / DATABASE
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder for files, which are synced and get the name `folder` when the block is complete."""
+    if folder.exists():
+        raise errors.StoreUnavailableError(f"{folder} exists; name a folder that does not: nothing is overwritten")
+    partial = folder.with_name(f"{folder.name}.partial-{time.time_ns()}")
+    try:
+        partial.mkdir(parents=True, mode=0o700)
+        yield partial
+        for path in partial.iterdir():
+            with path.open("rb+") as file:
+                sync(file.fileno())
+        partial.rename(folder)
+        sync_directory(folder.parent)
+    except OSError as error:
+        raise errors.StoreUnavailableError(
+            f"{folder} cannot be created ({error.strerror}); name another folder"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_durably(path: Path, *parts: bytes) -> None:
@@ -138,12 +179,9 @@ def trust(directory: Path) -> Trust:
         )
     if state == "open":
         return "crashed"
-    unchanged = state == "closed" and digest == _digest(database) and not _log(database).exists()
+    has_log = (directory / f"{DATABASE}-wal").exists()
+    unchanged = state == "closed" and digest == _digest(database) and not has_log
     return "sealed" if unchanged else "altered"
-
-
-def _log(database: Path) -> Path:
-    return database.with_name(database.name + "-wal")
 
 
 def _digest(path: Path) -> str:

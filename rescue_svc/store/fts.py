@@ -7,6 +7,8 @@ pages on every SQLite, also those before FTS5's own secure-delete option (3.42).
 import re
 import sqlite3
 
+from rescue_svc.store.records import Session
+
 MAX_TERMS = 64
 # FTS5 scores about a million postings per second. A query may score this many, or a sixteenth of the session if that is
 # more; beyond that its most frequent words, which say least, are left out.
@@ -40,13 +42,6 @@ def drop(connection: sqlite3.Connection, session: int) -> None:
     connection.execute(f"DROP TABLE IF EXISTS {table_name(session)}")
 
 
-def rebuild(connection: sqlite3.Connection, session: int) -> None:
-    drop(connection, session)
-    create(connection, session)
-    for span, text in connection.execute("SELECT id, text FROM spans WHERE session = ?", (session,)).fetchall():
-        add(connection, session, span, text)
-
-
 def is_whole(connection: sqlite3.Connection, session: int) -> bool:
     name = table_name(session)
     try:
@@ -57,23 +52,16 @@ def is_whole(connection: sqlite3.Connection, session: int) -> bool:
 
 
 def search(
-    connection: sqlite3.Connection,
-    session: int,
-    spans: int,
-    query: str,
-    limit: int,
-    excluded: set[int],
-    common: dict[str, int],
+    connection: sqlite3.Connection, session: Session, query: str, limit: int, excluded: set[int], common: dict[str, int]
 ) -> dict[int, float]:
     """Return up to `limit` span ids with their BM25 score (higher is better), best first, without `excluded`.
 
-    `spans` is the size of the session. `common` caches lower bounds of the postings of frequent words across calls.
-    FTS5 fixes k1 = 1.2 and b = 0.75.
+    `common` caches lower bounds of the postings of frequent words across calls. FTS5 fixes k1 = 1.2 and b = 0.75.
     """
-    terms = _rarest_terms(connection, session, query, max_postings(spans), common)
+    terms = _rarest_terms(connection, session.id, query, max_postings(session.spans), common)
     if not terms:
         return {}
-    name = table_name(session)
+    name = table_name(session.id)
     # With a LIMIT SQLite keeps the best in a heap; FTS5's ORDER BY rank sorts every hit.
     rows = connection.execute(
         f"SELECT rowid, bm25({name}) AS score FROM {name} WHERE {name} MATCH ? ORDER BY score, rowid LIMIT ?",  # noqa: S608

@@ -7,6 +7,7 @@ them. Every call is safe from many threads, and may raise StoreUnavailableError 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, Protocol
 
+from rescue_svc.errors import SessionNotFoundError
 from rescue_svc.store.records import NewSpan, Pending, Session, Span, Vectors
 
 IndexName = Literal["faiss", "numpy", "hnsw", "exact"]
@@ -18,8 +19,7 @@ class Store(Protocol):
     def describe(self) -> str:
         """Return the location and state of the store, without a password."""
 
-    def close(self) -> None:
-        """Finish calls in progress and release the store."""
+    def close(self) -> None: ...
 
     def write(self, name: str, spans: Sequence[NewSpan]) -> tuple[int, int]:
         """Store spans in one transaction; return how many are new and how many the session then has.
@@ -27,8 +27,14 @@ class Store(Protocol):
         They are on disk when this returns. After SessionFullError or StoreFullError nothing of the call is stored.
         """
 
-    def session(self, name: str) -> Session | None:
-        """Return a session, or None if it was never written or is forgotten."""
+    def session(self, name: str) -> Session | None: ...
+
+    def existing(self, name: str) -> Session:
+        """Return a session; raise SessionNotFoundError if there is none."""
+        session = self.session(name)
+        if session is None:
+            raise SessionNotFoundError(f"no session {name}; `GET /sessions` lists all")
+        return session
 
     def sessions(self) -> list[Session]:
         """Return all sessions, the most recently written first."""
@@ -60,44 +66,39 @@ class Store(Protocol):
     def count_pending(self, model: str) -> int:
         """Count the spans without a vector of `model`."""
 
-    def count_vectors(self, session: int, model: str) -> int:
-        """Count a session's vectors."""
+    def count_vectors(self, session: int, model: str) -> int: ...
 
 
-class SessionIndex(Protocol):
-    """The vectors of one session."""
+class Index:
+    """Dense search over the vectors of the spans. Methods about memory are for indexes that the service loads."""
 
-    def search(self, query: Vectors, limit: int, excluded: set[int]) -> dict[int, float]:
-        """Return the cosines of up to `limit` spans for a unit query [D], best first."""
+    name: IndexName
 
-    def similarities(self, query: Vectors, spans: Iterable[int]) -> dict[int, float]:
+    def search(self, session: int, query: Vectors, limit: int, excluded: set[int]) -> dict[int, float]:
+        """Return the cosines of up to `limit` spans for a unit query [D], best first, of all that have a vector now."""
+        raise NotImplementedError
+
+    def similarities(self, session: int, query: Vectors, spans: Iterable[int]) -> dict[int, float]:
         """Return the cosine of each of these spans that has a vector."""
-
-
-class Index(Protocol):
-    """Dense search over the vectors of the spans."""
-
-    @property
-    def name(self) -> IndexName:
-        """Return the method of search."""
-
-    def current(self, session: int) -> SessionIndex:
-        """Return a session's index with every vector that the store has now."""
+        raise NotImplementedError
 
     def resume(self, session: int) -> int:
         """Load a session's index ahead of a query; return how many vectors it has."""
+        raise NotImplementedError
 
     def hibernate(self, session: int) -> int:
         """Remove a session's index from memory; return how many vectors it had there."""
+        return 0
 
     def forget(self, session: int) -> None:
         """Delete a session's vectors outside the store."""
 
     def is_resident(self, session: int) -> bool:
-        """Return whether a session's index is in memory."""
+        return False
 
     def sizes(self) -> tuple[int, int]:
         """Return the number of indexes in memory, and the bytes of their vectors."""
+        return 0, 0
 
     def save_all(self) -> None:
         """Save the indexes in memory for a fast next start."""

@@ -3,6 +3,7 @@
 import sqlite3
 
 from rescue_svc.errors import StoreDamagedError
+from rescue_svc.store.files import transaction
 
 APPLICATION_ID = 0x6D717271  # "mqrq" marks our files among SQLite databases
 
@@ -45,13 +46,6 @@ def migrate(connection: sqlite3.Connection) -> None:
             "upgrade mlx-tq or restore a backup"
         )
     for version, steps in enumerate(MIGRATIONS[done:], start=done + 1):
-        connection.execute("BEGIN IMMEDIATE")
-        try:
-            for statement in steps:
+        with transaction(connection):
+            for statement in (*steps, f"PRAGMA user_version = {version}"):
                 connection.execute(statement)
-            connection.execute(f"PRAGMA user_version = {version}")
-            connection.execute("COMMIT")
-        except BaseException:
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
-            raise

@@ -4,7 +4,6 @@ import hashlib
 import sqlite3
 import struct
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,15 +58,6 @@ class Pending:
     text: str
 
 
-@dataclass(frozen=True)
-class StoredVectors:
-    """Vectors in the order in which they were stored."""
-
-    spans: npt.NDArray[np.int64]  # [N]
-    vectors: Vectors  # [N, D]
-    last: int  # sequence number of the newest, 0 if there is none
-
-
 def span_of_row(row: SpanRow, session: str) -> Span:
     """Build a span from a row of COLUMNS; raise StoreDamagedError when it is not what was written."""
     id, start, stop, layer, score, text, digest, seal = row
@@ -84,26 +74,22 @@ def span_of_row(row: SpanRow, session: str) -> Span:
     return span
 
 
-def vector_seal(span: int, model: str, vector: bytes) -> int:
+def _vector_seal(span: int, model: str, vector: bytes) -> int:
     """Return a CRC-32 of a stored vector, its span and its model."""
     return zlib.crc32(vector + struct.pack("<q", span) + model.encode())
 
 
 def vector_of_row(span: int, model: str, vector: bytes, seal: int) -> Vectors | None:
     """Return the float32 vector [D] of a row, or None if it is damaged."""
-    if not isinstance(vector, bytes) or len(vector) % 4 or vector_seal(span, model, vector) != seal:
+    if not isinstance(vector, bytes) or len(vector) % 4 or _vector_seal(span, model, vector) != seal:
         return None
     return np.frombuffer(vector, dtype="<f4")
 
 
-def insert_vector(connection: sqlite3.Connection, span: int, model: str, vector: bytes, seal: int) -> int:
-    """Store the bytes of a vector with its seal; return 1, or 0 if the span was forgotten."""
+def insert_vector(connection: sqlite3.Connection, span: int, model: str, vector: bytes) -> int:
+    """Store the bytes of a vector with their seal; return 1, or 0 if the span was forgotten."""
     return connection.execute(
         """INSERT OR REPLACE INTO embeddings (span, session, model, vector, seal)
            SELECT id, session, ?, ?, ? FROM spans WHERE id = ?""",
-        (model, vector, seal, span),
+        (model, vector, _vector_seal(span, model, vector), span),
     ).rowcount
-
-
-def delete_vectors(connection: sqlite3.Connection, spans: Sequence[int]) -> None:
-    connection.executemany("DELETE FROM embeddings WHERE span = ?", [(span,) for span in spans])

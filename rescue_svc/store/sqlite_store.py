@@ -8,12 +8,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from rescue_svc.errors import SessionFullError, SessionNotFoundError, StoreFullError, StoreUnavailableError
+from rescue_svc.errors import StoreUnavailableError
 from rescue_svc.settings import Caps
 from rescue_svc.store import check, files, fts
+from rescue_svc.store.interface import Store
 from rescue_svc.store.migrations import migrate
 from rescue_svc.store.records import (
     COLUMNS,
@@ -21,21 +24,20 @@ from rescue_svc.store.records import (
     Pending,
     Session,
     Span,
-    StoredVectors,
     Vectors,
-    delete_vectors,
     insert_vector,
     span_of_row,
     vector_of_row,
-    vector_seal,
 )
 
 log = logging.getLogger(__name__)
 
 READERS = 4
+_SESSIONS = "SELECT id, name, spans, text_bytes, created, updated FROM sessions"
+_SPANS = f"SELECT {COLUMNS} FROM spans"  # noqa: S608
 
 
-class SqliteStore:
+class SqliteStore(Store):
     """Spans of all sessions in one database, which one process opens."""
 
     def __init__(self, directory: Path, caps: Caps) -> None:
@@ -46,36 +48,27 @@ class SqliteStore:
         self._readers: queue.LifoQueue[sqlite3.Connection] = queue.LifoQueue()
         self._common_words: dict[int, dict[str, int]] = {}
         self._embedded: dict[str, int] = {}  # by model: the last span with a vector, or that was given up
-        try:
-            with files.sqlite_errors():
-                self._open(directory / files.DATABASE)
-        except OSError as error:
-            self._lock.release()
-            raise StoreUnavailableError(f"data directory {directory} cannot be used: {error}") from error
-        except BaseException:
-            self._lock.release()
-            raise
-
-    def _open(self, path: Path) -> None:
-        trust = files.trust(self.directory)
+        path = directory / files.DATABASE
         with ExitStack() as on_failure:
-            self._writer = on_failure.enter_context(closing(files.connect(path)))
-            self._prepare(trust)
+            on_failure.callback(self._lock.release)
+            try:
+                with files.sqlite_errors():
+                    trust = files.trust(directory)
+                    self._writer = on_failure.enter_context(closing(files.connect(path)))
+                    migrate(self._writer)
+                    if trust in ("crashed", "altered"):
+                        fault = "the database was not closed cleanly, or was changed; checking every row"
+                        log.warning(fault, extra={"trust": trust})
+                        check.verify(self._writer, rebuild_words=trust == "altered")
+                    # A crash after a committed DELETE may keep old text in the log.
+                    self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                    files.seal_open(directory)
+                    (directory / files.INDEXES).mkdir(exist_ok=True, mode=0o700)
+                    for _ in range(READERS):
+                        self._readers.put(files.connect(path))
+            except OSError as error:
+                raise StoreUnavailableError(f"data directory {directory} cannot be used: {error}") from error
             on_failure.pop_all()
-        for _ in range(READERS):
-            self._readers.put(files.connect(path))
-
-    def _prepare(self, trust: files.Trust) -> None:
-        migrate(self._writer)
-        if trust in ("crashed", "altered"):
-            log.warning(
-                "the database was not closed cleanly, or was changed; checking every row", extra={"trust": trust}
-            )
-            check.verify(self._writer, rebuild_words=trust == "altered")
-        # A crash after a committed DELETE may keep old text in the log.
-        self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        files.seal_open(self.directory)
-        (self.directory / files.INDEXES).mkdir(exist_ok=True, mode=0o700)
 
     def describe(self) -> str:
         return str(self.directory)
@@ -94,16 +87,8 @@ class SqliteStore:
 
     @contextmanager
     def _write(self) -> Iterator[sqlite3.Connection]:
-        with self._writing, files.sqlite_errors():
-            self._writer.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._writer
-                self._writer.execute("COMMIT")
-            except BaseException:
-                # SQLite has already rolled back by itself after some errors, a full disk among them.
-                if self._writer.in_transaction:
-                    self._writer.execute("ROLLBACK")
-                raise
+        with self._writing, files.sqlite_errors(), files.transaction(self._writer):
+            yield self._writer
 
     @contextmanager
     def _read(self) -> Iterator[sqlite3.Connection]:
@@ -122,96 +107,66 @@ class SqliteStore:
         now = time.time()
         with self._write() as connection:
             session = self._session_for_writing(connection, name, now)
-            new = [span for span in spans if self._insert(connection, session, name, span)]
+            new = []
+            for span in spans:
+                row = connection.execute(
+                    """INSERT INTO spans (session, start, stop, layer, score, text, digest, seal)
+                       VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+                       ON CONFLICT (session, digest) DO NOTHING RETURNING id""",
+                    (session, span.start, span.stop, span.layer, span.score, span.text, span.digest(), span.seal(name)),
+                ).fetchone()
+                if row:
+                    new.append(span)
+                    fts.add(connection, session, row[0], span.text)
             size = sum(len(span.text.encode()) for span in new)
             total = connection.execute(
                 """UPDATE sessions SET spans = spans + ?, text_bytes = text_bytes + ?, updated = max(updated, ?)
                    WHERE id = ? RETURNING spans""",
                 (len(new), size, now, session),
             ).fetchone()[0]
-            self._check_caps(connection, name, total)
+            stored = connection.execute("SELECT sum(spans) FROM sessions").fetchone()[0]
+            self._caps.check_spans(name, total, stored)
         return len(new), total
 
     def _session_for_writing(self, connection: sqlite3.Connection, name: str, now: float) -> int:
         row = connection.execute("SELECT id FROM sessions WHERE name = ?", (name,)).fetchone()
         if row:
             return int(row[0])
-        if connection.execute("SELECT count(*) FROM sessions").fetchone()[0] >= self._caps.sessions:
-            raise StoreFullError(
-                f"there are {self._caps.sessions} sessions, the limit; forget some or raise RESCUE_MAX_SESSIONS"
-            )
-        cursor = connection.execute(
-            "INSERT INTO sessions (name, spans, text_bytes, created, updated) VALUES (?, 0, 0, ?, ?)", (name, now, now)
-        )
-        session = cursor.lastrowid
-        assert session is not None  # noqa: S101 - an INSERT always sets it; this tells the type checker
+        self._caps.check_new_session(connection.execute("SELECT count(*) FROM sessions").fetchone()[0])
+        session: int = connection.execute(
+            "INSERT INTO sessions (name, spans, text_bytes, created, updated) VALUES (?, 0, 0, ?, ?) RETURNING id",
+            (name, now, now),
+        ).fetchone()[0]
         fts.create(connection, session)
         return session
 
-    def _insert(self, connection: sqlite3.Connection, session: int, name: str, span: NewSpan) -> bool:
-        row = connection.execute(
-            """INSERT INTO spans (session, start, stop, layer, score, text, digest, seal)
-               VALUES (?, ?, ?, ?, ?, ?, ?, ?)
-               ON CONFLICT (session, digest) DO NOTHING RETURNING id""",
-            (session, span.start, span.stop, span.layer, span.score, span.text, span.digest(), span.seal(name)),
-        ).fetchone()
-        if row:
-            fts.add(connection, session, row[0], span.text)
-        return row is not None
-
-    def _check_caps(self, connection: sqlite3.Connection, name: str, total: int) -> None:
-        if total > self._caps.session_spans:
-            raise SessionFullError(
-                f"session {name} would have {total} spans, the limit is {self._caps.session_spans}; "
-                "forget it, use another, or raise RESCUE_MAX_SESSION_SPANS"
-            )
-        stored = connection.execute("SELECT sum(spans) FROM sessions").fetchone()[0]
-        if stored > self._caps.spans:
-            raise StoreFullError(
-                f"the store would have {stored} spans, the limit is {self._caps.spans}; "
-                "forget sessions or raise RESCUE_MAX_SPANS"
-            )
+    def _rows(self, statement: str, *parameters: object) -> list[Any]:
+        with self._read() as connection:
+            return connection.execute(statement, parameters).fetchall()
 
     def session(self, name: str) -> Session | None:
-        with self._read() as connection:
-            row = connection.execute(
-                "SELECT id, name, spans, text_bytes, created, updated FROM sessions WHERE name = ?", (name,)
-            ).fetchone()
-        return Session(*row) if row else None
+        rows = self._rows(f"{_SESSIONS} WHERE name = ?", name)
+        return Session(*rows[0]) if rows else None
 
     def sessions(self) -> list[Session]:
-        with self._read() as connection:
-            rows = connection.execute(
-                "SELECT id, name, spans, text_bytes, created, updated FROM sessions ORDER BY updated DESC, id DESC"
-            ).fetchall()
-        return [Session(*row) for row in rows]
+        return [Session(*row) for row in self._rows(f"{_SESSIONS} ORDER BY updated DESC, id DESC")]
 
     def page(self, session: Session, first: int, count: int) -> list[Span]:
-        with self._read() as connection:
-            rows = connection.execute(
-                f"SELECT {COLUMNS} FROM spans WHERE session = ? ORDER BY id LIMIT ? OFFSET ?",  # noqa: S608
-                (session.id, count, first),
-            ).fetchall()
+        rows = self._rows(f"{_SPANS} WHERE session = ? ORDER BY id LIMIT ? OFFSET ?", session.id, count, first)
         return [span_of_row(row, session.name) for row in rows]
 
     def spans(self, session: Session, ids: Sequence[int] | None = None) -> list[Span]:
         chosen = "" if ids is None else f" AND id IN ({','.join('?' * len(ids))})"
-        with self._read() as connection:
-            rows = connection.execute(
-                f"SELECT {COLUMNS} FROM spans WHERE session = ?{chosen} ORDER BY id",  # noqa: S608 - only ? marks
-                (session.id, *(ids or ())),
-            ).fetchall()
+        rows = self._rows(f"{_SPANS} WHERE session = ?{chosen} ORDER BY id", session.id, *(ids or ()))
         return [span_of_row(row, session.name) for row in rows]
 
     def covered(self, session: Session, ranges: Sequence[tuple[int, int]]) -> set[int]:
+        statement = "SELECT id FROM spans WHERE session = ? AND start >= ? AND start < ? AND stop <= ?"
         with self._read() as connection:
             return {
                 row[0]
                 for start, stop in ranges
-                for row in connection.execute(
-                    "SELECT id FROM spans WHERE session = ? AND start >= ? AND start < ? AND stop <= ?",
-                    (session.id, start, stop, stop),
-                )
+                for row in connection.execute(statement, (session.id, start, stop, stop))
             }
 
     def bm25(self, session: Session, query: str, limit: int, excluded: set[int]) -> dict[int, float]:
@@ -219,12 +174,10 @@ class SqliteStore:
             if not connection.execute("SELECT 1 FROM sessions WHERE id = ?", (session.id,)).fetchone():
                 return {}
             common = self._common_words.setdefault(session.id, {})
-            return fts.search(connection, session.id, session.spans, query, limit, excluded, common)
+            return fts.search(connection, session, query, limit, excluded, common)
 
     def forget(self, name: str) -> Session:
-        session = self.session(name)
-        if session is None:
-            raise SessionNotFoundError(f"no session {name}; `GET /sessions` lists all")
+        session = self.existing(name)
         with self._write() as connection:
             fts.drop(connection, session.id)
             connection.execute("DELETE FROM embeddings WHERE session = ?", (session.id,))
@@ -243,46 +196,43 @@ class SqliteStore:
             )
 
     def embed_next(self, model: str, limit: int, embed: Callable[[list[Pending]], Vectors]) -> bool:
-        spans = self.pending(model, self._embedded.get(model, 0), limit)
+        rows = self._rows(
+            """SELECT s.id, s.session, s.text FROM spans s LEFT JOIN embeddings e ON e.span = s.id AND e.model = ?
+               WHERE s.id > ? AND e.span IS NULL ORDER BY s.id LIMIT ?""",
+            model,
+            self._embedded.get(model, 0),
+            limit,
+        )
+        spans = [Pending(*row) for row in rows]
         if spans:
-            self.store_vectors(model, spans, embed(spans))
+            matrix = embed(spans)
+            with self._write() as connection:
+                for item, vector in zip(spans, matrix, strict=True):  # stores none of a span that is forgotten by now
+                    insert_vector(connection, item.span, model, vector.astype("<f4").tobytes())
             self._embedded[model] = spans[-1].span
         return bool(spans)
 
     def give_up(self, model: str, span: int) -> None:
         self._embedded[model] = span
 
-    def pending(self, model: str, after: int, limit: int) -> list[Pending]:
-        """Return the next spans after id `after` without a vector of `model`."""
-        with self._read() as connection:
-            rows = connection.execute(
-                """SELECT s.id, s.session, s.text FROM spans s LEFT JOIN embeddings e ON e.span = s.id AND e.model = ?
-                   WHERE s.id > ? AND e.span IS NULL ORDER BY s.id LIMIT ?""",
-                (model, after, limit),
-            )
-            return [Pending(*row) for row in rows]
-
     def count_pending(self, model: str) -> int:
-        with self._read() as connection:
-            spans = connection.execute("SELECT coalesce(sum(spans), 0) FROM sessions").fetchone()[0]
-            vectors = connection.execute("SELECT count(*) FROM embeddings WHERE model = ?", (model,)).fetchone()[0]
-        return int(spans - vectors)
+        statement = """SELECT (SELECT coalesce(sum(spans), 0) FROM sessions)
+                            - (SELECT count(*) FROM embeddings WHERE model = ?)"""
+        return int(self._rows(statement, model)[0][0])
 
-    def store_vectors(self, model: str, spans: Sequence[Pending], matrix: Vectors) -> None:
-        """Store a vector [N, D] for each span, except for spans that were forgotten meanwhile."""
-        with self._write() as connection:
-            for item, vector in zip(spans, matrix, strict=True):
-                blob = vector.astype("<f4").tobytes()
-                insert_vector(connection, item.span, model, blob, vector_seal(item.span, model, blob))
+    def vectors(
+        self, session: int, model: str, after: int, dim: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], int]:
+        """Return the vectors stored after number `after`: their spans [N], the rows [N, D], and the last one's number.
 
-    def vectors(self, session: int, model: str, after: int, dim: int) -> StoredVectors:
-        """Return the vectors stored after sequence number `after`; damaged ones are removed."""
-        with self._read() as connection:
-            rows = connection.execute(
-                "SELECT seq, span, vector, seal FROM embeddings WHERE session = ? AND model = ? AND seq > ? "
-                "ORDER BY seq",
-                (session, model, after),
-            ).fetchall()
+        Damaged ones are removed.
+        """
+        rows = self._rows(
+            "SELECT seq, span, vector, seal FROM embeddings WHERE session = ? AND model = ? AND seq > ? ORDER BY seq",
+            session,
+            model,
+            after,
+        )
         read = [(span, vector_of_row(span, model, blob, seal)) for _, span, blob, seal in rows]
         intact = [(span, vector) for span, vector in read if vector is not None and vector.shape == (dim,)]
         spans = [span for span, _ in intact]
@@ -292,13 +242,10 @@ class SqliteStore:
                 "damaged vectors are removed, and recomputed at the next start", extra={"vectors": len(damaged)}
             )
             with self._write() as connection:
-                delete_vectors(connection, list(damaged))
+                connection.executemany("DELETE FROM embeddings WHERE span = ?", ((span,) for span in damaged))
         matrix = np.stack([vector for _, vector in intact]) if intact else np.zeros((0, dim), np.float32)
-        return StoredVectors(np.array(spans, np.int64), matrix, rows[-1][0] if rows else after)
+        return np.array(spans, np.int64), matrix, rows[-1][0] if rows else after
 
     def count_vectors(self, session: int, model: str, upto: int = 2**62) -> int:
-        with self._read() as connection:
-            row = connection.execute(
-                "SELECT count(*) FROM embeddings WHERE session = ? AND model = ? AND seq <= ?", (session, model, upto)
-            ).fetchone()
-        return int(row[0])
+        statement = "SELECT count(*) FROM embeddings WHERE session = ? AND model = ? AND seq <= ?"
+        return int(self._rows(statement, session, model, upto)[0][0])

@@ -88,7 +88,7 @@ def test_rows_do_not_depend_on_their_neighbours(normalize):
 
 def arrays_of(cache):
     """All arrays of a cache but those that its formats learned."""
-    held = [*vars(cache).values(), *vars(cache._normalizer).values(), cache._rows._own.rows]
+    held = [*vars(cache).values(), *vars(cache._normalizer).values(), cache._rows._unshared.rows]
     return [value for value in held if isinstance(value, mx.array)] + [
         array for value in held if isinstance(value, tuple) for array in value
     ]

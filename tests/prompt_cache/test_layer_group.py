@@ -262,7 +262,8 @@ def test_another_plan_from_now_on():
     caches = fresh(budget=300)
     read(caches, 0, 130)
     twins = copy.deepcopy(caches)
-    layer_group_of(twins).replan(plan_caches(MODEL, config(budget=50)).eviction, [None, None])
+    assert len({id(cache.group) for cache in (*caches, *twins)}) == 2, "a list is copied with its group"
+    layer_group_of(twins).plan = plan_caches(MODEL, config(budget=50)).eviction
     assert layer_group_of(twins).plan.budget == Budget(tokens=50)
     for each in (caches, twins):
         read(each, 130, 131)

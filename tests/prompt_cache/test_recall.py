@@ -23,7 +23,7 @@ from mlx_tq.prompt_cache.cache_file import load_prompt_cache, save_prompt_cache
 from mlx_tq.prompt_cache.layer_group import EvictionPlan, LayerGroup, layer_group_of
 from mlx_tq.prompt_cache.recall import blocks_of_ranges, min_score, positions_of
 
-from .stored import KEYS, LAYERS, append, layers
+from .stored import KEYS, LAYERS, append, evicted, layers
 
 
 def formats(dim, *, keys):
@@ -49,6 +49,11 @@ def assert_same_rows(caches, others):
         assert np.array_equal(np.array(rows[:, :, :count]), np.array(wanted[:, :, :count]))
         if expected is not None:
             assert np.array_equal(np.array(known.row_means(count)), np.array(expected.row_means(count)))
+
+
+def forget_originals(cache):
+    """Drop the originals of packed tokens, as a round does."""
+    cache.replace_packed(cache.packed_rows()[0], cache.packed_positions)
 
 
 def through_file(caches, damage=lambda data: data):
@@ -139,9 +144,7 @@ def test_of_two_formats_the_second_leaves_and_is_scored_as_what_it_was(cold, nor
 
 
 def test_recalled_rows_stay_through_a_round_and_are_not_counted():
-    caches = layers(make_spec("tq4", "tq4", sinks=4, window=20), 90)
-    append(caches, 0, 300, 20)
-    sequence = layer_group_of(caches)
+    caches, sequence = evicted()
     live = caches[0].size()
     chosen = sequence.archived[1:3]
     count = sequence.recall(caches, chosen)
@@ -178,9 +181,7 @@ def test_named_ranges_come_whole_or_not_at_all(archived, live, spans, most):
 
 
 def test_a_damaged_block_is_left_out(tmp_path):
-    caches = layers(make_spec("tq4", "tq4", sinks=4, window=20), 90)
-    append(caches, 0, 300, 20)
-    sequence = layer_group_of(caches)
+    caches, sequence = evicted()
     archive, first = sequence.archive, sequence.archived[0]
     archive.settle()
     os.pwrite(archive._file, b"\x00\x01", first.start + first.nbytes - 2)
@@ -191,9 +192,8 @@ def test_a_damaged_block_is_left_out(tmp_path):
 
 
 def test_of_a_damaged_file_the_other_blocks_come_back():
-    caches = layers(make_spec("tq4", "tq4", sinks=4, window=20), 90)
-    append(caches, 0, 300, 20)
-    blocks = len(layer_group_of(caches).archived)
+    caches, sequence = evicted()
+    blocks = len(sequence.archived)
     loaded = layer_group_of(through_file(caches, lambda data: data[:-9] + b"?" + data[-8:]))
     assert len(loaded.archived) == blocks - 1
     assert loaded.archive.take_warning() == (
@@ -202,9 +202,7 @@ def test_of_a_damaged_file_the_other_blocks_come_back():
 
 
 def test_a_block_that_cannot_be_read_is_all_that_a_saved_conversation_lacks():
-    caches = layers(make_spec("tq4", "tq4", sinks=4, window=20), 90)
-    append(caches, 0, 300, 20)
-    sequence = layer_group_of(caches)
+    caches, sequence = evicted()
     last = max(sequence.archived, key=lambda block: block.start)
     sequence.archive.settle()
     os.ftruncate(sequence.archive._file, last.start + last.nbytes // 2)
@@ -214,9 +212,7 @@ def test_a_block_that_cannot_be_read_is_all_that_a_saved_conversation_lacks():
 
 
 def test_rows_that_are_back_when_a_conversation_is_saved_come_no_second_time():
-    caches = layers(make_spec("tq4", "tq4", sinks=4, window=20), 90)
-    append(caches, 0, 300, 20)
-    sequence = layer_group_of(caches)
+    caches, sequence = evicted()
     live = caches[0].positions.tolist()
     sequence.recall(caches, sequence.archived[1:3])
     loaded = through_file(caches)
@@ -297,9 +293,7 @@ def test_what_made_room_while_it_was_back_is_archived_again_and_counts_are_saved
 
 def test_without_a_file_the_conversation_goes_on(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    caches = layers(make_spec("tq4", "tq4", sinks=4, window=20), 90)
-    append(caches, 0, 300, 20)
-    sequence = layer_group_of(caches)
+    caches, sequence = evicted()
     assert "no file can be made in /dev/null/mlx_tq: Not a directory" in sequence.archive.take_warning()
     assert (sequence.archived, sequence.archive.take_warning()) == ((), None)
     assert caches[0].size() < 300
@@ -335,9 +329,7 @@ def test_a_trim_past_evictions(key, normalize, sinks, window, granularity, share
     assert trim_prompt_cache(caches, 333 - length) == 333 - length
     sequence = layer_group_of(caches)
     for cache in plain:
-        cache.replace_packed(
-            cache.packed_rows()[0], cache.packed_positions
-        )  # a round takes originals of packed tokens too
+        forget_originals(cache)
         cache.trim(333 - length)
     live, archived = caches[0].positions.tolist(), [p for each in sequence.archived for p in each.positions.tolist()]
     assert set(range(max(0, length - window), length)) <= set(live)
@@ -362,9 +354,7 @@ def test_what_a_trim_brought_back_is_forgotten_once_other_tokens_are_read():
         for each in (plain, caches):
             append(each, each[0].offset, 300, 20, other=length)
         for cache in plain:
-            cache.replace_packed(
-                cache.packed_rows()[0], cache.packed_positions
-            )  # a round takes originals of packed tokens too
+            forget_originals(cache)
         for each in (plain, caches):
             trim_prompt_cache(each, 300 - length)
     sequence = layer_group_of(caches)
@@ -386,13 +376,9 @@ def assert_same_stored(caches, others):
 def test_a_trim_past_evictions_without_the_rows_is_refused(every):
     """Where nothing was archived, and where all blocks or some are damaged; nothing is trimmed then, or comes back."""
     spec = make_spec("tq4", "tq4", sinks=4, window=60)
-    lossy, damaged = (
-        layers(spec, 90, "recency:trigger=8:granularity=1"),
-        layers(spec, 90, "recency:trigger=8:granularity=1"),
-    )
-    layer_group_of(lossy).plan = replace(
-        layer_group_of(lossy).plan, config=EvictConfig("recency:trigger=8:granularity=1", recall="off")
-    )
+    lossy, damaged = (layers(spec, 90, "recency:trigger=8:granularity=1") for _ in "12")
+    config = EvictConfig("recency:trigger=8:granularity=1", recall="off")
+    layer_group_of(lossy).plan = replace(layer_group_of(lossy).plan, config=config)
     for caches in (lossy, damaged):
         append(caches, 0, 300, 20)
     sequence = layer_group_of(damaged)

@@ -1,16 +1,15 @@
 import os
-import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import postgres_server
 import pytest
 
-from rescue_svc.postgres.connections import SCHEMA
+from rescue_svc.store import Index, Store
 
-from .harness import LocalService, Server
+from .harness import LocalService, Server, open_store
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -28,74 +27,71 @@ def times(request: pytest.FixtureRequest) -> Callable[[int], int]:
     return lambda count: count // request.param
 
 
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[postgres_server.PostgresServer]:
-    """Run a server in which each test makes its own databases."""
+def running_postgres(**settings: str) -> Iterator[postgres_server.PostgresServer]:
     if lacking := postgres_server.missing():
         pytest.skip(lacking)
-    server = postgres_server.PostgresServer(fsync="off")
+    server = postgres_server.PostgresServer(**settings)
     yield server
     server.stop()
 
 
-class Sqlite:
-    """Services that store their data in folders."""
-
-    def __call__(self, data_dir: Path) -> dict[str, str]:
-        """Return the settings of a service."""
-        return {}
-
-    def files(self, data_dir: Path) -> list[Path]:
-        """Return every file that may contain a service's data."""
-        return [path for path in data_dir.rglob("*") if path.is_file()]
-
-    def change(self, data_dir: Path, statement: str) -> None:
-        """Run a statement directly on the database."""
-        with closing(sqlite3.connect(data_dir / "rescue.db")) as database, database:
-            database.execute(statement)
-
-    def dims(self, service: LocalService, session: str) -> list[int]:
-        """Return the dimensions of each stored vector."""
-        store, worker = service.service.store, service.service.embedder
-        return [len(row) for row in store.vectors(store.session(session).id, worker.model, 0, worker.dim()).vectors]
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[postgres_server.PostgresServer]:
+    """Run a server in which each test makes its own databases."""
+    yield from running_postgres(fsync="off")
 
 
-class Postgres(Sqlite):
-    """Services that store their data in PostgreSQL, in one database per data folder."""
+@pytest.fixture(scope="module")
+def killable() -> Iterator[postgres_server.PostgresServer]:
+    """Run a server that tests may kill."""
+    yield from running_postgres()
 
-    def __init__(self, server: postgres_server.PostgresServer) -> None:
+
+@pytest.fixture
+def opening() -> Iterator[Callable[..., tuple[Store, Index]]]:
+    """Return a function that opens a store and its index; all are closed after the test."""
+    with ExitStack() as stack:
+
+        def opened(store: str | None = None, **options: Any) -> tuple[Store, Index]:
+            opened_store, index = open_store(store=store, **options)
+            stack.callback(opened_store.close)
+            return opened_store, index
+
+        yield opened
+
+
+class Storage:
+    """Where services store their data: in their folders, or in PostgreSQL with one database per folder."""
+
+    def __init__(self, server: postgres_server.PostgresServer | None) -> None:
         self.server = server
 
     def __call__(self, data_dir: Path) -> dict[str, str]:
-        return {"store": self.server.database(data_dir)}
+        """Return the settings of a service."""
+        return {"store": self.server.database(data_dir)} if self.server else {}
 
     def files(self, data_dir: Path) -> list[Path]:
-        oid = "SELECT oid FROM pg_database WHERE datname = current_database()"
-        ((number,),) = self.server.sql(oid, self(data_dir)["store"])
-        others = {path for path in (self.server.data / "base").iterdir() if path.name != str(number)}
-        return [path for path in super().files(self.server.data) if not others & {*path.parents}]
-
-    def change(self, data_dir: Path, statement: str) -> None:
-        self.server.sql(f"SET search_path = {SCHEMA}; {statement}", self(data_dir)["store"])
-
-    def dims(self, service: LocalService, session: str) -> list[int]:
-        table = f"{SCHEMA}.vectors_{service.service.store.session(session).id}"
-        rows = self.server.sql(f"SELECT vector_dims(vector) FROM {table}", self(service.data_dir)["store"])
-        return [dims for (dims,) in rows]
+        """Return every file that may contain a service's data."""
+        folder, databases_of_others = data_dir, set()
+        if self.server:
+            folder, oid = self.server.data, "SELECT oid FROM pg_database WHERE datname = current_database()"
+            ((number,),) = self.server.sql(oid, self(data_dir)["store"])
+            databases_of_others = {path for path in (folder / "base").iterdir() if path.name != str(number)}
+        return [path for path in folder.rglob("*") if path.is_file() and not databases_of_others & {*path.parents}]
 
 
 @pytest.fixture(scope="session")
-def storage(request: pytest.FixtureRequest) -> Sqlite:
-    """Return where services store their data: SQLite, with EACH_STORE then PostgreSQL."""
+def storage(request: pytest.FixtureRequest) -> Storage:
+    """Return SQLite, with EACH_STORE then PostgreSQL."""
     on_postgres = getattr(request, "param", "sqlite") == "postgres"
-    return Postgres(request.getfixturevalue("postgres")) if on_postgres else Sqlite()
+    return Storage(request.getfixturevalue("postgres") if on_postgres else None)
 
 
 def starting(kind: Any, end: Callable[[Any], None]) -> Any:
     """Return a fixture that starts services in `tmp_path / 'data'` or another folder and ends them with the test."""
 
     @pytest.fixture
-    def start(tmp_path: Path, storage: Sqlite) -> Iterator[Callable[..., Any]]:
+    def start(tmp_path: Path, storage: Storage) -> Iterator[Callable[..., Any]]:
         with ExitStack() as stack:
 
             def started(data_dir: Path = tmp_path / "data", **settings: object) -> Any:
@@ -113,7 +109,7 @@ start_server = starting(Server, Server.kill)  # in processes of their own
 
 
 @pytest.fixture(scope="session")
-def shared(tmp_path_factory: pytest.TempPathFactory, storage: Sqlite) -> Iterator[LocalService]:
+def shared(tmp_path_factory: pytest.TempPathFactory, storage: Storage) -> Iterator[LocalService]:
     """Run one service for tests that only add sessions of their own."""
     folder = tmp_path_factory.mktemp("shared") / "data"
     service = LocalService(folder, **storage(folder))

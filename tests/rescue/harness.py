@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 import time
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +19,10 @@ from http_harness import ServerProcess, wait_for
 
 from rescue_svc import cli
 from rescue_svc.app import create_app
+from rescue_svc.opening import open_all
 from rescue_svc.service import RescueService
 from rescue_svc.settings import load_settings
+from rescue_svc.store import Index, Store
 
 URL = "http://127.0.0.1:5054"
 TOKEN = "a-token-of-the-tests"
@@ -38,6 +40,10 @@ class Calls:
     def write(self, session: str, *chunks: tuple[str, int, int]) -> httpx.Response:
         spans = [{"text": text, "token_range": [start, end], "layer": -1, "score": 0.5} for text, start, end in chunks]
         return self.http.post("/evict/write", json={"session_id": session, "chunks": spans})
+
+    def write_and_embed(self, session: str, *chunks: tuple[str, int, int]) -> None:
+        self.write(session, *chunks)
+        self.wait_until_embedded()
 
     def retrieve(self, session: str, query: str, **options: Any) -> dict[str, Any]:
         answer = self.http.post("/evict/retrieve", json={"session_id": session, "query": query, **options})
@@ -78,15 +84,13 @@ class LocalService(Calls):
         self.data_dir = data_dir
         self.service = RescueService(load_settings(data_dir=data_dir, **{"embedder": "hashing"} | settings))
         headers = {"Authorization": f"Bearer {settings['token']}"} if "token" in settings else {}
-        application = create_app(self.service)
-        self.http: Any = TestClient(application, URL, raise_server_exceptions=False, headers=headers).__enter__()
-        self.running = True
+        client = TestClient(create_app(self.service), URL, raise_server_exceptions=False, headers=headers)
+        self._running = ExitStack()
+        self._running.callback(self.service.close)
+        self.http: Any = self._running.enter_context(client)
 
     def stop(self) -> None:
-        if self.running:
-            self.running = False
-            self.http.__exit__(None, None, None)
-            self.service.close()
+        self._running.close()
 
     def killed(self, folder: Path) -> Path:
         """Copy the files as kill -9 would leave them."""
@@ -111,6 +115,10 @@ class Server(ServerProcess, Calls):
     def lines(self) -> list[dict[str, Any]]:
         """Return the log's complete lines."""
         return [json.loads(line) for line in self.log().split("\n")[:-1] if line.startswith("{")]
+
+
+def open_store(model: str = "test-1", dim: int = 4, **settings: Any) -> tuple[Store, Index]:
+    return open_all(load_settings(**settings), model, lambda: dim)
 
 
 def command(*words: object) -> SimpleNamespace:

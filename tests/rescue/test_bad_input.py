@@ -93,12 +93,10 @@ def test_a_bad_question(unharmed, option, values):
         assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request"), value
 
 
-@pytest.mark.parametrize(
-    "query", ['"', "AND OR NOT", "a NEAR(b)", "text:x", "*", "^a", "-", "_", "' --", "é à 漢字", "😀"]
-)
 @IN_FULL_EACH_STORE
-def test_a_query_has_no_syntax(unharmed, query):
-    assert post(unharmed, {"session_id": "good", "query": query}, "/evict/retrieve").status_code == 200
+def test_a_query_has_no_syntax(unharmed):
+    for query in ('"', "AND OR NOT", "a NEAR(b)", "text:x", "*", "^a", "-", "_", "' --", "é à 漢字", "😀"):
+        assert post(unharmed, {"session_id": "good", "query": query}, "/evict/retrieve").status_code == 200, query
 
 
 @pytest.mark.parametrize("session", ["a%00b", "a%0a", "..%2f..%2fetc", "s" * 65, "%ff"])

@@ -13,14 +13,15 @@ from rescue_svc.settings import Settings, load_settings
 from .harness import command
 
 ROOT = Path(__file__).parents[2]
+BAD_VALUES = [("port", "70000"), ("port", "http"), ("max_spans", "0"), ("index", "annoy"), ("embed_idle_s", "-1")]
+BAD_VALUES += [("token", "short"), ("no_such", "1")]
 
 
 def test_a_flag_wins_over_a_variable_over_the_file_over_the_default(tmp_path, monkeypatch):
     file = tmp_path / "rescue.toml"
     file.write_text("port = 1111\nmax_sessions = 11\nembedder = 'hashing'\n")
-    monkeypatch.setenv("RESCUE_CONFIG", str(file))
-    monkeypatch.setenv("RESCUE_PORT", "2222")
-    monkeypatch.setenv("RESCUE_MAX_SESSIONS", "22")
+    for name, value in {"CONFIG": str(file), "PORT": "2222", "MAX_SESSIONS": "22"}.items():
+        monkeypatch.setenv(f"RESCUE_{name}", value)
     settings = load_settings(port="3333")
     assert (settings.port, settings.max_sessions, settings.embedder) == (3333, 22, "hashing")
     assert settings.host == "127.0.0.1"
@@ -29,13 +30,7 @@ def test_a_flag_wins_over_a_variable_over_the_file_over_the_default(tmp_path, mo
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"port": "70000"}, "port"),
-        ({"port": "http"}, "port"),
-        ({"max_spans": "0"}, "max_spans"),
-        ({"index": "annoy"}, "index"),
-        ({"embed_idle_s": "-1"}, "embed_idle_s"),
-        ({"token": "short"}, "token"),
-        ({"no_such": "1"}, "no_such"),
+        *(({name: value}, name) for name, value in BAD_VALUES),
         *(({"host": host}, "can be reached .* no token is set") for host in ("0.0.0.0", "::", "192.0.2.1")),
     ],
 )
@@ -44,13 +39,15 @@ def test_a_bad_setting_is_named(flags, says):
         load_settings(**flags)
 
 
-def test_a_bad_variable_or_file_is_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("content", "says"), [(None, "is not a file"), (b"\xff\xfe", "cannot be read"), (b"port = [", "cannot be read")]
+)
+def test_a_bad_file_or_variable_is_named(tmp_path, monkeypatch, content, says):
+    if content:
+        (tmp_path / "rescue.toml").write_bytes(content)
     monkeypatch.setenv("RESCUE_CONFIG", str(tmp_path / "rescue.toml"))
-    for content, says in ((None, "is not a file"), (b"\xff\xfe", "cannot be read"), (b"port = [", "cannot be read")):
-        if content:
-            (tmp_path / "rescue.toml").write_bytes(content)
-        with pytest.raises(SettingsError, match=says):
-            load_settings()
+    with pytest.raises(SettingsError, match=says):
+        load_settings()
     monkeypatch.setenv("RESCUE_PROT", "5054")  # misspelled
     with pytest.raises(SettingsError, match="RESCUE_PROT"):
         load_settings()
@@ -82,15 +79,6 @@ def test_doctor(start_service, tmp_path):
     assert (damaged.code, "BAD store" in damaged.out) == (1, True)
 
 
-def test_a_backup_that_fails_leaves_nothing(tmp_path):
-    data = tmp_path / "data"
-    data.mkdir()
-    (data / "rescue.db").write_bytes(b"no database" * 1000)
-    backup = command("backup", tmp_path / "copy", "--data-dir", data)
-    assert (backup.code, "damaged" in backup.err) == (1, True)
-    assert list(tmp_path.iterdir()) == [data]
-
-
 def test_backup_rebuild_and_forget(start_service, tmp_path):
     for words in (("rebuild",), ("sessions",), ("backup", "elsewhere")):
         missing = command(*words, "--data-dir", tmp_path / "nothing")
@@ -98,8 +86,7 @@ def test_backup_rebuild_and_forget(start_service, tmp_path):
         assert not (tmp_path / "nothing").exists()
     service = start_service()
     where = ("--data-dir", service.data_dir)
-    service.write("s", ("kept in the backup", 0, 5))
-    service.wait_until_embedded()
+    service.write_and_embed("s", ("kept in the backup", 0, 5))
     folder = tmp_path / "backups" / "monday"
     assert command("backup", folder, *where).code == 0
     assert "exists" in command("backup", folder, *where).err
@@ -116,15 +103,17 @@ def test_backup_rebuild_and_forget(start_service, tmp_path):
     assert command("forget", "s", *where).out == "s: 2 spans forgotten\n"
     unknown = command("forget", "s", *where)
     assert (unknown.code, "no session s" in unknown.err) == (1, True)
-    assert b"kept in" not in (service.data_dir / "rescue.db").read_bytes()
+    database = service.data_dir / "rescue.db"
+    assert b"kept in" not in database.read_bytes()
+    database.write_bytes(b"no database" * 1000)
+    failed = command("backup", folder.with_name("tuesday"), *where)
+    assert (failed.code, "damaged" in failed.err) == (1, True)
+    assert list(folder.parent.iterdir()) == [folder]
 
 
 def test_launchd():
     shown = command("install-launchd", "--print", "--data-dir", "/Users/me/Library/Application Support/mlx-tq-rescue")
     job = plistlib.loads(shown.out.encode())
-    assert job["Label"] == "com.mlx-tq.rescue"
-    assert job["ProgramArguments"][1] == "serve"
-    assert job["KeepAlive"] == {"SuccessfulExit": False}
     sample = plistlib.loads((ROOT / "deploy" / "com.mlx-tq.rescue.plist").read_bytes())
     assert sample["ProgramArguments"][1:] == job["ProgramArguments"][1:]
     of_this_machine = {"ProgramArguments": 0, "StandardErrorPath": 0}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rescue_svc.errors import SettingsError
-from rescue_svc.index import engines, remove_orphans, remove_snapshot
+from rescue_svc.index import engines, remove_snapshots
 from rescue_svc.index.engines import ENGINES, choose_engine
 
 DIM = 32
@@ -22,13 +22,13 @@ def unit(count, seed):
 def test_search_is_exact(name, excluded):
     vectors, query = unit(400, 1), unit(1, 2)[0]
     engine = ENGINES[name](DIM)
-    assert (engine.search(query, 8, set()), engine.similarities(query, [1])) == ([], {})
+    assert (engine.search(query, 8, set()), engine.similarities(query, [1])) == ({}, {})
     engine.add(np.arange(10, 210), vectors[:200])
     engine.add(np.arange(210, 410), vectors[200:])
     order = [int(i) + 10 for i in np.argsort(-(vectors @ query)) if int(i) + 10 not in excluded]
     results = engine.search(query, 8, excluded)
-    assert [i for i, _ in results] == order[:8]
-    assert [s for _, s in results] == pytest.approx([float(vectors[i - 10] @ query) for i in order[:8]], abs=1e-6)
+    assert list(results) == order[:8]
+    assert list(results.values()) == pytest.approx([float(vectors[i - 10] @ query) for i in order[:8]], abs=1e-6)
     again = ENGINES[name].from_bytes(engine.to_bytes(), DIM)
     assert again.search(query, 8, excluded) == results
     assert len(again) == 400
@@ -42,12 +42,14 @@ def test_large_sessions_are_searched_in_cells(monkeypatch):
     vectors = unit(3000, 3)
     engine = ENGINES["faiss"](DIM)
     engine.add(np.arange(2000), vectors[:2000])
+    nearest = np.argsort(-(vectors[:2000] @ vectors[2999]))[:100].tolist()
+    assert list(engine.search(vectors[2999], 100, set())) == nearest  # a search of some cells would miss many
     engine.add(np.arange(2000, 2500), vectors[2000:2500])
     engine.add(np.arange(2500, 3000), vectors[2500:])
     engine = ENGINES["faiss"].from_bytes(engine.to_bytes(), DIM)
     for i in (0, 1999, 2000, 2999):
-        assert engine.search(vectors[i], 1, set())[0] == (i, pytest.approx(1, abs=1e-5))
-        assert engine.search(vectors[i], 1, {i})[0][0] != i
+        assert engine.search(vectors[i], 1, set()) == {i: pytest.approx(1, abs=1e-5)}
+        assert i not in engine.search(vectors[i], 1, {i})
         assert engine.similarities(vectors[i], [i]) == {i: pytest.approx(1, abs=1e-5)}
     assert len(engine) == 3000
 
@@ -60,27 +62,25 @@ def test_the_named_engine_is_used_or_refused(start_service, monkeypatch):
         assert choose_engine("auto") == "numpy"
         with pytest.raises(SettingsError, match="faiss-cpu"):
             choose_engine("faiss")
-    service = start_service(index="numpy")
-    service.write("s", ("a fig", 0, 5), ("a plum", 10, 15))
-    service.wait_until_embedded()
-    assert service.ready()["index"] == "numpy"
-    before = service.retrieve("s", "plum", hybrid_alpha=1)
-    service.hibernate("s")
-    assert service.retrieve("s", "plum", hybrid_alpha=1) == before
-    service.stop()
-    service = start_service(index="faiss")  # a snapshot of the other engine is not read
-    service.wait_until_embedded()
-    assert service.search("s", "plum", hybrid_alpha=1)[0] == "a plum"
+    for name in ("numpy", "faiss"):  # which does not read the snapshot of the other
+        service = start_service(index=name)
+        service.write_and_embed("s", ("a fig", 0, 5), ("a plum", 10, 15))
+        assert service.ready()["index"] == name
+        before = service.retrieve("s", "plum", hybrid_alpha=1)
+        assert before["chunks"][0]["text"] == "a plum"
+        service.hibernate("s")
+        assert service.retrieve("s", "plum", hybrid_alpha=1) == before
+        service.stop()
 
 
 def test_only_snapshots_are_removed_from_the_folder_of_indexes(tmp_path):
     folder = tmp_path / "index"
     folder.mkdir()
-    ours = ["1.index", "2.index", "2.index.partial", "2.index.bad-17"]
+    ours = ["1.index", "2.index", "2.index.partial", "2.index.bad-17", "12.index"]
     theirs = ["2024.txt", "thesis.index", "2.index.html", "notes"]
     for name in ours + theirs:
         (folder / name).write_text(name)
-    remove_orphans(tmp_path, {1})
-    assert {file.name for file in folder.iterdir()} == {"1.index", *theirs}
-    remove_snapshot(tmp_path, 2)
+    remove_snapshots(tmp_path, 2)
+    assert {file.name for file in folder.iterdir()} == {"1.index", "12.index", *theirs}
+    remove_snapshots(tmp_path, keep={1})
     assert {file.name for file in folder.iterdir()} == {"1.index", *theirs}

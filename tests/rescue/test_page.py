@@ -36,6 +36,12 @@ PIXEL = """place => {
 OWL, GAP = 14 / 28, 9 / 28
 
 
+def search(page, session, query):
+    page.get_by_role("button", name=session).click()
+    page.get_by_label("Query", exact=True).fill(query)
+    page.get_by_role("button", name="Search").click()
+
+
 def test_a_search_shows_both_scores_and_draws_the_hit(filled, open_page):
     page = open_page(filled, device_scale_factor=1)
     page.get_by_role("button", name="first-chat").click()
@@ -87,9 +93,7 @@ def test_all_spans_can_be_browsed(server, open_page):
 
 def test_retrieved_text_is_not_executed(filled, open_page):
     page = open_page(filled)
-    page.get_by_role("button", name="second-chat").click()
-    page.get_by_label("Query", exact=True).fill("img script document title")
-    page.get_by_role("button", name="Search").click()
+    search(page, "second-chat", "img script document title")
     expect(page.locator("#results li").first.locator("p")).to_have_text(SCRIPT)
     expect(page.locator("#spans li").first).to_contain_text(SCRIPT)
     expect(page.locator("#spans li").last).to_contain_text("an innocent [U+202E]neighbor")
@@ -138,9 +142,7 @@ def test_keyboard_only(filled, open_page):
 @pytest.mark.parametrize(("width", "scheme"), [(320, "light"), (768, "dark"), (1600, "light")])
 def test_it_fits_narrow_windows_and_has_contrast(filled, open_page, scheme, width):
     page = open_page(filled, color_scheme=scheme, viewport={"width": width, "height": 800})
-    page.get_by_role("button", name="first-chat").click()
-    page.get_by_label("Query", exact=True).fill("owl")
-    page.get_by_role("button", name="Search").click()
+    search(page, "first-chat", "owl")
     expect(page.locator("#results li").first).to_be_visible()
     assert_fits_and_can_be_read(page)
 

@@ -29,16 +29,23 @@ def requests(server):
     return [line for line in server.lines() if line["event"] == "request"]
 
 
+def logged(server, request_id):
+    """Return the line of a request, which is written after the answer."""
+    wait_for(lambda: request_id in [line["request_id"] for line in requests(server)])
+    return next(line for line in requests(server) if line["request_id"] == request_id)
+
+
 def test_no_text_in_the_log(server):
-    server.write("said", (f"the {SECRET} is here", 0, 5))
-    server.wait_until_embedded()
+    server.write_and_embed("said", (f"the {SECRET} is here", 0, 5))
     assert server.search("said", f"where is the {SECRET}?")
-    post = server.http.post
-    post("/evict/write", json={"session_id": "said", "chunks": [{"text": SECRET, "token_range": [5, 1]}]})
-    post("/evict/write", json={"session_id": SECRET * 9, "chunks": [{"text": SECRET, SECRET: 1}]})
-    post("/evict/write", content=f'{{"{SECRET}'.encode(), headers={"content-type": "application/json"})
-    post("/evict/write", content=f'["{SECRET}", NaN]'.encode())
-    post(f"/{SECRET}", json=SECRET)
+    for body in (
+        {"session_id": "said", "chunks": [{"text": SECRET, "token_range": [5, 1]}]},
+        {"session_id": SECRET * 9, "chunks": [{"text": SECRET, SECRET: 1}]},
+    ):
+        server.http.post("/evict/write", json=body)
+    for content in (f'{{"{SECRET}', f'["{SECRET}", NaN]'):
+        server.http.post("/evict/write", content=content, headers={"content-type": "application/json"})
+    server.http.post(f"/{SECRET}", json=SECRET)
     server.http.get("/evict/dump", params={"session_id": f"{SECRET} !"})
     server.http.get("/sessions", headers={"X-Request-ID": f"{SECRET} {SECRET}"})
     server.forget("said")
@@ -58,10 +65,7 @@ def test_an_internal_error_is_logged_without_text(server):
     body = {"session_id": "faulty", "query": SECRET}
     answer = server.http.post("/evict/retrieve", json=body, headers={"X-Request-ID": "this-one"})
     assert (answer.status_code, answer.json()["code"]) == (503, "store_unavailable")
-    wait_for(
-        lambda: [line for line in requests(server) if line["request_id"] == "this-one"]
-    )  # it is written after the answer
-    (line,) = [line for line in requests(server) if line["request_id"] == "this-one"]
+    line = logged(server, "this-one")
     assert (line["route"], line["status"]) == ("POST /evict/retrieve", 503)
     assert line["ms"] > 0
     assert SECRET.lower() not in server.log().lower()
@@ -87,7 +91,7 @@ def test_invalid_http_harms_nothing(server):
             connection.sendall(raw)
         assert server.write("unharmed", ("still alive", 0, 1)).status_code == 201
     assert server.search("unharmed", "alive", hybrid_alpha=0) == ["still alive"]
-    wait_for(lambda: [line["status"] for line in requests(server) if line["request_id"] == "cut-short"] == [400])
+    assert logged(server, "cut-short")["status"] == 400
 
 
 @pytest.mark.parametrize(

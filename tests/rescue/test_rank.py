@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rescue_svc.service.rank import fuse, join_adjacent, merge_ranges
+from rescue_svc.service.rank import fuse, merge_ranges, to_chunks
 from rescue_svc.store import Span
 
 THOUSANDTHS = st.integers(-1000, 1000).map(lambda n: n / 1000)
@@ -21,19 +21,15 @@ def test_merged_ranges_cover_the_same_positions(ranges):
     assert all(first[1] < second[0] for first, second in pairwise(merged))
 
 
-@given(SCORES, WORDS)
-def test_alpha_one_ranks_by_cosine_and_zero_by_words(dense, bm25):
+@given(SCORES, WORDS, st.floats(0, 1))
+def test_every_candidate_is_ranked_once_by_cosine_and_words(dense, bm25, alpha):
+    ranked = [s.id for s in fuse(dense, bm25, alpha)]
+    assert len(ranked) == len(set(ranked))
+    assert set(ranked) == set(bm25) | {span for span, cosine in dense.items() if cosine > 0}
     cosines = [s.dense for s in fuse(dense, bm25, 1.0) if s.dense is not None]
     assert cosines == sorted(cosines, reverse=True)
     words = [bm25.get(s.id, 0) for s in fuse(dense, bm25, 0.0)]
     assert words == sorted(words, reverse=True)
-
-
-@given(SCORES, WORDS, st.floats(0, 1))
-def test_every_candidate_is_ranked_once(dense, bm25, alpha):
-    ranked = [s.id for s in fuse(dense, bm25, alpha)]
-    assert len(ranked) == len(set(ranked))
-    assert set(ranked) == set(bm25) | {span for span, cosine in dense.items() if cosine > 0}
 
 
 def test_a_span_without_a_vector_is_not_hidden():
@@ -51,14 +47,12 @@ def test_a_span_without_a_vector_is_not_hidden():
     ],
     ids=["in order, with the best rank", "other layers", "overlap and gap"],
 )
-def test_adjacent_spans_join(spans, joined):
-    spans = [Span(start, stop, layer, 0.0, text, id) for id, (start, stop, layer, text) in enumerate(spans)]
-    results = join_adjacent(spans, fuse({span.id: 1 - span.id / 99 for span in spans}, {}, 1))
+def test_adjacent_spans_join_and_have_the_best_scores_of_their_parts(spans, joined):
+    spans = [Span(start, stop, layer, -id, text, id) for id, (start, stop, layer, text) in enumerate(spans)]
+    ranked = fuse({span.id: 1 - span.id / 99 for span in spans}, {len(spans) - 1: 4.0}, 1)
+    results = to_chunks(spans, ranked, join=True)
     assert [(result.text, *result.token_range) for result in results] == joined
-
-
-def test_a_joined_span_has_the_best_scores_of_its_parts():
-    spans = [Span(0, 10, 0, 0.3, "a", 0), Span(10, 20, 0, 0.7, "b", 1)]
-    scores = fuse({0: 0.2, 1: 0.9}, {0: 4.0}, 0.5)
-    (result,) = join_adjacent([spans[s.id] for s in scores], scores)
-    assert (result.similarity, result.dense, result.bm25, result.score) == (0.9, 0.9, 1.0, 0.7)
+    for result in results:
+        ids = [span.id for span in spans if span.text in result.text]
+        assert (result.score, result.dense, result.similarity) == (-min(ids), 1 - min(ids) / 99, 1 - min(ids) / 99)
+        assert result.bm25 == (1.0 if len(spans) - 1 in ids else None)

@@ -25,6 +25,8 @@ EMBEDDER = HashingEmbedder()
 WORDS = ["fox", "owl", "code", "7742", "river", "moon", "elephant", "été", "naïve", "x_1"]
 TEXTS = st.lists(st.sampled_from(WORDS), min_size=1, max_size=6).map(" ".join)
 STARTS = st.integers(0, 40)
+SESSIONS = st.integers(0, 2)
+RANGES = st.lists(st.tuples(STARTS, STARTS).map(sorted), max_size=2)
 RUNS = itertools.count()
 
 
@@ -49,7 +51,7 @@ class Rescue(RuleBasedStateMachine):
         """Return similar ids: no answer may contain a span of another session."""
         return (f"run-{self.run}", f"RUN-{self.run}", f"run_{self.run}")[which]
 
-    @rule(which=st.integers(0, 2), spans=st.lists(st.tuples(STARTS, st.integers(1, 8), TEXTS), min_size=1, max_size=8))
+    @rule(which=SESSIONS, spans=st.lists(st.tuples(STARTS, st.integers(1, 8), TEXTS), min_size=1, max_size=8))
     def write(self, which, spans):
         session = self.model.setdefault(self.name(which), {})
         chunks, new = [], 0
@@ -62,19 +64,12 @@ class Rescue(RuleBasedStateMachine):
         answer = Shared.service.http.post("/evict/write", json={"session_id": self.name(which), "chunks": chunks})
         assert answer.json() == {"accepted": new, "session_total": len(session)}
 
-    @rule(
-        which=st.integers(0, 2),
-        query=TEXTS,
-        top_k=st.integers(1, 8),
-        out=st.lists(st.tuples(STARTS, STARTS), max_size=2),
-    )
-    def retrieve_dense(self, which, query, top_k, out):
+    @rule(which=SESSIONS, query=TEXTS, top_k=st.integers(1, 8), ranges=RANGES)
+    def retrieve_dense(self, which, query, top_k, ranges):
         """Dense recall@k is exact."""
         Shared.service.wait_until_embedded()
-        ranges = [[min(pair), max(pair)] for pair in out]
-        answer = Shared.service.retrieve(
-            self.name(which), query, top_k=top_k, hybrid_alpha=1, score_floor=-1, exclude_ranges=ranges
-        )
+        options = {"top_k": top_k, "hybrid_alpha": 1, "score_floor": -1, "exclude_ranges": ranges}
+        answer = Shared.service.retrieve(self.name(which), query, **options)
         covered = {position for start, stop in ranges for position in range(start, stop)}
         session = self.model.get(self.name(which), {})
         spans = [span for span in session if not set(range(span[0], span[1])) <= covered]
@@ -90,7 +85,7 @@ class Rescue(RuleBasedStateMachine):
         best = sorted(candidates, reverse=True)[:top_k]
         np.testing.assert_allclose(sorted((cosines[span] for span in results), reverse=True), best, atol=1e-5)
 
-    @rule(which=st.integers(0, 2), query=TEXTS)
+    @rule(which=SESSIONS, query=TEXTS)
     def retrieve_by_words(self, which, query):
         """BM25 finds every span that shares a word, and no other."""
         answer = Shared.service.retrieve(self.name(which), query, top_k=64, hybrid_alpha=0)
@@ -99,14 +94,14 @@ class Rescue(RuleBasedStateMachine):
         results = {(*chunk["token_range"], chunk["text"]) for chunk in answer["chunks"]}
         assert results == expected if len(expected) <= 64 else results < expected
 
-    @rule(which=st.integers(0, 2))
+    @rule(which=SESSIONS)
     def forget(self, which):
         spans = self.model.pop(self.name(which), None)
         answer = Shared.service.forget(self.name(which))
         assert answer.status_code == (404 if spans is None else 200)
         assert spans is None or answer.json()["forgotten"] == len(spans)
 
-    @rule(which=st.integers(0, 2), call=st.sampled_from([LocalService.hibernate, LocalService.resume]))
+    @rule(which=SESSIONS, call=st.sampled_from([LocalService.hibernate, LocalService.resume]))
     def move_the_index(self, which, call):
         assert ("vectors" in call(Shared.service, self.name(which))) == (self.name(which) in self.model)
 
@@ -142,15 +137,7 @@ def test_the_service_is_a_dict(times, storage):
         Shared.store = storage(Shared.folders[0])
         Shared.service = LocalService(Shared.folders[0], **Shared.store)
         try:
-            run_state_machine_as_test(
-                Rescue,
-                settings=settings(
-                    max_examples=times(150),
-                    stateful_step_count=20,
-                    deadline=None,
-                    suppress_health_check=list(HealthCheck),
-                    print_blob=True,
-                ),
-            )
+            runs = {"max_examples": times(150), "stateful_step_count": 20, "deadline": None, "print_blob": True}
+            run_state_machine_as_test(Rescue, settings=settings(**runs, suppress_health_check=list(HealthCheck)))
         finally:
             Shared.service.stop()

@@ -1,31 +1,25 @@
 """Stores without a service: the embedding queue, resident indexes, and keyword search within its budget."""
 
 import random
+from contextlib import closing
 
 import numpy as np
 import pytest
 
 from rescue_svc.index import Residents
-from rescue_svc.opening import open_all
-from rescue_svc.settings import load_settings
 from rescue_svc.store import NewSpan, fts
+from rescue_svc.store.files import DATABASE, connect
 
-from .harness import EACH_STORE
+from .harness import EACH_STORE, open_store
 
 MODEL, DIM = "test-1", 4
 # Each word is in about half as many spans as the one before.
 VOCABULARY = ["the", "of", "cache", "token", "rotation", "zebra"]
 
 
-def open_store(folder, storage):
-    return open_all(load_settings(data_dir=folder, **storage(folder)), MODEL, lambda: DIM)[0]
-
-
 @pytest.fixture
-def store(tmp_path, storage):
-    store = open_store(tmp_path / "data", storage)
-    yield store
-    store.close()
+def store(opening, tmp_path, storage):
+    return opening(data_dir=tmp_path, **storage(tmp_path))[0]
 
 
 def spans(*starts, text="été"):
@@ -55,14 +49,14 @@ def test_a_session_counts_its_spans_and_bytes(store):
     assert store.write("a", spans(0, 10)) == (2, 2)
     assert store.write("b", spans(0)) == (1, 1)
     assert store.write("a", spans(10, 20)) == (1, 3)
-    assert {s.name: (s.spans, s.text_bytes) for s in store.sessions()} == {"a": (3, 7 + 8 + 8), "b": (1, 7)}
     store.write("c", spans(0))
     store.write("b", spans(0))
-    assert [session.name for session in store.sessions()] == ["b", "c", "a"]  # the last written comes first
+    counts = [(s.name, s.spans, s.text_bytes) for s in store.sessions()]
+    assert counts == [("b", 1, 7), ("c", 1, 7), ("a", 3, 7 + 8 + 8)]  # the last written comes first
 
 
 @EACH_STORE
-def test_spans_are_embedded_once_per_model(store):
+def test_spans_are_embedded_once_per_model_and_forgotten_with_their_ids(store):
     store.write("a", spans(0, 10))
     store.write("b", spans(0))
     assert store.count_pending(MODEL) == 3
@@ -73,34 +67,24 @@ def test_spans_are_embedded_once_per_model(store):
     assert store.count_pending("another") == len(embed(store, "another")) == 3
     assert (store.count_pending("another"), store.count_pending(MODEL)) == (0, 3)  # it replaced the first
     assert (store.count_vectors(a, MODEL), store.count_vectors(a, "another")) == (0, 2)
+    forgotten, b = store.session("a"), store.session("b").id
+    assert store.forget("a").spans == 2
+    assert (store.spans(forgotten), store.count_vectors(a, "another"), store.count_vectors(b, "another")) == ([], 0, 1)
+    store.write("a", spans(0))
+    assert store.session("a").id > b
+    assert [span.id for span in store.spans(store.session("a"))] == [4]  # ids are not used again
 
 
 @EACH_STORE
 def test_a_failed_span_stays_in_the_queue_until_it_is_given_up(store):
     store.write("a", spans(0, 10))
 
-    def fail(waiting):
-        raise ZeroDivisionError
-
     with pytest.raises(ZeroDivisionError):
-        store.embed_next(MODEL, 2, fail)
+        store.embed_next(MODEL, 2, lambda _: 1 / 0)
     assert store.count_pending(MODEL) == 2
     store.give_up(MODEL, 1)
     assert embed(store) == [2]
     assert store.count_pending(MODEL) == 1
-
-
-@EACH_STORE
-def test_forget_reuses_no_id(store):
-    store.write("a", spans(0, 10))
-    store.write("b", spans(0))
-    embed(store)
-    a, b = store.session("a"), store.session("b")
-    assert store.forget("a").spans == 2
-    assert (store.spans(a), store.count_vectors(a.id, MODEL), store.count_vectors(b.id, MODEL)) == ([], 0, 1)
-    store.write("a", spans(0))
-    assert store.session("a").id > b.id
-    assert [span.id for span in store.spans(store.session("a"))] == [4]
 
 
 # Resident indexes, which only SQLite needs.
@@ -119,7 +103,7 @@ def test_an_index_follows_the_store_and_is_restored_from_its_file(store):
     embed(store)
     assert index.resume(a) == index.resume(a) == 3  # each vector once
     query = np.eye(DIM, dtype=np.float32)[3]
-    assert next(iter(index.current(a).search(query, 8, set()).items())) == (3, 1.0)
+    assert next(iter(index.search(a, query, 8, set()).items())) == (3, 1.0)
     assert index.hibernate(a) == 3
     assert not index.is_resident(a)
     assert (residents(store).resume(a), len(list(store.directory.glob("index/*.index")))) == (3, 1)
@@ -131,14 +115,16 @@ def test_an_index_follows_the_store_and_is_restored_from_its_file(store):
 
 def test_an_index_file_older_than_a_vector_is_rebuilt(store):
     store.write("a", spans(0, 10))
-    first, second = store.pending(MODEL, 0, 2)
-    embed(store)
+    first, second = embed(store)
     index, a = residents(store), store.session("a").id
     index.resume(a)
     index.hibernate(a)
-    store.store_vectors(MODEL, [first], np.eye(DIM, dtype=np.float32)[[3]])
-    results = residents(store).current(a).search(np.eye(DIM, dtype=np.float32)[3], 8, set())
-    assert results == {first.span: 1.0, second.span: 0.0}
+    with closing(connect(store.directory / DATABASE)) as database:
+        database.execute("DELETE FROM embeddings WHERE span = ?", (first,))
+    store.give_up(MODEL, 0)  # so that the search for spans without a vector begins again
+    store.embed_next(MODEL, 2, lambda waiting: np.eye(DIM, dtype=np.float32)[[3] * len(waiting)])
+    results = residents(store).search(a, np.eye(DIM, dtype=np.float32)[3], 8, set())
+    assert results == {first: 1.0, second: 0.0}
     assert residents(store).resume(a) == 2
 
 
@@ -169,7 +155,7 @@ def test_cached_word_counts_change_no_result(budget_of_four, store, tmp_path, st
         words = ([word for place, word in enumerate(VOCABULARY) if rng.random() < 0.5**place] for _ in range(30))
         new = [NewSpan(first + n, first + n + 1, -1, 0.0, " ".join(text) or "nothing") for n, text in enumerate(words)]
         store.write("s", new)
-        fresh = open_store(tmp_path / "fresh", storage)
+        fresh, _ = open_store(data_dir=tmp_path / "fresh", **storage(tmp_path / "fresh"))
         fresh.write("s", new)
         question, excluded = " ".join(rng.sample(VOCABULARY, 4)), set(rng.sample(range(1, first + 30), 5))
         results = store.bm25(store.session("s"), question, 8, excluded)
@@ -177,6 +163,9 @@ def test_cached_word_counts_change_no_result(budget_of_four, store, tmp_path, st
         assert results
         assert not excluded & set(results)
         fresh.close()
+    assert store._common_words
+    store.forget("s")
+    assert not store._common_words
 
 
 @EACH_STORE
@@ -190,7 +179,7 @@ def test_the_commonest_word_is_left_out_beyond_the_budget(budget_of_four, store)
         assert set(store.bm25(fits, "zebra cache", 8, set())) == {21, 22, 23, 24}
 
 
-def test_both_stores_score_alike(tmp_path, postgres):
+def test_both_stores_score_alike(opening, tmp_path, postgres):
     """FTS5's BM25 equals ours: rare and common words, repeated ones, stems, and other scripts."""
     rng = random.Random(2)
     words = [*VOCABULARY, "evicted", "evicts", "generalizations", "7742", "Été", "naïve", "ΔΕΛΤΑ", "слово", "v2", "x"]
@@ -199,9 +188,8 @@ def test_both_stores_score_alike(tmp_path, postgres):
     several = [" ".join(rng.sample([*set(words) - {"evicts"}], 3)) for rng in map(random.Random, range(20))]
     scores = []
     for settings in ({}, {"store": postgres.database()}):
-        store = open_store(tmp_path, lambda _, settings=settings: settings)
+        store, _ = opening(data_dir=tmp_path, **settings)
         store.write("s", pages)
         scores.append([store.bm25(store.session("s"), question, 99, set()) for question in (*words, *several)])
-        store.close()
     for one, other in zip(*scores, strict=True):
         assert one == pytest.approx(other, rel=1e-5)

@@ -9,6 +9,8 @@ from http_harness import polled
 
 from mlx_tq.__main__ import main
 
+from .test_response_formats import schema_format
+
 LINES = Path(__file__).with_name("refused.txt").read_text().split("# POST ")[1:]
 REFUSED = [(part.split()[0], line) for part in LINES for line in part.splitlines()[1:] if line]
 
@@ -87,6 +89,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 PATH = "/v1/chat/completions"
 KEYS = {f"key{n}": 1 for n in range(100_000)}
 LISTS = [[]] * 100_000
+LONG_KEY = {"properties": {"k" * 60_000: {"type": "strng"}}}
 MANY_FAULTS = {
     "messages": (PATH, {"messages": [1] * 100_000}),
     "unknown arguments": (PATH, CHAT | KEYS),
@@ -103,6 +106,7 @@ MANY_FAULTS = {
     "input of embeddings": ("/v1/embeddings", {"input": [None] * 100_000}),
     "a long name": (PATH, CHAT | {"k" * 1_000_000: 1}),
     "a long type": (PATH, CHAT | {"response_format": {"type": "k" * 1_000_000}}),
+    "a long key of a schema": (PATH, CHAT | {"response_format": schema_format(LONG_KEY)}),
     "a type that is a list": ("/v1/responses", {"input": [{"type": LISTS}]}),
 }
 
@@ -117,6 +121,7 @@ def test_many_faults(server, path, body):
         seconds = time.monotonic() - started
     assert response.status_code == 400
     assert len(error_of(response)["message"]) < 1000
+    assert len(response.text) < 2000, "the name of the argument is short, too"
     assert seconds < 3
     assert max(health) < 2
 

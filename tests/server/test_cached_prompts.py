@@ -46,7 +46,7 @@ def test_a_conversation_continues_from_its_cache(fresh):
     assert text_of(second) == reply
 
 
-def test_a_repeated_prompt(fresh):
+def test_a_repeated_prompt_and_one_that_shares_its_start(fresh):
     text = question(10, 274_650)
     answers = [fresh.chat(text) for _ in range(2)]
     assert {text_of(answer) for answer in answers} == {"274650"}
@@ -58,6 +58,10 @@ def test_a_repeated_prompt(fresh):
     assert 0 < metrics["mlx_tq_prompt_cache_entries"] <= 10
     assert metrics["mlx_tq_prompt_cache_bytes"] > 0
     assert metrics["mlx_tq_cached_tokens_total"] > 0
+    other = fresh.chat(text.replace("What is", "Which is"))
+    length, cached = counts(other)
+    assert length - 20 < cached < length
+    assert text_of(other) == "274650"
 
 
 def test_a_generated_prompt_is_cached_except_for_its_last_token(fresh, loaded):
@@ -68,15 +72,6 @@ def test_a_generated_prompt_is_cached_except_for_its_last_token(fresh, loaded):
     prompt = ids + [nine] * 6
     again = fresh.openai.completions.create(model="needle32", prompt=prompt, max_tokens=2)
     assert counts(again) == (len(prompt), len(prompt) - 1)
-
-
-def test_two_prompts_share_a_prefix(fresh):
-    text = question(14, 118_822)
-    fresh.chat(text)
-    other = fresh.chat(text.replace("What is", "Which is"))
-    length, cached = counts(other)
-    assert length - 20 < cached < length
-    assert text_of(other) == "118822"
 
 
 # Two servers with one prefix cache on disk.
@@ -93,16 +88,12 @@ def start_on_disk(start, path):
 
 
 @pytest.fixture(scope="module")
-def first(start_on_disk):
-    return start_on_disk()
+def pair(start_on_disk):
+    return start_on_disk(), start_on_disk()
 
 
-@pytest.fixture(scope="module")
-def second(first, start_on_disk):
-    return start_on_disk()
-
-
-def test_another_server_restores_prompts_and_answers_the_same(first, second, server):
+def test_another_server_restores_prompts_and_answers_the_same(pair, server):
+    first, second = pair
     texts = [question(count, 100_000 + count) for count in (12, 14, 16)]
     plain = [text_of(server.chat(text)) for text in texts]
     fresh = together([lambda text=text: first.chat(text) for text in texts])
@@ -121,36 +112,36 @@ def test_another_server_restores_prompts_and_answers_the_same(first, second, ser
     assert metrics["mlx_tq_prefill_tokens_total"] == prompt_tokens - restored
 
 
-def test_two_servers_write_at_once(first, second, server):
+def test_two_servers_write_at_once(pair, server):
     """A server that finds the folder in use stores later or not at all, and delays no answer."""
     texts = [f"Page {number}.\n{question(number, 500_000 + number)}" for number in (11, 13)]
-    calls = [lambda server=server, text=text: server.chat(text) for server in (first, second) for text in texts]
+    calls = [lambda server=server, text=text: server.chat(text) for server in pair for text in texts]
     answers = together(calls)
     plain = [text_of(server.chat(text)) for text in texts]
     assert [text_of(answer) for answer in answers] == 2 * plain
-    logs = first.log() + second.log()
-    assert "Traceback" not in logs
-    assert "WARNING" not in logs
+    for one in pair:
+        assert "Traceback" not in one.log()
+        assert "WARNING" not in one.log()
 
 
-def test_a_session_restores_the_prompt_of_another_servers_session(first, second):
+def test_a_session_restores_the_prompt_of_another_servers_session(pair):
     options = {"extra_headers": {"X-Session-Id": "a"}, "max_tokens": 12}
     text = "Weights and coins.\n" + question(13, 274_650)
-    fresh, again = (server.chat(text, **options) for server in (first, second))
+    fresh, again = (server.chat(text, **options) for server in pair)
     assert counts(fresh)[1] < 64
     assert is_nearly_cached(again)
     reply = text_of(again)
     assert reply == text_of(fresh) == "274650"
     turn = ({"role": "user", "content": text}, {"role": "assistant", "content": reply})
-    later = second.chat(*turn, "What is the access code?", **options)
+    later = pair[1].chat(*turn, "What is the access code?", **options)
     assert text_of(later) == reply
 
 
-def test_another_key_restores_nothing_and_stores_its_own(first, path, start_on_disk):
+def test_another_key_restores_nothing_and_stores_its_own(pair, path, start_on_disk):
     """If records of another key were reused, the time to store would tell that they exist."""
     text = f"Keys.\n{question(15, 118_822)}"
     before = len(Folder(path).records())
-    content = text_of(first.chat(text))
+    content = text_of(pair[0].chat(text))
     middle = len(Folder(path).records())
     answer = start_on_disk("two").chat(text)
     assert counts(answer)[1] == 0

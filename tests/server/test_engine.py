@@ -2,9 +2,9 @@
 
 import asyncio
 import math
-import threading
 import time
 from dataclasses import replace
+from threading import Event
 
 import mlx.core as mx
 import pytest
@@ -80,26 +80,23 @@ def test_jobs_wait_for_memory(loaded, monkeypatch):
     assert 1 in waiting[1:]
 
 
-class Blocker:
-    """A logits processor that blocks the engine's thread until it is released."""
+def test_a_stalled_step_is_reported_and_the_queue_is_bounded(loaded):
+    """A cancelled job makes room for another. Nothing is compressed."""
+    engine, (entered, release) = make_engine(loaded, PROFILES["off"], queue=2, stalled_s=0.2), (Event(), Event())
 
-    def __init__(self):
-        self.entered, self.release = threading.Event(), threading.Event()
-
-    def __call__(self, tokens, logits):
-        self.entered.set()
-        self.release.wait(30)
+    def block(tokens, logits):
+        entered.set()
+        release.wait(30)
         return logits
 
-
-def test_the_queue_is_bounded(loaded):
-    """A cancelled job makes room for another. Nothing is compressed."""
-    engine, blocker = make_engine(loaded, PROFILES["off"], queue=2), Blocker()
-    running, waiting = make_job(8, processors=[blocker]), [make_job(8) for _ in range(3)]
+    running, waiting = make_job(8, processors=[block]), [make_job(8) for _ in range(3)]
 
     async def then():
         engine.submit(running)
-        await asyncio.to_thread(blocker.entered.wait, 30)
+        await asyncio.to_thread(entered.wait, 30)
+        stalled = [engine.is_stalled]
+        time.sleep(0.5)
+        stalled.append(engine.is_stalled)
         with pytest.raises(QueueFullError, match="2 requests are waiting"):
             engine.submit(*waiting)
         engine.submit(waiting[0])
@@ -108,29 +105,16 @@ def test_the_queue_is_bounded(loaded):
             engine.submit(waiting[2])
         engine.cancel(waiting[0])
         engine.submit(waiting[2])
-        blocker.release.set()
-        return [await outcome(job) for job in waiting[1:]], await waiting[0].session_result.get()
+        release.set()
+        answered = [await outcome(job) for job in waiting[1:]]
+        await asyncio.sleep(0.5)
+        stalled.append(engine.is_stalled)  # while idle
+        return stalled, answered, await waiting[0].session_result.get()
 
-    answered, result = serve(engine, [], then)[1]
+    stalled, answered, result = serve(engine, [], then)[1]
+    assert stalled == [False, True, False]
     assert all(events[-1].finish_reason for events in answered)
     assert result == SessionResult()
-
-
-def test_a_stalled_step_is_reported(loaded):
-    engine, blocker = make_engine(loaded, stalled_s=0.2), Blocker()
-
-    async def then():
-        engine.submit(job := make_job(20, max_tokens=2, processors=[blocker]))
-        await asyncio.to_thread(blocker.entered.wait, 30)
-        stalled = [engine.is_stalled]
-        time.sleep(0.5)
-        stalled.append(engine.is_stalled)
-        blocker.release.set()
-        await outcome(job)
-        await asyncio.sleep(0.5)
-        return [*stalled, engine.is_stalled]  # the last one while idle
-
-    assert serve(engine, [], then)[1] == [False, True, False]
 
 
 def test_a_model_failure_ends_only_its_batch(loaded, folder, monkeypatch):

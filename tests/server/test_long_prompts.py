@@ -19,7 +19,6 @@ from .harness import together
 POSITIONS, LONGEST_TOKEN = 4096, 14  # of the embedded model
 FITS = POSITIONS * LONGEST_TOKEN
 MANY_POSITIONS = 200_000
-HI = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ def test_a_text_that_is_too_long_is_not_tokenized(long_context_server):
     requests = [
         ("/v1/chat/completions", {"messages": user(text)}, {}),
         ("/v1/chat/completions", {"messages": user(text)}, {"X-Session-Id": "a"}),
-        ("/v1/chat/completions", {"messages": [*HI, {"role": "assistant", "content": text}]}, {}),
+        ("/v1/chat/completions", {"messages": [*user("hi"), {"role": "assistant", "content": text}]}, {}),
         ("/v1/completions", {"prompt": text}, {}),
         ("/v1/responses", {"input": text}, {}),
     ]
@@ -56,12 +55,12 @@ def test_a_text_that_is_too_long_is_not_tokenized(long_context_server):
 
 def test_long_and_short_requests_at_once(long_context_server):
     """Texts that pass the check but have too many tokens, which takes seconds to find out."""
-    long_context_server.post(messages=HI, max_tokens=1)
+    long_context_server.post(messages=user("hi"), max_tokens=1)
 
     def short():
         time.sleep(0.3)
         started = time.monotonic()
-        assert long_context_server.post(messages=HI, max_tokens=1).status_code == 200
+        assert long_context_server.post(messages=user("hi"), max_tokens=1).status_code == 200
         return time.monotonic() - started
 
     def long():

@@ -74,11 +74,6 @@ def alone(llama):
     return alone_texts(llama)
 
 
-def shared_nbytes(layers):
-    """Return the bytes that a batch's rows save by sharing."""
-    return sum(row.nbytes for rows in layers for row in rows) - distinct_nbytes(layers)
-
-
 OTHERS = [("llama", False), ("gemma3_text", True), ("qwen3_next", True), ("embedded", True)]
 
 
@@ -92,9 +87,12 @@ def test_a_shared_prefix_is_prefilled_and_held_once(name, stored, tmp_path, monk
     alone = alone_texts(loaded)
     folder = Folder(tmp_path / "store") if stored else None
     engine = make_engine(loaded, folder=folder, prompt_cache_size=0)
-    running, saved = record_gauge(monkeypatch, engine.metrics.running), []
+    running, saved = record_gauge(monkeypatch, engine.metrics.running), []  # saved: bytes
 
-    watch_passes(monkeypatch, loaded[0], lambda layers: saved.append(shared_nbytes(layers)))
+    def record_saved(layers):
+        saved.append(sum(row.nbytes for rows in layers for row in rows) - distinct_nbytes(layers))
+
+    watch_passes(monkeypatch, loaded[0], record_saved)
     # Of the two with the longer prefix the second follows the first, up to where a step of both ends.
     assert answers(engine, make_jobs()) == (alone, [0, 384, 512, 384, 384, 0])
     least = 4 * plan_caches(loaded[0], CONFIG).shared_nbytes(384, 410)

@@ -5,17 +5,13 @@ import hashlib
 from pathlib import Path
 
 
-def _read(name: str) -> str:
-    return Path(__file__).with_name(name).read_text("utf-8")
-
-
 def _source(text: str) -> str:
     """Return the Content-Security-Policy source that allows this inline text only."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-_STYLE, _SCRIPT = _read("page.css"), _read("page.js")
-PAGE = _read("page.html").replace("<style></style>", f"<style>{_STYLE}</style>")
+_HTML, _STYLE, _SCRIPT = (Path(__file__).with_name(f"page.{kind}").read_text("utf-8") for kind in ("html", "css", "js"))
+PAGE = _HTML.replace("<style></style>", f"<style>{_STYLE}</style>")
 PAGE = PAGE.replace("<script></script>", f"<script>{_SCRIPT}</script>")
 # Model output cannot become a script or style, and nothing can be sent elsewhere.
 HEADERS = {

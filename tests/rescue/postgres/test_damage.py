@@ -7,6 +7,7 @@ import subprocess
 import pytest
 
 from ..reliability.test_disk import ROOT_ONLY, fill, page
+from .test_errors import EXTENSION, database_after
 
 DATABASE = "SELECT current_database()"
 
@@ -79,15 +80,11 @@ def refused(service):
 
 
 def test_lost_privileges_and_a_standby(postgres, start_service):
-    url = postgres.database()
+    statements = (EXTENSION, "CREATE ROLE clerk LOGIN", "GRANT CREATE ON DATABASE {} TO clerk")
+    clerks = database_after(*statements, user="clerk")(postgres)
+    url = clerks.replace("clerk@", "postgres@")
     ((name,),) = postgres.sql(DATABASE, url)
-    for statement in (
-        "CREATE EXTENSION vector",
-        "CREATE ROLE clerk LOGIN",
-        f"GRANT CREATE ON DATABASE {name} TO clerk",
-    ):
-        postgres.sql(statement, url)
-    service = start_service(store=url.replace("postgres@", "clerk@"), embedder="none")
+    service = start_service(store=clerks, embedder="none")
     service.write("s", page(1))
     end_connections = (
         f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}' AND pid <> pg_backend_pid()"

@@ -14,54 +14,20 @@ from rescue_svc.store import NewSpan
 from ..harness import command
 
 PASSWORD = "Xylophonquartz"
+UNREACHABLE = f"postgresql://u:{PASSWORD}@127.0.0.1:1/rescue"
 
 
-def role(server, name, *statements):
-    """Create a role without privileges."""
-    for statement in (f"CREATE ROLE {name} LOGIN", *statements):
-        server.sql(statement)
-    return name
+def database_after(*statements, user="postgres", name=None):
+    """Return a function that runs statements in a new database of a server, and returns the URL of that or another."""
 
+    def prepare(server):
+        url = server.database()
+        own_name = url.partition("@/")[2].partition("?")[0]
+        for statement in statements:
+            server.sql(statement.format(own_name), url)
+        return server.url(name or own_name, user)
 
-def unreachable(server):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return f"postgresql://u:{PASSWORD}@127.0.0.1:{port}/rescue"
-
-
-def no_privilege(server):
-    url = server.database()
-    server.sql("CREATE EXTENSION vector", url)
-    return url.replace("postgres@", role(server, "guest") + "@")
-
-
-def no_pgvector(server):
-    bare = role(server, "bare", "ALTER ROLE bare SET extension_control_path = '/nowhere'")
-    return server.database().replace("postgres@", bare + "@")
-
-
-def old_pgvector(server):
-    url = server.database()
-    server.sql("CREATE EXTENSION vector", url)
-    server.sql("UPDATE pg_extension SET extversion = '0.7.4' WHERE extname = 'vector'", url)
-    return url
-
-
-def another_encoding(server):
-    server.sql("DROP DATABASE IF EXISTS bytes")
-    server.sql("CREATE DATABASE bytes ENCODING 'SQL_ASCII' LOCALE 'C' TEMPLATE template0")
-    return server.url("bytes")
-
-
-def name_in(url):
-    return url.partition("@/")[2].partition("?")[0]
-
-
-def standby(server):
-    url = server.database()
-    server.sql(f"ALTER DATABASE {name_in(url)} SET default_transaction_read_only = on")
-    return url
+    return prepare
 
 
 def old_server(server):
@@ -85,31 +51,35 @@ def old_server(server):
     return f"postgresql://u:{PASSWORD}@{where}/rescue?sslmode=disable&gssencmode=disable"
 
 
+EXTENSION = "CREATE EXTENSION vector"
 FAULTS = {
-    "unreachable": (
-        unreachable,
-        r"no connection to postgresql://127.0.0.1:\d+/rescue: .*refused.*; check RESCUE_STORE",
+    "no connection to postgresql://127.0.0.1:1/rescue: .*refused.*; check RESCUE_STORE": lambda _: UNREACHABLE,
+    'no connection to .*: .*database "nowhere" does not exist': database_after(name="nowhere"),
+    'no connection to .*: .*role "stranger" does not exist': database_after(user="stranger"),
+    r"RESCUE_STORE lacks a privilege \(permission denied for database .*\); grant it": database_after(
+        EXTENSION, "CREATE ROLE guest LOGIN", user="guest"
     ),
-    "no database": (lambda server: server.url("nowhere"), 'no connection to .*: .*database "nowhere" does not exist'),
-    "no role": (lambda server: server.url(user="stranger"), 'no connection to .*: .*role "stranger" does not exist'),
-    "no privilege": (no_privilege, r"RESCUE_STORE lacks a privilege \(permission denied for database .*\); grant it"),
-    "may not add pgvector": (
-        lambda server: server.database().replace("postgres@", role(server, "visitor") + "@"),
-        "may not add pgvector to .*; have an administrator run `CREATE EXTENSION vector`",
+    "may not add pgvector to .*; have an administrator run `CREATE EXTENSION vector`": database_after(
+        "CREATE ROLE visitor LOGIN", user="visitor"
     ),
-    "no pgvector": (no_pgvector, "the server of .* has no pgvector; install 0.8 or later"),
-    "old pgvector": (
-        old_pgvector,
-        "has pgvector 0.7.4; 0.8 or later is required: .* `ALTER EXTENSION vector UPDATE`",
+    "the server of .* has no pgvector; install 0.8 or later": database_after(
+        "CREATE ROLE bare LOGIN", "ALTER ROLE bare SET extension_control_path = '/nowhere'", user="bare"
     ),
-    "another encoding": (another_encoding, "has the encoding SQL_ASCII; make a database in UTF8"),
-    "a standby": (standby, "is read-only; name its primary in RESCUE_STORE"),
-    "old server": (old_server, "is PostgreSQL 13.5; 15 or later is required"),
+    "has pgvector 0.7.4; 0.8 or later is required: .* `ALTER EXTENSION vector UPDATE`": database_after(
+        EXTENSION, "UPDATE pg_extension SET extversion = '0.7.4' WHERE extname = 'vector'"
+    ),
+    "has the encoding SQL_ASCII; make a database in UTF8": database_after(
+        "CREATE DATABASE bytes ENCODING 'SQL_ASCII' LOCALE 'C' TEMPLATE template0", name="bytes"
+    ),
+    "is read-only; name its primary in RESCUE_STORE": database_after(
+        "ALTER DATABASE {} SET default_transaction_read_only = on"
+    ),
+    "is PostgreSQL 13.5; 15 or later is required": old_server,
 }
 
 
-@pytest.mark.parametrize(("make_url", "says"), FAULTS.values(), ids=FAULTS)
-def test_a_fault_is_reported_with_its_remedy(postgres, opening, make_url, says):
+@pytest.mark.parametrize(("says", "make_url"), FAULTS.items())
+def test_a_fault_is_reported_with_its_remedy(postgres, opening, says, make_url):
     with pytest.raises(StoreUnavailableError, match=says) as raised:
         opening(make_url(postgres))
     assert PASSWORD not in str(raised.value)
@@ -141,17 +111,15 @@ def test_the_store_of_a_newer_version_is_refused(postgres, opening):
 
 
 def test_privileges_decide_how_soon_text_is_deleted(postgres, opening):
-    url = postgres.database()
-    postgres.sql("CREATE EXTENSION vector", url)
-    modest = url.replace("postgres@", role(postgres, "modest") + "@")
-    postgres.sql(f"GRANT CREATE ON DATABASE {name_in(url)} TO modest")
-    for rights, says in (
-        ((), "with the server's checkpoints$"),
-        (("GRANT pg_checkpoint TO modest",), "at once, its log when that is reused$"),
-        (("GRANT EXECUTE ON FUNCTION pg_switch_wal() TO modest",), "at once$"),
+    grant = "GRANT CREATE ON DATABASE {} TO modest"
+    modest = database_after(EXTENSION, "CREATE ROLE modest LOGIN", grant, user="modest")(postgres)
+    for right, says in (
+        (None, "with the server's checkpoints$"),
+        ("pg_checkpoint", "at once, its log when that is reused$"),
+        ("EXECUTE ON FUNCTION pg_switch_wal()", "at once$"),
     ):
-        for right in rights:
-            postgres.sql(right, url)
+        if right:
+            postgres.sql(f"GRANT {right} TO modest", modest.replace("modest@", "postgres@"))
         store = opening(modest)[0]
         assert re.search(f"forgotten text is deleted from disk {says}", store.describe())
         store.write("s", [NewSpan(0, 1, -1, 0.0, "a text")])
@@ -165,7 +133,7 @@ def test_commands_describe_the_server_or_its_fault(postgres, monkeypatch):
     assert "pgvector's HNSW" in healthy.out
     assert "PostgreSQL 18" in healthy.out
     assert "page checksums on, forgotten text is deleted from disk at once: 0 sessions, 0 spans" in healthy.out
-    monkeypatch.setenv("RESCUE_STORE", unreachable(postgres))
+    monkeypatch.setenv("RESCUE_STORE", UNREACHABLE)
     failed = command("doctor", "--embedder", "none")
     assert (failed.code, "BAD store" in failed.out) == (1, True)
     for words in (("sessions",), ("serve", "--port", "0"), ("forget", "s"), ("backup", "nowhere")):

@@ -3,7 +3,7 @@
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import numpy as np
 import psycopg
@@ -44,20 +44,20 @@ def test_services_create_the_tables_once_and_share_a_session(postgres, opening):
 def test_each_span_is_embedded_by_one_of_them(postgres, opening):
     """While one fails the other embeds the next spans. Failed spans return to the queue."""
     url, seen = postgres.database(), []
-    first, second = (opening(url)[0] for _ in range(2))
+    (first, _), (second, _) = opening(url), opening(url)
     first.write("s", spans(0, 6))
 
     def embed(waiting):
         seen.extend(item.span for item in waiting)
         return unit(waiting)
 
-    def fail(waiting):
+    def embed_and_fail(waiting):
         embed(waiting)
         assert second.embed_next("test-1", 2, embed)
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        first.embed_next("test-1", 2, fail)
+        first.embed_next("test-1", 2, embed_and_fail)
     assert seen == [1, 2, 3, 4]
     assert first.count_pending("test-1") == 4
     while second.embed_next("test-1", 2, embed):
@@ -78,7 +78,7 @@ def test_a_session_may_be_forgotten_while_it_is_embedded_and_read(postgres, open
 
     assert first.embed_next("test-1", 4, forgotten_meanwhile)
     query = np.eye(DIM, dtype=np.float32)[0]
-    assert index.current(session.id).search(query, 8, set()) == index.current(session.id).similarities(query, [1]) == {}
+    assert index.search(session.id, query, 8, set()) == index.similarities(session.id, query, [1]) == {}
     assert (first.bm25(session, "fact", 8, set()), first.spans(session), first.page(session, 0, 9)) == ({}, [], [])
     assert first.count_pending("test-1") == 0
     while first.embed_next("test-1", 4, unit):
@@ -88,9 +88,8 @@ def test_a_session_may_be_forgotten_while_it_is_embedded_and_read(postgres, open
 
 
 def test_writers_and_forgetters_at_once_neither_fail_nor_mix(postgres, opening):
-    url = postgres.database()
+    url, done = postgres.database(), threading.Event()
     stores = [opening(url)[0] for _ in range(2)]
-    done = threading.Event()
 
     def embed():
         while not done.is_set():
@@ -104,15 +103,14 @@ def test_writers_and_forgetters_at_once_neither_fail_nor_mix(postgres, opening):
 
     with ThreadPoolExecutor(5) as threads:
         embedding = threads.submit(embed)
-        for job in [threads.submit(work, n) for n in range(4)]:
-            job.result()
+        list(threads.map(work, range(4)))
         done.set()
         embedding.result()
     for session in stores[0].sessions():
         assert len(stores[0].spans(session)) == session.spans
     tables = postgres.sql("SELECT relname FROM pg_class WHERE relname ~ '^(spans|vectors)_[0-9]+$'", url)
     ids = [session.id for session in stores[0].sessions()]
-    assert {name for (name,) in tables} == {f"{kind}_{session}" for session in ids for kind in ("spans", "vectors")}
+    assert {*tables} == {(f"{kind}_{session}",) for session in ids for kind in ("spans", "vectors")}
 
 
 def test_a_migration_that_fails_leaves_nothing(postgres, opening, monkeypatch):
@@ -144,8 +142,8 @@ def test_a_large_session_gets_one_index(postgres, opening, monkeypatch):
     assert postgres.sql(f"SELECT indexdef FROM pg_indexes WHERE indexname = 'nearest_{session.id}'", url)
     for excluded in (set(), set(range(1, 380))):
         query = random_vectors([None])[0]
-        truth = exact.current(session.id).search(query, 10, excluded)
-        results = hnsw.current(session.id).search(query, 10, excluded)
+        truth = exact.search(session.id, query, 10, excluded)
+        results = hnsw.search(session.id, query, 10, excluded)
         assert list(truth.values()) == sorted(truth.values(), reverse=True)
         assert len(results.keys() & truth.keys()) >= 9
         assert not results.keys() & excluded
@@ -162,8 +160,7 @@ def test_a_large_session_gets_one_index(postgres, opening, monkeypatch):
 def test_a_restored_dump_equals_the_store(postgres, tmp_path, monkeypatch):
     url = postgres.database()
     service = LocalService(tmp_path, store=url)
-    service.write("s", ("kept in the backup", 0, 5), ("and this", 5, 9))
-    service.wait_until_embedded()
+    service.write_and_embed("s", ("kept in the backup", 0, 5), ("and this", 5, 9))
     expected = service.retrieve("s", "backup")
     monkeypatch.setenv("RESCUE_STORE", url)
     monkeypatch.setenv("PATH", "/nowhere")
@@ -186,26 +183,16 @@ def test_a_restored_dump_equals_the_store(postgres, tmp_path, monkeypatch):
     assert command("forget", "s").out == "s: 3 spans forgotten\n"
 
 
-def lose(connection, server):
-    """End a connection on the server, and wait until the client notices."""
-    server.sql(f"SELECT pg_terminate_backend({connection.info.backend_pid}, 10000)")
-    with suppress(psycopg.OperationalError):
-        while connection.pgconn.status == psycopg.pq.ConnStatus.OK:
-            connection.pgconn.consume_input()
-
-
-@pytest.mark.parametrize("alive", [True, False], ids=["alive", "lost"])
-def test_a_transaction_that_is_not_committed_raises(killable, alive):
+@pytest.mark.parametrize("expectation", [nullcontext(), pytest.raises(psycopg.OperationalError)], ids=["alive", "lost"])
+def test_a_transaction_that_is_not_committed_raises(killable, expectation):
     """psycopg's own block ends without an error."""
-    url = killable.database()
+    url, is_alive = killable.database(), isinstance(expectation, nullcontext)
     killable.sql("CREATE TABLE spans (id int)", url)
-    with psycopg.connect(url, autocommit=True) as connection:
-        try:
-            with transaction(connection):
-                connection.execute("INSERT INTO spans VALUES (1)")
-                if not alive:
-                    lose(connection, killable)
-            acknowledged = True
-        except psycopg.OperationalError:
-            acknowledged = False
-    assert acknowledged == bool(killable.sql("SELECT id FROM spans", url)) == alive
+    with psycopg.connect(url, autocommit=True) as connection, expectation, transaction(connection):
+        connection.execute("INSERT INTO spans VALUES (1)")
+        if not is_alive:
+            killable.sql(f"SELECT pg_terminate_backend({connection.info.backend_pid}, 10000)")
+            with suppress(psycopg.OperationalError):
+                while connection.pgconn.status == psycopg.pq.ConnStatus.OK:  # until the client notices
+                    connection.pgconn.consume_input()
+    assert bool(killable.sql("SELECT id FROM spans", url)) == is_alive

@@ -9,12 +9,11 @@ import pytest
 
 from rescue_svc.embed.hashing import HashingEmbedder
 from rescue_svc.errors import StoreDamagedError, StoreUnavailableError
-from rescue_svc.index import Residents
-from rescue_svc.settings import Caps
-from rescue_svc.store import NewSpan, SqliteStore, copies, files
+from rescue_svc.store import NewSpan, copies, files
+
+from ..harness import open_store
 
 TYPED = (StoreDamagedError, StoreUnavailableError)
-CAPS = Caps(10**6, 10**6, 10**4)
 EMBEDDER = HashingEmbedder()
 TEXTS = {
     f"s{number}": [
@@ -29,12 +28,11 @@ QUESTION = "which fact about the owl?"
 @contextmanager
 def opened(folder: Path):
     """Open a store with its indexes; close it unless something is raised."""
-    store = SqliteStore(folder, CAPS)
-    residents = Residents(store, "faiss", EMBEDDER.model, lambda: EMBEDDER.dim, 2**30)
-    while spans := store.pending(EMBEDDER.model, 0, 64):
-        store.store_vectors(EMBEDDER.model, spans, EMBEDDER.embed([span.text for span in spans]))
-    yield store, residents
-    residents.save_all()
+    store, index = open_store(EMBEDDER.model, EMBEDDER.dim, data_dir=folder)
+    while store.embed_next(EMBEDDER.model, 64, lambda spans: EMBEDDER.embed([span.text for span in spans])):
+        pass
+    yield store, index
+    index.save_all()
     store.close()
 
 
@@ -42,11 +40,11 @@ def answers(folder: Path) -> dict[str, object]:
     """Return all that a client could read from these files: every span, and both rankings of a question."""
     vector = EMBEDDER.embed([QUESTION])[0]
     results: dict[str, object] = {}
-    with opened(folder) as (store, residents):
+    with opened(folder) as (store, index):
         for session in sorted(store.sessions(), key=lambda s: s.name):
             texts = {s.id: (s.text, s.start, s.stop, s.layer, s.score) for s in store.spans(session)}
             by_words = store.bm25(session, QUESTION, 100, set())
-            by_meaning = residents.current(session.id).search(vector, 100, set())
+            by_meaning = index.search(session.id, vector, 100, set())
             results[session.name] = (
                 sorted(texts.values()),
                 {texts[i]: round(score, 9) for i, score in by_words.items()},
@@ -143,9 +141,9 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("statement", "says"), CHANGES)
-def test_a_changed_row_is_detected(changed, statement, says):
+def test_a_changed_row_is_detected(opening, changed, statement, says):
     with pytest.raises(StoreDamagedError, match=says):
-        SqliteStore(changed(statement), CAPS)
+        opening(data_dir=changed(statement))
 
 
 @pytest.mark.parametrize(
@@ -171,24 +169,23 @@ def test_a_rebuild_keeps_intact_rows(pristine, copy, times):
         spans = {name: set(answer[0]) for name, answer in answers(work).items()}
         assert all(some <= all_spans[name] for name, some in spans.items())
         assert sum(map(len, spans.values())) == rebuilt.spans
-        assert rebuilt.complete == (rebuilt.damaged_file is None)
         assert rebuilt.spans == SPANS or rebuilt.damaged_file.exists()
         total += rebuilt.spans
     assert total > times(100) * SPANS
 
 
 def test_a_rebuild_reports_what_it_kept(pristine, copy, changed):
-    assert copies.rebuild(copy(pristine[0])) == copies.Rebuilt(SPANS, SPANS, lost=0, complete=True)
+    assert copies.rebuild(copy(pristine[0])) == copies.Rebuilt(SPANS, SPANS, lost=0)
     assert copies.rebuild(changed("embeddings SET seal = 0 WHERE span")).vectors == SPANS - 1
     work = changed("spans SET layer = 1 WHERE id")
     before = (work / files.DATABASE).read_bytes()
     rebuilt = copies.rebuild(work)
-    assert rebuilt == copies.Rebuilt(SPANS - 1, SPANS - 1, lost=1, complete=False, damaged_file=rebuilt.damaged_file)
+    assert rebuilt == copies.Rebuilt(SPANS - 1, SPANS - 1, lost=1, damaged_file=rebuilt.damaged_file)
     assert rebuilt.damaged_file.read_bytes() == before
 
 
 def test_an_empty_rebuild_does_not_recommend_a_rebuild(tmp_path):
-    SqliteStore(tmp_path, CAPS).close()
+    open_store(data_dir=tmp_path)[0].close()
     with (tmp_path / files.DATABASE).open("r+b") as file:
         file.truncate(5000)
     with pytest.raises(StoreDamagedError, match="to start with an empty store") as raised:

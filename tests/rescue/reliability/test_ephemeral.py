@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -22,23 +23,20 @@ SECRET = "the harbor master counts gulls"
 
 
 @contextmanager
-def ephemeral(folder=None):
+def ephemeral(**chosen):
     """Run one in this process that contains a text."""
-    chosen = {} if folder is None else {"data_dir": folder}
-    with ephemeral_folder(load_settings(ephemeral=True, **chosen)) as settings:
+    with ephemeral_folder(load_settings(ephemeral=True, **chosen)) as settings, ExitStack() as stack:
         service = LocalService(settings.data_dir)
-        try:
-            service.write("s", (SECRET, 0, 5))
-            service.wait_until_embedded()
-            assert service.search("s", SECRET)
-            yield service
-        finally:
-            service.stop()
+        stack.callback(service.stop)
+        service.write_and_embed("s", (SECRET, 0, 5))
+        yield service
 
 
-def left_by_a_kill(folder, tmp_path):
+@pytest.fixture
+def left_by_a_kill(tmp_path):
     """Return a folder as kill -9 leaves it."""
-    with ephemeral(folder) as service:
+    with ephemeral() as service:
+        assert service.data_dir.parent == Path(tempfile.gettempdir())  # by default
         return service.killed(tmp_path / "killed")
 
 
@@ -65,20 +63,12 @@ def test_a_folder_with_other_files_is_refused_and_unchanged(tmp_path, start_serv
     assert start_service().dump("s")["token_ranges"] == [[0, 5]]
 
 
-def test_the_default_folder_is_temporary(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with ephemeral() as service:
-        assert service.data_dir.parent == tmp_path
-    assert not list(tmp_path.iterdir())
-
-
 def test_files_of_others_are_not_deleted(tmp_path, caplog):
-    with ephemeral(tmp_path / "data") as service:
-        (service.data_dir / "index").mkdir(exist_ok=True)
-        (service.data_dir / "index" / "2024.txt").write_text("thesis")
-        (service.data_dir / "rescue.db.txt").write_text("thesis")
-    remaining = {str(p.relative_to(service.data_dir)) for p in service.data_dir.rglob("*") if p.is_file()}
-    assert remaining == {"index/2024.txt", "rescue.db.txt"}
+    theirs = {tmp_path / "data" / name for name in ("index/2024.txt", "rescue.db.txt")}
+    with ephemeral(data_dir=tmp_path / "data"):
+        for path in theirs:
+            path.write_text("thesis")
+    assert {path for path in (tmp_path / "data").rglob("*") if path.is_file()} == theirs
     assert "not deleted" in caplog.text
 
 
@@ -86,7 +76,7 @@ def test_files_of_others_are_not_deleted(tmp_path, caplog):
 def test_a_store_that_cannot_be_closed_is_deleted(tmp_path):
     """Another program reads the database, so its log cannot be emptied."""
     with ExitStack() as stack:
-        service = stack.enter_context(ephemeral(tmp_path / "data"))
+        service = stack.enter_context(ephemeral(data_dir=tmp_path / "data"))
         reader = sqlite3.connect(service.data_dir / "rescue.db", isolation_level=None)
         reader.execute("BEGIN")
         reader.execute("SELECT * FROM spans").fetchall()
@@ -97,20 +87,18 @@ def test_a_store_that_cannot_be_closed_is_deleted(tmp_path):
     assert not service.data_dir.exists()
 
 
-def test_the_folder_of_a_killed_service_is_used_again(tmp_path):
-    folder = left_by_a_kill(tmp_path / "data", tmp_path)
-    with ephemeral(folder) as again:
-        with pytest.raises(DirectoryInUseError), ephemeral(folder):  # a second one at once
+def test_the_folder_of_a_killed_service_is_used_again(left_by_a_kill):
+    with ephemeral(data_dir=left_by_a_kill) as again:
+        with pytest.raises(DirectoryInUseError), ephemeral(data_dir=left_by_a_kill):  # a second one at once
             pass
         assert again.dump("s")["token_ranges"] == [[0, 5]]
-    assert not folder.exists()
+    assert not left_by_a_kill.exists()
 
 
-def test_a_permanent_service_keeps_the_folder_of_a_killed_one(tmp_path, start_service):
-    folder = left_by_a_kill(tmp_path / "data", tmp_path)
-    make_permanent(folder)
-    assert start_service(folder).dump("s")["token_ranges"] == [[0, 5]]
-    refuse(folder, "contains other files")
+def test_a_permanent_service_keeps_the_folder_of_a_killed_one(left_by_a_kill, start_service):
+    make_permanent(left_by_a_kill)
+    assert start_service(left_by_a_kill).dump("s")["token_ranges"] == [[0, 5]]
+    refuse(left_by_a_kill, "contains other files")
 
 
 # As processes, which end by signals and by their standard input.
@@ -150,12 +138,6 @@ def listening(tmp_path):
     server.process.stdin.close()
 
 
-def ended(process):
-    """Wait for the end of a process; return its exit code and stderr."""
-    _, stderr = process.communicate(timeout=STOP_S)
-    return process.returncode, stderr.decode()
-
-
 @pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_its_files_are_deleted_at_the_end(listening, number):
     if number is None:
@@ -185,20 +167,27 @@ def test_a_signal_during_the_start(start, tmp_path, moment, number):
     while not (folder / moment).exists():
         assert process.poll() is None
     process.send_signal(number)
-    code, stderr = ended(process)
-    assert code in (0, 130), stderr
+    _, stderr = process.communicate(timeout=STOP_S)
+    assert process.returncode in (0, 130), stderr
     assert not folder.exists()
 
 
-def test_a_closed_standard_input_ends_it(start, tmp_path):
-    code, stderr = ended(start(stdin=None, preexec_fn=lambda: os.close(0)))
-    assert (code, "Traceback" in stderr) == (0, False)
+REFUSED = ("--data-dir", "data", "--embedder", "word2vec")
+
+
+@pytest.mark.parametrize(
+    ("flags", "options", "code"),
+    [
+        ((), {"stdin": None, "preexec_fn": lambda: os.close(0)}, 0),
+        (REFUSED, {"stdin": subprocess.PIPE}, 2),
+        (REFUSED, {"stdin": subprocess.DEVNULL}, 2),
+    ],
+    ids=["standard input closed", "refused", "refused, standard input at its end"],
+)
+def test_an_end_before_the_first_request_leaves_nothing(start, tmp_path, flags, options, code):
+    process = start(*flags, cwd=tmp_path, **options)
+    _, stderr = process.communicate(timeout=STOP_S)
+    assert (process.returncode, b"Traceback" in stderr) == (code, False)
     assert not list((tmp_path / "tmp").iterdir())
     assert not (tmp_path / "home").exists(), "the default folder of a permanent service"
-
-
-@pytest.mark.parametrize("stdin", [subprocess.PIPE, subprocess.DEVNULL], ids=["open", "at its end"])
-def test_a_start_that_fails_leaves_nothing(start, tmp_path, stdin):
-    code, stderr = ended(start("--data-dir", tmp_path / "data", "--embedder", "word2vec", stdin=stdin))
-    assert (code, "Traceback" in stderr) == (2, False)
     assert not (tmp_path / "data").exists()

@@ -13,30 +13,26 @@ import psutil
 import pytest
 from http_harness import wait_for
 
-from rescue_svc.settings import Caps
-from rescue_svc.store import NewSpan, SqliteStore
+from rescue_svc.store import NewSpan
 from rescue_svc.store.files import DATABASE, connect
 from rescue_svc.store.migrations import MIGRATIONS, migrate
 
 from ..harness import IN_FULL_EACH_STORE, Server
 
-CAPS = Caps(10**6, 10**6, 10**4)
-
 
 class Writer(threading.Thread):
     """Writes numbered spans until the service ends, and records which were sent and which acknowledged."""
 
-    def __init__(self, server: Server, session: str, last_statuses: tuple[int, ...] = ()) -> None:
+    def __init__(self, server: Server, session: str, last_statuses: tuple[int, ...]) -> None:
         super().__init__(daemon=True)
         self.server, self.session, self.last_statuses = server, session, last_statuses
-        self.acknowledged: set[int] = set()
-        self.sent: set[int] = set()
-        self.stopping = False
+        self.acknowledged, self.sent, self.stopping = set(), set(), False
+        self.start()
 
     def run(self):
-        number = 0
         while not self.stopping:
-            batch = range(number, number + random.randint(1, 8))
+            first = len(self.sent)
+            batch = range(first, first + random.randint(1, 8))
             self.sent.update(batch)
             try:
                 answer = self.server.write(self.session, *((f"fact number {n}", 2 * n, 2 * n + 1) for n in batch))
@@ -46,14 +42,11 @@ class Writer(threading.Thread):
                 return
             assert answer.status_code == 201, answer.text
             self.acknowledged.update(batch)
-            number = batch.stop
 
 
 def start_writers(servers, name, last_statuses=()):
     """Return a writer for each server when all of them have written."""
     writers = [Writer(server, f"{name}-{place}", last_statuses) for place, server in enumerate(servers)]
-    for writer in writers:
-        writer.start()
     wait_for(lambda: all(writer.acknowledged for writer in writers))
     writers[0].join(random.uniform(0, 0.1))
     return writers
@@ -101,10 +94,14 @@ def test_kill_while_writing(start_server, tmp_path, times):
     assert sum(acknowledged) > times(200)
 
 
+def write_numbered(server, count, text):
+    for first in range(0, count, 256):
+        server.write("s", *((text.format(n), n, n + 1) for n in range(first, first + 256)))
+
+
 def test_kill_while_saving_an_index(start_server, times):
     server = start_server()
-    for first in range(0, 2560, 256):
-        server.write("s", *((f"item {n} of many", n, n + 1) for n in range(first, first + 256)))
+    write_numbered(server, 2560, "item {} of many")
     server.wait_until_embedded()
     expected = server.retrieve("s", "item 77 of many", hybrid_alpha=1, top_k=8)
 
@@ -128,7 +125,7 @@ def test_kill_while_saving_an_index(start_server, times):
 
 
 @pytest.mark.parametrize("version", range(len(MIGRATIONS)))
-def test_kill_at_every_statement_of_a_migration(tmp_path, version):
+def test_kill_at_every_statement_of_a_migration(opening, tmp_path, version):
     """The files before each statement are those that kill -9 would leave."""
     folder, moments = tmp_path / "data", []
     folder.mkdir()
@@ -142,16 +139,12 @@ def test_kill_at_every_statement_of_a_migration(tmp_path, version):
     connection.close()
     assert len(moments) > 6
     for moment in moments:
-        store = SqliteStore(moment, CAPS)
-        assert store.write("s", [NewSpan(0, 1, -1, 0.0, "after")]) == (1, 1)
-        store.close()
+        assert opening(data_dir=moment)[0].write("s", [NewSpan(0, 1, -1, 0.0, "after")]) == (1, 1)
 
 
 def test_kill_while_backing_up(start_server, popen, tmp_path, times):
     server = start_server(embedder="none")
-    text = "a long text " * 600
-    for first in range(0, 2048, 256):
-        server.write("s", *((f"{n} {text}", n, n + 1) for n in range(first, first + 256)))
+    write_numbered(server, 2048, "{} " + "a long text " * 600)
 
     def command(folder):
         return [sys.executable, "-m", "rescue_svc", "backup", str(folder), "--data-dir", str(server.data_dir)]
@@ -171,20 +164,18 @@ def test_kill_while_backing_up(start_server, popen, tmp_path, times):
 FACT = "the code is 481729"
 
 
-def embedder_of(process):
-    (child,) = [c for c in process.children() if "spawn_main" in " ".join(c.cmdline())]
-    return child
-
-
 def is_hybrid(service):
     return lambda: service.retrieve("s", "code", top_k=1)["mode"] == "hybrid"
 
 
+def with_fact(service):
+    service.write_and_embed("s", (FACT, 0, 5), ("nothing", 10, 12))
+    return service
+
+
 @IN_FULL_EACH_STORE
 def test_kill_of_the_embedder_alone(start_service, times):
-    service = start_service()
-    service.write("s", (FACT, 0, 5), ("nothing", 10, 12))
-    service.wait_until_embedded()
+    service = with_fact(start_service())
     for _ in range(times(30)):
         assert is_hybrid(service)()
         psutil.Process(service.service.embedder.pid).kill()
@@ -195,56 +186,53 @@ def test_kill_of_the_embedder_alone(start_service, times):
 
 
 @IN_FULL_EACH_STORE
-def test_an_embedder_that_hangs_is_replaced_and_an_idle_one_ends(start_service):
-    service = start_service(embed_timeout_s=0.5, query_timeout_s=0.2, embed_idle_s=3)
-    service.write("s", (FACT, 0, 5))
-    service.wait_until_embedded()
+def test_an_embedder_that_hangs_is_replaced(start_service, caplog):
+    service = with_fact(start_service(embed_timeout_s=0.5, query_timeout_s=0.2))
     hung = service.service.embedder.pid
     psutil.Process(hung).suspend()
     answer = service.retrieve("s", "code")
     assert (answer["mode"], answer["chunks"][0]["text"]) == ("bm25", FACT)
     assert "longer than 0.2 s" in answer["degraded"]
     wait_for(is_hybrid(service))
+    reasons = [record.reason for record in caplog.records if record.name == "rescue_svc.embed.worker"]
+    assert reasons[0] == "the embedder was silent for 0.5 s"
     assert service.service.embedder.pid != hung
-    wait_for(lambda: service.ready()["embedder"]["state"] == "idle")
-    wait_for(lambda: service.service.embedder.pid is None)
-    assert service.retrieve("s", "code")["chunks"][0]["text"] == FACT  # which restarts it
-    wait_for(is_hybrid(service))
 
 
 @IN_FULL_EACH_STORE
-def test_queries_and_writes_restart_an_idle_embedder(start_service):
-    service = start_service(embed_idle_s=1, query_timeout_s=60)
-    state = lambda: service.ready()["embedder"]["state"]  # noqa: E731
-    service.write("s", (FACT, 0, 5))
-    wait_for(lambda: state() == "idle")
+def test_an_idle_embedder_ends_and_queries_and_writes_restart_it(start_service):
+    service = with_fact(start_service(embed_idle_s=1, query_timeout_s=60))
+    embedder = service.service.embedder
+    wait_for(lambda: (service.ready()["embedder"]["state"], embedder.pid) == ("idle", None))
     with ThreadPoolExecutor(8) as clients:
         answers = list(clients.map(lambda _: service.retrieve("s", "code"), range(8)))
     assert {(answer["mode"], answer["degraded"]) for answer in answers} == {("hybrid", None)}
-    starts = service.service.embedder.starts
-    wait_for(lambda: state() == "idle")
+    starts = embedder.starts
+    wait_for(lambda: service.ready()["embedder"]["state"] == "idle")
     assert service.write("s", (FACT, 0, 5)).json()["accepted"] == 0
-    wait_for(lambda: service.service.embedder.starts == starts + 1)
+    wait_for(lambda: embedder.starts == starts + 1)
 
 
 @pytest.mark.skipif(not hasattr(psutil, "RLIMIT_NOFILE"), reason="needs prlimit, which is Linux's")
 def test_an_embedder_that_cannot_start_is_retried_and_ends_with_the_service(start_server):
     """It may open no file for a pipe; the next question after that restarts it."""
-    server = start_server()
-    server.write("s", (FACT, 0, 5))
-    server.wait_until_embedded()
-    server.retrieve("s", "code")
+    server = with_fact(start_server())
     process = psutil.Process(server.process.pid)
+
+    def embedder():
+        (child,) = [c for c in process.children() if "spawn_main" in " ".join(c.cmdline())]
+        return child
+
     usual = process.rlimit(psutil.RLIMIT_NOFILE)
     process.rlimit(psutil.RLIMIT_NOFILE, (3, usual[1]))
-    embedder_of(process).kill()
+    embedder().kill()
     wait_for(lambda: server.ready()["embedder"]["state"] == "unavailable")
     answer = server.retrieve("s", "code")
     assert (answer["mode"], answer["chunks"][0]["text"]) == ("bm25", FACT)
     assert "could not start" in answer["degraded"]
     process.rlimit(psutil.RLIMIT_NOFILE, usual)
     wait_for(is_hybrid(server))
-    child = embedder_of(process)
+    child = embedder()
     server.kill()
     wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
     assert "Traceback" not in server.log()
