@@ -26,7 +26,6 @@ def build_parser() -> CommandParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Calibrate and write the file; return the exit code."""
     check_flags(args)
 
     from mlx_tq.cli import model_calibration

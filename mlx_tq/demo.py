@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from mlx_tq.config import KVConfig
 
 _SINKS, _WINDOW = 32, 128
-_ANSWER_TOKENS = 32
-_SHOWN = 44  # characters of an answer in the table
 _START_S = 60.0
 
 
@@ -39,13 +37,25 @@ def run(args: argparse.Namespace) -> int:
     from mlx_tq.cli.haystack import QUESTION, build_case, load_text
     from mlx_tq.cli.loading import load_model
     from mlx_tq.cli.screen import console, human_bytes, results, table
+    from mlx_tq.config import PROFILES, EvictConfig, profile
+    from mlx_tq.policies import TriAttention
+    from mlx_tq.policies.policy import TEXT
 
+    packed = profile(DEFAULT_PROFILE, sinks=_SINKS, window=_WINDOW)
+    policy = TriAttention(calibration=TEXT, warmup=256, granularity=64, trigger=64)
+    evicting = replace(packed, evict=EvictConfig(policy, args.budget, "off"))  # rescue alone restores text
+    settings = {
+        "fp16": (PROFILES["off"], OFF),
+        "compressed": (packed, OFF),
+        "+ evicted": (evicting, OFF),
+        "+ rescued": (evicting, AUTO),
+    }
     model, tokenizer = load_model(args)
     room = {"sinks": _SINKS, "window": _WINDOW + 64}
     case = build_case(tokenizer, load_text(), tokens=args.tokens, depth=args.depth, seed=args.seed, chat=False, **room)
     console.print(f"A text of {case.question:,} tokens has the code word {case.answer} at token {case.needle[0]:,}.")
     console.print(f"Then the question: {QUESTION.partition('?')[0]}?\n")
-    outcomes = [_ask(model, tokenizer, case, name, *setting) for name, setting in _make_settings(args.budget).items()]
+    outcomes = [_ask(model, tokenizer, case, name, *setting) for name, setting in settings.items()]
     if args.json:
         sys.stdout.write(json.dumps({"expected": case.answer, "outcomes": outcomes}) + "\n")
     else:
@@ -54,27 +64,10 @@ def run(args: argparse.Namespace) -> int:
         for outcome in outcomes:
             counts = [f"{outcome[key]:,}" for key in ("live", "evicted", "quoted_tokens")]
             sizes = human_bytes(outcome["nbytes"]), f"{outcome['nbytes'] / outcome['fp16_nbytes']:.0%}"
-            answer = shorten(readable(outcome["answer"]), _SHOWN, placeholder=" ...")
+            answer = shorten(readable(outcome["answer"]), 44, placeholder=" ...")
             rows.add_row(outcome["name"], answer, "yes" if outcome["found"] else "no", *counts, *sizes)
         results.print(rows)
     return DONE if outcomes[-1]["found"] or not outcomes[0]["found"] else FAILED
-
-
-def _make_settings(budget: str) -> dict[str, tuple["KVConfig", str]]:
-    """Return the cache settings to compare by name: configuration and rescue service."""
-    from mlx_tq.config import PROFILES, EvictConfig, profile  # loads mlx, which --help does without
-    from mlx_tq.policies import TriAttention  # likewise
-    from mlx_tq.policies.policy import TEXT  # likewise
-
-    packed = profile(DEFAULT_PROFILE, sinks=_SINKS, window=_WINDOW)
-    policy = TriAttention(calibration=TEXT, warmup=256, granularity=64, trigger=64)
-    evicting = replace(packed, evict=EvictConfig(policy, budget, "off"))  # rescue alone restores text
-    return {
-        "fp16": (PROFILES["off"], OFF),
-        "compressed": (packed, OFF),
-        "+ evicted": (evicting, OFF),
-        "+ rescued": (evicting, AUTO),
-    }
 
 
 def _ask(model: Any, tokenizer: Any, case: "Case", name: str, config: "KVConfig", rescue: str) -> dict[str, Any]:
@@ -90,7 +83,7 @@ def _ask(model: Any, tokenizer: Any, case: "Case", name: str, config: "KVConfig"
             session.client.ready(_START_S)
         "".join(session.respond(tokenizer.decode(case.ids[: case.question]), max_tokens=8))
         stats = session.stats
-        answer = "".join(session.respond(QUESTION, max_tokens=_ANSWER_TOKENS)).strip()
+        answer = "".join(session.respond(QUESTION, max_tokens=32)).strip()
         console.print(f"{name:12} {answer!r}")
         console.print(memory_bar(session))
         quoted_tokens = len(session.turns[-1].quotation.ids)

@@ -29,16 +29,12 @@ def check_kind(path: str | Path, kind: str, has_kind: Callable[[Mapping[str, str
     if not file.is_file():
         return
     with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):  # a foreign file may hold anything
-        if has_kind(_read_metadata(file)):
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(length)) if length <= _MAX_HEADER_BYTES else {}
+        if has_kind(dict(header.get("__metadata__", {}))):
             return
     raise CacheFormatError(f"{path} is not a {kind} and is not replaced. Name another file, or remove it first.")
-
-
-def _read_metadata(file: Path) -> dict[str, str]:
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(length)) if length <= _MAX_HEADER_BYTES else {}
-    return dict(header.get("__metadata__", {}))
 
 
 @contextmanager

@@ -66,7 +66,6 @@ def _is_true(text: str) -> bool:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer the prompt and show what it took; return the exit code."""
     request = Request.from_args(args)
 
     from mlx_tq.cli.answer import answer_request

@@ -35,7 +35,7 @@ def build_parser() -> CommandParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """List, check or clear the prefix cache; return the exit code."""
+    from mlx_tq.cli.screen import human_bytes, results, table
     from mlx_tq.prefix_cache.prefix_cache import open_folder
 
     name = read_options(args, os.environ)["--prefix-cache"] or AUTO
@@ -54,7 +54,16 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         sys.stdout.write(json.dumps(report) + "\n")
     elif args.action == "list":
-        _show(report)
+        blocks, checkpoints = report["blocks"], report["checkpoints"]
+        counts = f"{human_bytes(report['nbytes'])}, {blocks:,} blocks, {len(checkpoints):,} checkpoints"
+        sys.stdout.write(f"{report['folder']}: {counts}\n")
+        rows = table("", "tokens", "blocks", "own bytes", "last used", "key", "")
+        for entry in checkpoints:
+            size = human_bytes(entry["nbytes"])
+            shared = "shared" if entry["protected"] else ""
+            rows.add_row(f"{entry['tokens']:,}", str(entry["blocks"]), size, entry["used"], entry["key"][:12], shared)
+        if checkpoints:
+            results.print(rows)
     else:
         sys.stdout.write(", ".join(f"{name.replace('_', ' ')}: {value:,}" for name, value in report.items()) + "\n")
     return DONE
@@ -75,21 +84,6 @@ def _list(folder: "Folder") -> dict[str, Any]:
     blocks = sum(record.path.parent.name == BLOCKS for record in records)
     nbytes = sum(record.size for record in records)
     return {"folder": str(folder.path), "nbytes": nbytes, "blocks": blocks, "checkpoints": checkpoints}
-
-
-def _show(report: dict[str, Any]) -> None:
-    from mlx_tq.cli.screen import human_bytes, results, table  # loads mlx, which --help does without
-
-    blocks, checkpoints = report["blocks"], report["checkpoints"]
-    counts = f"{human_bytes(report['nbytes'])}, {blocks:,} blocks, {len(checkpoints):,} checkpoints"
-    sys.stdout.write(f"{report['folder']}: {counts}\n")
-    rows = table("", "tokens", "blocks", "own bytes", "last used", "key", "")
-    for entry in checkpoints:
-        size = human_bytes(entry["nbytes"])
-        shared = "shared" if entry["protected"] else ""
-        rows.add_row(f"{entry['tokens']:,}", str(entry["blocks"]), size, entry["used"], entry["key"][:12], shared)
-    if checkpoints:
-        results.print(rows)
 
 
 main = command_main(build_parser, run)

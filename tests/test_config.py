@@ -140,14 +140,9 @@ def test_profiles():
         profile("fast")
     for alias, name in (("turbo8", "q8"), ("turbo4", "tq4"), ("turbo3", "tq3"), ("turbo2", "tq2")):
         assert KVConfig(key=alias, value=alias) == KVConfig(key=name, value=name)
-
-
-@pytest.mark.parametrize(
-    ("pair", "key", "value"), [("turbo8v4", "q8", "tq4"), ("turbo8v3", "q8", "tq3"), ("k8v4", "fp8", "tq4")]
-)
-def test_pairs_of_other_programs(pair, key, value):
-    assert profile(pair) == KVConfig(key=key, value=value)
-    assert profile(pair, value="q8", sinks=0) == KVConfig(key=key, value="q8", sinks=0)
+    for pair, key, value in (("turbo8v4", "q8", "tq4"), ("turbo8v3", "q8", "tq3"), ("k8v4", "fp8", "tq4")):
+        assert profile(pair) == KVConfig(key=key, value=value)
+        assert profile(pair, value="q8", sinks=0) == KVConfig(key=key, value="q8", sinks=0)
 
 
 def test_config_is_frozen_and_hashable():

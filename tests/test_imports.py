@@ -43,7 +43,6 @@ TORCH = {"rescue_svc.embed.sentence_models"}  # where the child calls them
 
 
 def modules(package: str) -> dict[str, Path]:
-    """Return the files of a package by dotted name."""
     paths = sorted((ROOT / package).rglob("*.py"))
     return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
 
@@ -64,7 +63,6 @@ def imports(name: str, path: Path) -> list[tuple[str, int]]:
 
 
 def resolve(module: str, name: str) -> str:
-    """Return the module that `from module import name` needs."""
     if f"{module}.{name}" in MODULES:
         return f"{module}.{name}"
     if module == "mlx_tq" and name in mlx_tq.__all__:  # public names are found lazily

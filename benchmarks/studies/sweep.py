@@ -18,6 +18,7 @@ from benchmarks.studies.flags import open_results, run_study, study_parser
 from benchmarks.studies.needle_kinds import KINDS, SPREAD, plant
 from mlx_tq.cli.loading import calibrate_model, load_model
 from mlx_tq.cli.options import Request
+from mlx_tq.cli.screen import progress_bar
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, Arm
@@ -25,7 +26,7 @@ from mlx_tq.evaluate.asking import Prefill, Sample, ask_samples, prefill
 from mlx_tq.evaluate.inspection import reseed_random
 from mlx_tq.evaluate.measurements import parse_depth, read_text, whole_numbers
 from mlx_tq.evaluate.needles import count_found
-from mlx_tq.evaluate.results import Columns, Record, Results, progress
+from mlx_tq.evaluate.results import Columns, Record, Results
 from mlx_tq.evaluate.teacher_forced import cut_chunks, divergence, perplexity, score_text
 from mlx_tq.policies import CalibratedPolicy, ExpectedAttention, Recency, TriAttention, parse_policy
 from mlx_tq.policies.policy import TEXT
@@ -105,7 +106,7 @@ def sweep_text(
     keys = {setting: f"{setting.name} | text {len(chunks)} x {len(chunks[0])}" for setting in settings}
     missing = [setting for setting in settings if keys[setting] not in results.rows]
     total = (len(missing) + -(-len(missing) // TOGETHER)) * sum(len(chunk) - 1 for chunk in chunks)
-    with progress("text", total) as advance:
+    with progress_bar("text", total) as advance:
         for start in range(0, len(missing), TOGETHER):
             group = missing[start : start + TOGETHER]
             arms = [setting.arm(base, warmup) for setting in group]

@@ -12,18 +12,6 @@ KV_BITS = (8, 4)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, show and write; returns the exit code."""
-    _check(args)
-    from mlx_tq.bench import runs
-
-    if args.report is not None:
-        return runs.run_report(args)
-    if args.tune:
-        return runs.run_tuning(args)
-    return runs.run_layer(args) if args.model is None else runs.run_model(args)
-
-
-def _check(args: argparse.Namespace) -> None:
     unknown = set(args.profiles) - set(PROFILES)
     if unknown:
         raise ConfigError(f"profiles {sorted(unknown)} are unknown; valid are {', '.join(PROFILES)}.")
@@ -40,6 +28,10 @@ def _check(args: argparse.Namespace) -> None:
         if path not in (None, STDOUT):
             check_writable(flag, path, "file")
     check_flags(args, [] if args.kv_evict == NONE else ["--kv-evict"])  # by default triattention
+
+    from mlx_tq.bench.runs import run_benchmarks
+
+    return run_benchmarks(args)
 
 
 def build_parser() -> CommandParser:

@@ -7,16 +7,15 @@ the fixed cost of a launch is not what is measured. Ratios within a run hold on 
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention as native_attention
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
-from rich.table import Table
 
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
-from mlx_tq.cli.screen import human_bytes, table
 from mlx_tq.codec.formats.base import dtype_of
 from mlx_tq.config import KVConfig
 from mlx_tq.integration.patches import patch_attention, scaled_dot_product_attention
@@ -43,27 +42,11 @@ class Timing(NamedTuple):
     high: float
 
 
-def _fill(cache: Cache, shape: LayerShape, tokens: int, dtype: mx.Dtype) -> None:
-    for start in range(0, tokens, _CHUNK):
-        count = min(_CHUNK, tokens - start)
-        keys, values = (mx.random.normal((1, shape.kv_heads, count, shape.head_dim)).astype(dtype) for _ in range(2))
-        with patch_attention():
-            cache.update_and_fetch(keys, values)
-        if isinstance(cache, CompressedKVCache):
-            cache.stop_learning()
-        mx.eval(cache.state)
-
-
-def _attend(cache: Cache, shape: LayerShape) -> Callable[[mx.array], mx.array]:
+def _attend(cache: Cache, scale: float, queries: mx.array) -> mx.array:
     run = scaled_dot_product_attention if isinstance(cache, CompressedKVCache) else native_attention
-    scale = shape.head_dim**-0.5
-
-    def call(queries: mx.array) -> mx.array:
-        keys, values = cache.keys_and_values()
-        out: mx.array = run(queries, keys, values, cache=cache, scale=scale, mask=None)
-        return out
-
-    return call
+    keys, values = cache.keys_and_values()
+    out: mx.array = run(queries, keys, values, cache=cache, scale=scale, mask=None)
+    return out
 
 
 def _time(call: Callable[[mx.array], mx.array], queries: mx.array, repeats: int) -> float:
@@ -84,8 +67,14 @@ def measure_layer(
         caches[name] = CompressedKVCache(CacheSpec.for_layer(config, 0, *config.formats_of(0, 1)))
     calls, sizes = {}, {}
     for name, cache in caches.items():
-        _fill(cache, shape, tokens, dtype_of(dtype))
-        calls[name], sizes[name] = _attend(cache, shape), cache.nbytes
+        for start in range(0, tokens, _CHUNK):
+            rows = (1, shape.kv_heads, min(_CHUNK, tokens - start), shape.head_dim)
+            with patch_attention():
+                cache.update_and_fetch(*(mx.random.normal(rows).astype(dtype_of(dtype)) for _ in range(2)))
+            if isinstance(cache, CompressedKVCache):
+                cache.stop_learning()
+            mx.eval(cache.state)
+        calls[name], sizes[name] = partial(_attend, cache, shape.head_dim**-0.5), cache.nbytes
     queries = mx.random.normal((1, shape.query_heads, 1, shape.head_dim)).astype(dtype_of(dtype))
     mx.eval(queries)
     repeats = {name: max(1, int(_TARGET / max(_time(call, queries, 1), 1e-9))) for name, call in calls.items()}
@@ -96,14 +85,3 @@ def measure_layer(
     return [
         Timing(name, dtype, tokens, sizes[name], statistics.median(s), min(s), max(s)) for name, s in seconds.items()
     ]
-
-
-def layer_table(timings: list[Timing]) -> Table:
-    by_arm = {timing.arm: timing for timing in timings}
-    first = timings[0]
-    columns = ("cache", "size", "ms", "low", "high", "vs. fp16", "vs. kv-bits 8", "vs. kv-bits 4")
-    shown = table(f"decode attention, {first.dtype}, {first.tokens:,} tokens", *columns)
-    for t in timings:
-        ratios = [f"{by_arm[base].median / t.median:.2f}" for base in ("fp16", "kv-bits 8", "kv-bits 4")]
-        shown.add_row(t.arm, human_bytes(t.nbytes), *(f"{1e3 * s:.2f}" for s in (t.median, t.low, t.high)), *ratios)
-    return shown

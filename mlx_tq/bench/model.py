@@ -67,7 +67,7 @@ def measure_model(
     rounds: int,
     step: int,
     skipped: dict[str, str],
-    advance: Callable[[], None] = lambda: None,
+    advance: Callable[[int], None] = lambda done: None,
 ) -> list[Figure]:
     """Run every cache on one prompt.
 
@@ -85,20 +85,17 @@ def measure_model(
             if cache.kv_bits is None:
                 raise
             skipped[cache.name] = str(error)
-        advance()
-    return [
-        _figure(name, dtype, len(prompt), batch, values)
-        for (name, batch), values in measured.items()
-        if name not in skipped
-    ]
-
-
-def _figure(name: str, dtype: str, tokens: int, batch: int, rounds: list[Measured]) -> Figure:
-    first = statistics.median(values["first_token"] for values in rounds) if batch == 1 else None
-    rates = [values["rate"] for values in rounds]
-    nbytes = (int(max(values[key] for values in rounds)) for key in ("kv", "active", "peak"))
-    prefill = None if first is None else tokens / first
-    return Figure(name, dtype, tokens, batch, prefill, first, statistics.median(rates), min(rates), max(rates), *nbytes)
+        advance(1)
+    figures = []
+    for (name, batch), values_of_rounds in measured.items():
+        if name not in skipped:
+            first = statistics.median(values["first_token"] for values in values_of_rounds) if batch == 1 else None
+            prefill = None if first is None else len(prompt) / first
+            rates = [values["rate"] for values in values_of_rounds]
+            speeds = prefill, first, statistics.median(rates), min(rates), max(rates)
+            nbytes = (int(max(values[key] for values in values_of_rounds)) for key in ("kv", "active", "peak"))
+            figures.append(Figure(name, dtype, len(prompt), batch, *speeds, *nbytes))
+    return figures
 
 
 def _run(

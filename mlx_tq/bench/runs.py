@@ -6,22 +6,19 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from mlx_lm.models.cache import KVCache
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from mlx_tq.bench.layer import LayerShape, layer_table, measure_layer
+from mlx_tq.bench.layer import LayerShape, measure_layer
 from mlx_tq.bench.model import BenchedCache, Figure, measure_model
 from mlx_tq.cli.diagnostics import Check, environment, run_checks
 from mlx_tq.cli.haystack import load_text
 from mlx_tq.cli.loading import calibrate_model
 from mlx_tq.cli.options import OFF, make_eviction, read_options
-from mlx_tq.cli.screen import console, results, table
+from mlx_tq.cli.screen import console, human_bytes, progress_bar, results, table
 from mlx_tq.config import PROFILES
 from mlx_tq.errors import ConfigError
 from mlx_tq.files import atomic_write
@@ -36,40 +33,43 @@ LAYER_TOKENS = [2048, 8192, 32768]
 MODEL_TOKENS = [1024, 4096, 16384]
 
 
-def run_layer(args: argparse.Namespace) -> int:
+def run_benchmarks(args: argparse.Namespace) -> int:
+    if args.report is not None:
+        checks = run_checks(kernels=backend.current() != "reference")
+        tuned: list[KernelThresholds] = []
+        figures, skipped = _measure_figures(args, lambda: tuned.append(_tune(args)))
+        _write(markdown_report(args.model or "embedded", checks, tuned[0], figures, skipped), args.report)
+        return 0 if all(check.passed for check in checks) else 1
+    if args.tune:
+        _write({"environment": environment(), "thresholds": asdict(_tune(args))}, args.json)
+    elif args.model is None:
+        _measure_layers(args)
+    else:
+        _measure_figures(args)
+    return 0
+
+
+def _measure_layers(args: argparse.Namespace) -> None:
     shape = LayerShape(args.query_heads, args.kv_heads, args.head_dim)
     profiles = {name: PROFILES[name] for name in args.profiles}
     timings = []
     for dtype in args.dtypes or ("float16", "bfloat16", "float32"):
         for tokens in args.tokens or LAYER_TOKENS:
             timings += (measured := measure_layer(shape, tokens, dtype, profiles, args.rounds))
-            _screen(args).print(layer_table(measured))
+            medians = {timing.arm: timing.median for timing in measured}
+            bases = ("fp16", "kv-bits 8", "kv-bits 4")
+            columns = ("cache", "size", "ms", "low", "high", *(f"vs. {base}" for base in bases))
+            shown = table(f"decode attention, {dtype}, {tokens:,} tokens", *columns)
+            for timing in measured:
+                times = [f"{1e3 * seconds:.2f}" for seconds in (timing.median, timing.low, timing.high)]
+                ratios = [f"{medians[base] / timing.median:.2f}" for base in bases]
+                shown.add_row(timing.arm, human_bytes(timing.nbytes), *times, *ratios)
+            _screen(args).print(shown)
     timed = [timing._asdict() for timing in timings]
     _write({"shape": shape._asdict(), "environment": environment(), "timings": timed}, args.json)
-    return 0
-
-
-def run_model(args: argparse.Namespace) -> int:
-    _measure_figures(args)
-    return 0
-
-
-def run_report(args: argparse.Namespace) -> int:
-    checks = run_checks(kernels=backend.current() != "reference")
-    tuned: list[KernelThresholds] = []
-    figures, skipped = _measure_figures(args, lambda: tuned.append(_tune(args)))
-    _write(markdown_report(args.model or "embedded", checks, tuned[0], figures, skipped), args.report)
-    return 0 if all(check.passed for check in checks) else 1
-
-
-def run_tuning(args: argparse.Namespace) -> int:
-    best = _tune(args)
-    _write({"environment": environment(), "thresholds": asdict(best)}, args.json)
-    return 0
 
 
 def _tune(args: argparse.Namespace) -> KernelThresholds:
-    """Measure, save and show the thresholds of this machine."""
     columns = ("threshold", "value", "seconds; for packed_queries and short_tokens the speedup over the other way")
     shown = table(f"thresholds, {thresholds.machine()}", *columns)
     measured = list(tune(args.tokens or LAYER_TOKENS, args.rounds))
@@ -119,9 +119,7 @@ def _measure_figures(
         contexts = _contexts(args, facts.positions, skipped)
         if number == 0:
             prepare()
-        columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("", total=len(contexts) * args.rounds * len(caches))
+        with progress_bar("measuring", len(contexts) * args.rounds * len(caches)) as advance:
             for tokens in contexts:
                 measured = measure_model(
                     model,
@@ -133,9 +131,12 @@ def _measure_figures(
                     rounds=args.rounds,
                     step=args.step,
                     skipped=skipped,
-                    advance=partial(bar.advance, task),
+                    advance=advance,
                 )
-                for shown in model_tables(measured):
+                for title, columns, rows in _groups(measured):
+                    shown = table(title, *columns)
+                    for row in rows:
+                        shown.add_row(*row)
                     _screen(args).print(shown)
                 figures += measured
                 if args.json != STDOUT:  # an interrupted run has written what it measured
@@ -212,14 +213,6 @@ def _groups(figures: Iterable[Figure]) -> Iterator[tuple[str, list[str], list[li
         yield f"{dtype}, {tokens:,} tokens", columns, rows
 
 
-def model_tables(figures: list[Figure]) -> Iterator[Table]:
-    for title, columns, rows in _groups(figures):
-        shown = table(title, *columns)
-        for row in rows:
-            shown.add_row(*row)
-        yield shown
-
-
 def markdown_tables(figures: Iterable[Figure]) -> str:
     parts = []
     for title, columns, rows in _groups(figures):
@@ -252,7 +245,6 @@ def markdown_report(
 
 
 def figures_as_dict(model: str | None, figures: list[Figure], skipped: dict[str, str]) -> dict[str, Any]:
-    """Return the figures of a model with its machine, as plain data."""
     rows = [asdict(figure) for figure in figures]
     return {"model": model, "environment": environment(), "figures": rows, "skipped": skipped}
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.sample_utils import make_sampler
@@ -21,6 +21,7 @@ from mlx_tq.cli.loading import (
     check_memory,
     check_positions,
     free_memory,
+    join_ranks,
     load_options,
     make_caches,
     open_caches,
@@ -28,13 +29,14 @@ from mlx_tq.cli.loading import (
 )
 from mlx_tq.cli.options import Request
 from mlx_tq.cli.prompts import embed_images, encode, read_prompt, render, template_config
-from mlx_tq.cli.ranks import collect_stats, join_ranks, show_ranks
 from mlx_tq.cli.runner import DONE, INTERRUPTED
 from mlx_tq.cli.screen import (
+    collect_stats,
     note,
     plan_dict,
     prefill_progress,
     show_plan,
+    show_ranks,
     show_restored,
     show_shadow,
     show_stats,
@@ -64,12 +66,7 @@ _NEARLY_FULL = 0.9  # of the model's context
 _START_S = 60.0  # that a rescue service on this machine may take to start
 
 
-class Answer(NamedTuple):
-    """The generated text, and the statistics of turn and cache."""
-
-    text: str
-    turn: TurnStats
-    cache: CacheStats
+Answer = tuple[str, TurnStats, CacheStats]  # the generated text, and the statistics of turn and cache
 
 
 def answer_request(request: Request) -> int:
@@ -102,18 +99,24 @@ def answer_request(request: Request) -> int:
     elif args.verbose:
         bits = f", at {args.kv_bits} bits from {args.quantized_kv_start:,} tokens on" if args.kv_bits else ""
         note(f"KV cache: mlx-lm's own{bits}")
-    options["sampler"] = _make_sampler(tokenizer, args, ranks)
+    sampler = make_sampler(
+        *(args.temp, args.top_p, args.min_p, args.min_tokens_to_keep, args.top_k),
+        xtc_probability=args.xtc_probability,
+        xtc_threshold=args.xtc_threshold,
+        xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
+    )
+    options["sampler"] = ranks.share_sampler(sampler)
     if schema is not None:
         options["logits_processors"] = [_make_constraint(schema, tokenizer, ids, args.json_schema)]
     prefix_cache = None if folder is None or plan is None else PrefixCache(model, plan, folder, warn)
     shadow = make_shadow(model, plan, request.shadow, has_prefix_cache=prefix_cache is not None)
     if shadow is not None:
         opened = opened._replace(caches=shadow.caches)
-    can_recall = plan is not None and plan.recalls and request.allows_recall
+    can_recall = plan is not None and plan.recalls and request.values["--kv-recall"] != OFF
     query = prompt if can_recall or request.rescue.service != OFF else None
     answer = _answer(model, tokenizer, opened, ids, query, request, options, prefix_cache, shadow)
     _report(answer, opened, request, can_recall, shadow, ranks)
-    return INTERRUPTED if answer.turn.finish_reason == "interrupted" else DONE
+    return INTERRUPTED if answer[1].finish_reason == "interrupted" else DONE
 
 
 def _load(args: argparse.Namespace, ranks: Ranks) -> tuple[Any, Any, dict[str, Any]]:
@@ -153,20 +156,6 @@ def _limit_tokens(opened: PromptCache, prompt: int, limit: int | None, request: 
             warn(f"this run may reach {tokens:,} of {limit:,} positions. Eviction does not extend the context.")
     check_memory(plan, tokens, args.kv_memory_limit or free_memory())
     return max_tokens
-
-
-def _make_sampler(tokenizer: Any, args: argparse.Namespace, ranks: Ranks) -> Any:
-    sampler = make_sampler(
-        args.temp,
-        args.top_p,
-        args.min_p,
-        args.min_tokens_to_keep,
-        top_k=args.top_k,
-        xtc_probability=args.xtc_probability,
-        xtc_threshold=args.xtc_threshold,
-        xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
-    )
-    return ranks.share_sampler(sampler)
 
 
 def _read_schema(path: str) -> dict[str, Any]:
@@ -243,7 +232,7 @@ def _answer(
             pass
         except ValueError as error:  # mlx-lm's, for options that cannot be combined
             raise ConfigError(str(error)) from error
-        answer = Answer(text, turn.stats, cache_stats(caches, opened.plan))
+        answer = text, turn.stats, cache_stats(caches, opened.plan)
     if not args.json:
         say("\n")
     if query is not None and ranks_of(model).is_alone and (warning := take_archive_warning(caches)):
@@ -272,7 +261,6 @@ def _open_transcript(model: Any, tokenizer: Any, rescue: RescueConfig) -> Iterat
 
 
 def _load_draft(model: Any, tokenizer: Any, caches: list[Any], request: Request) -> tuple[Any, list[Any]]:
-    """Load the draft model, and make its caches."""
     args, config = request.args, request.config
     options = {name: getattr(args, name) for name in ("dtype", "dequantize", "trust_remote_code")}
     draft, draft_tokenizer = load(args.draft_model, **options)
@@ -294,35 +282,31 @@ def _report(
     answer: Answer, opened: PromptCache, request: Request, can_recall: bool, shadow: Shadow | None, ranks: Ranks
 ) -> None:
     """Show the statistics of an answer, or print it as JSON."""
-    args = request.args
+    args, (text, turn, cache) = request.args, answer
     ranks.synchronize()
-    rank_stats = collect_stats(ranks, answer.cache, take_archive_warning(opened.caches))
+    rank_stats = collect_stats(ranks, cache, take_archive_warning(opened.caches))
     if args.json:
-        report = _answer_dict(answer, can_recall, request.rescue.service != OFF)
-        report["plan"] = plan_dict(opened.plan, answer.cache.tokens) if opened.plan else None
+        stats = asdict(turn)
+        recalled = {"positions": stats.pop("recalled"), "by_search": stats.pop("by_search")}
+        recalled |= {"archived": turn.archived, "seconds": turn.recall_seconds}
+        quotation = stats.pop("quotation")
+        quoted = {"ranges": quotation["ranges"], "tokens": len(quotation["ids"]), "seconds": turn.rescue_seconds}
+        report: dict[str, Any] = {
+            "text": text,
+            "stats": {**stats, "cache": cache.to_dict()},
+            "recalled": recalled if can_recall else None,
+            "rescued": quoted if request.rescue.service != OFF else None,
+            "plan": plan_dict(opened.plan, cache.tokens) if opened.plan else None,
+        }
         if shadow is not None:
             report["shadow"] = shadow.report().to_dict()
         if not ranks.is_alone:
             report["ranks"] = rank_stats
         sys.stdout.write(json.dumps(report) + "\n")
     elif args.verbose:
-        show_restored(answer.turn, can_recall=can_recall)
-        show_stats(answer.turn, answer.cache)
+        show_restored(turn, can_recall=can_recall)
+        show_stats(turn, cache)
         if shadow is not None:
             show_shadow(shadow.report())
         if not ranks.is_alone:
             show_ranks(rank_stats)
-
-
-def _answer_dict(answer: Answer, can_recall: bool, can_quote: bool) -> dict[str, Any]:
-    turn = asdict(answer.turn)
-    recalled = {"positions": turn.pop("recalled"), "by_search": turn.pop("by_search")}
-    recalled |= {"archived": turn["archived"], "seconds": turn["recall_seconds"]}
-    quotation = turn.pop("quotation")
-    quoted = {"ranges": quotation["ranges"], "tokens": len(quotation["ids"]), "seconds": turn["rescue_seconds"]}
-    return {
-        "text": answer.text,
-        "stats": {**turn, "cache": answer.cache.to_dict()},
-        "recalled": recalled if can_recall else None,
-        "rescued": quoted if can_quote else None,
-    }

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_tq.cli.loading import load_model, open_prefix_folder
-from mlx_tq.cli.options import Request
+from mlx_tq.cli.loading import join_ranks, load_model, open_prefix_folder
+from mlx_tq.cli.options import RESCUE_FIELDS, Request
 from mlx_tq.cli.prompts import template_config
-from mlx_tq.cli.ranks import collect_stats, join_ranks, show_ranks
 from mlx_tq.cli.runner import DONE, INTERRUPTED
 from mlx_tq.cli.screen import (
+    collect_stats,
     console,
     human_bytes,
     memory_bar,
@@ -22,6 +22,7 @@ from mlx_tq.cli.screen import (
     prefill_progress,
     results,
     show_plan,
+    show_ranks,
     show_restored,
     show_shadow,
     table,
@@ -58,7 +59,6 @@ Ctrl-C        stop the answer; press twice at the prompt to exit"""
 
 
 def run_chat(request: Request) -> int:
-    """Chat until the end of the input; return the exit code."""
     args, config, ranks = request.args, request.config, join_ranks(request)
     rescue = request.rescue if ranks.is_first else RescueConfig(service=OFF)  # the first one searches for all
     model, tokenizer = load_model(args, config, ranks=ranks)
@@ -67,7 +67,7 @@ def run_chat(request: Request) -> int:
         model,
         tokenizer,
         config,
-        rescue=rescue if request.changes_rescue or config.evict else None,
+        rescue=rescue if config.evict or any(request.values[flag] is not None for flag in RESCUE_FIELDS) else None,
         system_prompt=args.system_prompt,
         template=template_config(args),
         max_tokens=args.max_tokens,
@@ -128,9 +128,18 @@ class Chat:
 
     def _next_message(self) -> tuple[str, bool] | None:
         """Return the next message and whether it is a command; None at the end of the input."""
+        lines: list[str] | None = None
         try:
-            message = self._read_message()
+            message = self._read_line("> ")
+            if message.strip() == _BLOCK:
+                lines = []
+                while (line := self._read_line("| ")).strip() != _BLOCK:
+                    lines.append(line)
+                message = "\n".join(lines)
         except EOFError:
+            if lines is not None:
+                count = len(lines)
+                warn(f"the input ended before the {_BLOCK} that ends a message: its {count} lines were not sent.")
             return None
         name = message.strip().partition(" ")[0]
         is_path = "/" in name[1:] or Path(name).exists()
@@ -174,19 +183,6 @@ class Chat:
         else:
             note("interrupted before the answer: the message is undone")
         console.print(memory_bar(self._session), soft_wrap=True)
-
-    def _read_message(self) -> str:
-        line = self._read_line("> ")
-        if line.strip() != _BLOCK:
-            return line
-        lines = []
-        try:
-            while (line := self._read_line("| ")).strip() != _BLOCK:
-                lines.append(line)
-        except EOFError:
-            warn(f"the input ended before the {_BLOCK} that ends a message: its {len(lines)} lines were not sent.")
-            raise
-        return "\n".join(lines)
 
     def _read_line(self, prompt: str) -> str:
         if self._is_terminal:
@@ -234,7 +230,6 @@ class Chat:
             console.print(f"> {question}\n{answer}", markup=False, soft_wrap=True)
 
     def _show_stats(self, _: str) -> None:
-        """Print a table of tokens and memory to stdout."""
         session, stats = self._session, self._session.stats
         size = f"{human_bytes(stats.nbytes)}, fp16 {human_bytes(stats.fp16_nbytes)}"
         if stats.nbytes < stats.fp16_nbytes:  # else its buffers are larger than so short a conversation

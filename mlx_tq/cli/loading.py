@@ -1,4 +1,4 @@
-"""Load what a request names: the model with its calibration, its caches, the prefix cache; and check that it fits."""
+"""Join the ranks, load what a request names (model, calibration, caches, prefix cache), and check that it fits."""
 
 import argparse
 from pathlib import Path
@@ -11,10 +11,11 @@ from mlx_lm.models.cache import make_prompt_cache as make_native_cache
 
 from mlx_tq.cli.haystack import load_text
 from mlx_tq.cli.model_calibration import calibrate_on_questions, save_measured_losses, save_queries
-from mlx_tq.cli.options import Request
-from mlx_tq.cli.screen import human_bytes, note, prefill_progress, warn
+from mlx_tq.cli.options import SINGLE_PROCESS, Request
+from mlx_tq.cli.screen import console, human_bytes, note, prefill_progress, warn
 from mlx_tq.config import KVConfig
-from mlx_tq.distributed.group import ALONE, Ranks
+from mlx_tq.distributed.group import ALONE, Ranks, join
+from mlx_tq.distributed.launch import is_launched
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.models import fingerprint, load, ranks_of
 from mlx_tq.policies import CalibratedPolicy
@@ -25,6 +26,20 @@ from mlx_tq.prompt_cache.cache_file import check_config, load_prompt_cache, read
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.measurements import calibration_path, find_losses, make_folder
 from mlx_tq.prompt_cache.plan import Plan, without_queries
+
+
+def join_ranks(request: Request) -> Ranks:
+    """Join the processes that `mlx.launch` started, if it did; all but the first write nothing from then on."""
+    ranks = join() if is_launched() else ALONE
+    if ranks.is_alone:
+        return ranks
+    for flag in SINGLE_PROCESS:
+        if flag in request.args.typed or request.values.get(flag) is not None:
+            raise ConfigError(
+                f"{flag} needs a single process, and {ranks.size} ranks were started. Drop one of the two."
+            )
+    console.quiet = not ranks.is_first
+    return ranks
 
 
 def load_options(args: argparse.Namespace, **tokenizer_config: Any) -> dict[str, Any]:
@@ -112,22 +127,18 @@ def open_caches(model: Any, request: Request) -> PromptCache:
         return make_caches(model, config, args.max_kv_size)
     header = read_header(path)
     if header.is_ours:
-        return _load_ours(model, path, request)
+        caches, config = load_prompt_cache(path, model=model)[:2]
+        if request.changes_cache:
+            check_config(path, config, with_formats(model, request.change(config)))
+        if config.is_off:
+            return PromptCache(caches, None, config)
+        for flag in ("--kv-bits", "--max-kv-size"):
+            if flag in args.typed:
+                raise ConfigError(f"{path} holds a compressed cache, which {flag} cannot change. Drop it.")
+        return PromptCache(caches, plan_caches(model, config), config)
     if args.model is not None and Path(args.model).resolve() != Path(header.model_name).resolve():
         raise CacheFormatError(f"{path} was made with the model {header.model_name!r}. Pass that model, or no --model.")
     return _load_native(model, path, config, args.kv_bits)
-
-
-def _load_ours(model: Any, path: str, request: Request) -> PromptCache:
-    caches, config = load_prompt_cache(path, model=model)[:2]
-    if request.changes_cache:
-        check_config(path, config, with_formats(model, request.change(config)))
-    if config.is_off:
-        return PromptCache(caches, None, config)
-    for flag in ("--kv-bits", "--max-kv-size"):
-        if flag in request.args.typed:
-            raise ConfigError(f"{path} holds a compressed cache, which {flag} cannot change. Drop it.")
-    return PromptCache(caches, plan_caches(model, config), config)
 
 
 def _load_native(model: Any, path: str, config: KVConfig, bits: int | None) -> PromptCache:

@@ -57,26 +57,22 @@ Progress = Callable[[int, int], None]
 
 
 class Queries(NamedTuple):
-    """Statistics of a model's queries by layer."""
-
     ropes: list[Rope]
     stats: list[QueryStats]
     tokens: int  # of the questions and answers, or of the text if there are none
 
 
-class _Mean:
-    """The mean of statistics over several texts, weighted by their tokens."""
+_NO_QUERIES = Queries([], [], 0)
 
-    def __init__(self) -> None:
-        self.tokens = 0
-        self.stats: list[QueryStats] = []
 
-    def add(self, caches: list[Any]) -> None:
-        counts, stats = zip(*(calibrator.open_window for calibrator in _calibrators(caches)), strict=True)
-        self.tokens += counts[0]
-        weight = counts[0] / self.tokens
-        self.stats = [a.blend(b, weight) for a, b in zip(self.stats or stats, stats, strict=True)]
-        mx.eval([layer.arrays() for layer in self.stats])
+def _add_queries(mean: Queries, caches: list[Any]) -> Queries:
+    """Return the mean of statistics and those of more caches, weighted by their tokens."""
+    calibrators = _calibrators(caches)
+    counts, stats = zip(*(calibrator.open_window for calibrator in calibrators), strict=True)
+    tokens = mean.tokens + counts[0]
+    blended = [a.blend(b, counts[0] / tokens) for a, b in zip(mean.stats or stats, stats, strict=True)]
+    mx.eval([layer.arrays() for layer in blended])
+    return Queries([calibrator.rope for calibrator in calibrators if calibrator.rope], blended, tokens)
 
 
 def calibrate_on_text(model: Any, ids: list[int], *, covariance: bool = False) -> Queries:
@@ -90,9 +86,7 @@ def calibrate_on_text(model: Any, ids: list[int], *, covariance: bool = False) -
     caches = _make_caches(model, covariance)()
     with compressed(model):
         prefill(model, caches, ids, STEP)
-    mean = _Mean()
-    mean.add(caches)
-    return Queries(_ropes(caches), mean.stats, mean.tokens)
+    return _add_queries(_NO_QUERIES, caches)
 
 
 def calibrate_on_questions(
@@ -122,21 +116,20 @@ def collect_queries(
     length = max(1, min(_SCENE, tokens, (position_limit(model) or 2 * _SCENE) - _ANSWER))
     count = max(1, tokens // length)
     make_caches = _make_caches(model, covariance)
-    of_questions, of_text, ropes = _Mean(), _Mean(), list[Rope]()
+    of_questions = of_text = _NO_QUERIES
     for number, scene in enumerate(build_question_scenes(tokenizer, text, count, length), 1):
         caches = make_caches()
         with compressed(model):
             prefill(model, caches, scene.text, STEP)
-            of_text.add(caches)
-            ropes = _ropes(caches)
+            of_text = _add_queries(of_text, caches)
             for calibrator in _calibrators(caches):
                 calibrator.restart_at(len(scene.text))
             for turn in scene.turns:
                 copies = copy.deepcopy(caches)
                 prefill(model, copies, turn, STEP)
-                of_questions.add(copies)
+                of_questions = _add_queries(of_questions, copies)
         progress(number * length, count * length)
-    return Queries(ropes, of_questions.stats, of_questions.tokens), Queries(ropes, of_text.stats, of_text.tokens)
+    return of_questions, of_text
 
 
 def save_queries(model: Any, path: str | Path, queries: Queries) -> None:
@@ -155,10 +148,6 @@ def _make_caches(model: Any, covariance: bool) -> Callable[[], list[Any]]:
 def _calibrators(caches: list[Any]) -> list[Calibrator]:
     sequence = layer_group_of(caches)
     return [] if sequence is None else [calibrator for _, calibrator in sorted(sequence.calibrators.items())]
-
-
-def _ropes(caches: list[Any]) -> list[Rope]:
-    return [calibrator.rope for calibrator in _calibrators(caches) if calibrator.rope]
 
 
 # Everyday facts. They share no wording with the needles of mlx_tq.evaluate, so calibration does not train on the test.
@@ -209,7 +198,6 @@ def build_question_scenes(tokenizer: Any, text: str, count: int, length: int, se
 
 
 def save_measured_losses(model: Any, tokenizer: Any, text: str, name: str) -> None:
-    """Measure the layers of a model on a text, and save the losses in the user's cache folder."""
     path = losses_path(fingerprint(model))
     make_folder(path)  # before the work, not after it
     with prefill_progress(title=f"Measuring the layers of {name} (first run only)") as progress:
@@ -234,7 +222,11 @@ def measure_losses(model: Any, tokenizer: Any, text: str, progress: Progress = l
     plan = planner(model)
     count = len(plan(KVConfig()).layers)
     arms = [plan(replace(_CONFIG, key=_FINE, value=_FINE))]
-    arms += [plan(config) for side in ("key", "value") for config in _one_layer_configs(side, count)]
+    for side, other in (("key", "value"), ("value", "key")):
+        for layer in range(count):
+            formats = [MEASURED_FORMAT if number == layer else _FULL for number in range(count)]
+            schedule: dict[str, Any] = {side: SCHEDULE.join(formats), other: _FULL}
+            arms.append(plan(replace(_CONFIG, **schedule)))
     totals = [0.0] * len(arms)
     with compressed(model):
         native = arms[0].native_caches()
@@ -249,12 +241,3 @@ def measure_losses(model: Any, tokenizer: Any, text: str, progress: Progress = l
     rounding, *means = (total / (LOSS_TOKENS - _SCORED_FROM) for total in totals)
     losses = tuple(max(mean - rounding, _LEAST_SHARE * rounding) for mean in means)
     return Losses(losses[:count], losses[count:], LOSS_TOKENS - _SCORED_FROM)
-
-
-def _one_layer_configs(side: str, layers: int) -> Iterator[KVConfig]:
-    """Yield, for each layer, the configuration that quantizes only its keys or values."""
-    other = "value" if side == "key" else "key"
-    for layer in range(layers):
-        formats = [MEASURED_FORMAT if number == layer else _FULL for number in range(layers)]
-        schedule: dict[str, Any] = {side: SCHEDULE.join(formats), other: _FULL}
-        yield replace(_CONFIG, **schedule)

@@ -39,7 +39,6 @@ def parse_switch(text: str) -> bool:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of a size such as 800MB or 4GB."""
     number, unit = text[:-2], text[-2:].upper()
     try:
         size = int(float(number) * _UNITS[unit])
@@ -183,13 +182,12 @@ SINGLE_PROCESS = (
 )
 # The least and the greatest value of numbers, for one command where that is named.
 _RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("--prefill-step-size", "--max-kv-size", "--samples", "--step"), (1, math.inf)),
-    "evaluate --seeds": (1, math.inf),
+    **dict.fromkeys(("--prefill-step-size", "--max-kv-size", "--samples", "--step", "--kv-shadow"), (1, math.inf)),
     **dict.fromkeys(("--decode-concurrency", "--prompt-concurrency", "--max-queue"), (1, math.inf)),
+    "evaluate --seeds": (1, math.inf),
     **dict.fromkeys(("--num-draft-tokens", "--quantized-kv-start", "--seed", "--shots"), (0, math.inf)),
     **dict.fromkeys(("--temp", "--top-k", "--prompt-cache-size", "--sessions"), (0, math.inf)),
     **dict.fromkeys(("--top-p", "--min-p", "--xtc-probability"), (0, 1)),
-    "--kv-shadow": (1, math.inf),
     "--xtc-threshold": (0, 0.5),
     "--port": (0, 65535),
 }
@@ -200,39 +198,37 @@ def name_of(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-def check_environment(environ: Mapping[str, str] = os.environ) -> None:
+def check_environment() -> None:
     """Raise ConfigError if a variable of ours is misspelled, as it would have no effect."""
     names = [API_KEY_VARIABLE, *(option.variable for option in OPTIONS.values())]
-    for name in environ:
+    for name in os.environ:
         if name.startswith(_PREFIX) and name not in names:
             nearest = difflib.get_close_matches(name, names, n=1, cutoff=0)[0]
             raise ConfigError(f"the environment variable {name} is unknown. Did you mean {nearest}? Else unset it.")
 
 
-def choose_backend(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> None:
+def choose_backend(args: argparse.Namespace) -> None:
     """Compute with the backend of --backend or MLX_TQ_BACKEND, if the command has that flag."""
     if name_of(BACKEND.flag) in args:
         from mlx_tq.kernels import backend  # loads mlx, which --help does without
 
-        backend.choose(read_options(args, environ)[BACKEND.flag] or AUTO)
+        backend.choose(read_options(args, os.environ)[BACKEND.flag] or AUTO)
 
 
 def read_options(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return the values of all options by flag, None for those that neither the command line nor `environ` has."""
-    return {flag: _read_option(option, args, environ) for flag, option in OPTIONS.items()}
-
-
-def _read_option(option: Option, args: argparse.Namespace, environ: Mapping[str, str]) -> Any:
-    name = name_of(option.flag)
-    value, text = getattr(args, name, None), environ.get(option.variable)
-    if value is not None or text is None or name not in args:
-        return value
-    try:
-        return option.parse(text)
-    except argparse.ArgumentTypeError as error:
-        raise ConfigError(f"{option.variable}: {error}.") from error
-    except ValueError as error:
-        raise ConfigError(f"{option.variable} is {text!r}; it must be of type {option.parse.__name__}.") from error
+    values = {flag: getattr(args, name_of(flag), None) for flag in OPTIONS}
+    for flag, option in OPTIONS.items():
+        if values[flag] is None and option.variable in environ and name_of(flag) in args:
+            text = environ[option.variable]
+            try:
+                values[flag] = option.parse(text)
+            except argparse.ArgumentTypeError as error:
+                raise ConfigError(f"{option.variable}: {error}.") from error
+            except ValueError as error:
+                kind = option.parse.__name__
+                raise ConfigError(f"{option.variable} is {text!r}; it must be of type {kind}.") from error
+    return values
 
 
 def check_flags(args: argparse.Namespace, active: Collection[str] = (), mentioned: Collection[str] = ()) -> None:
@@ -352,14 +348,6 @@ class Request:
     @property
     def changes_cache(self) -> bool:
         return any(self.typed[flag] is not None for flag in CACHE_FLAGS)
-
-    @property
-    def changes_rescue(self) -> bool:
-        return any(self.values[flag] is not None for flag in RESCUE_FIELDS)
-
-    @property
-    def allows_recall(self) -> bool:
-        return bool(self.values["--kv-recall"] != OFF)
 
     @property
     def shadow(self) -> int | None:

@@ -7,9 +7,6 @@ from mlx_tq.cli.options import BACKEND, CACHE, DTYPES, MAIN_FLAGS, PREFIX_CACHE,
 
 _DEFAULT_MARK = "(default: "  # begins a default that a help text states itself
 
-_KV_HELP = "each flag falls back to MLX_TQ_ and its name, such as MLX_TQ_KV_KEY"
-_RESCUE_HELP = "a service's token comes from RESCUE_TOKEN"
-
 
 class _MinorFlag(argparse._StoreAction):
     """A flag that --help leaves out."""
@@ -78,9 +75,9 @@ def add_cache_arguments(
     """Add the flags of the KV cache: the main ones to --help, and all to --help-kv."""
     options = [*CACHE, *(RECALL if recall else ()), *(PREFIX_CACHE if prefix_cache else ())]
     options += [*(SHADOW if shadow else ()), BACKEND]
-    groups = {"KV cache": (_KV_HELP, options)}
+    groups = {"KV cache": ("each flag falls back to MLX_TQ_ and its name, such as MLX_TQ_KV_KEY", options)}
     if rescue:
-        groups["rescue"] = (_RESCUE_HELP, list(RESCUE))
+        groups["rescue"] = ("a service's token comes from RESCUE_TOKEN", list(RESCUE))
     help_kv = "show all flags of the KV cache and exit"
     parser.add_argument("--help-kv", action=_KVHelp, nargs=0, const=groups, help=help_kv)
     for title, (text, members) in groups.items():

@@ -20,23 +20,20 @@ _PLACEHOLDER = "<the-prompt-goes-here>"
 def read_prompt(args: argparse.Namespace) -> str:
     r"""Return the prompt of -p (with \n and \t), of --prompt-file, or of standard input."""
     try:
-        prompt = _read_text(args)
+        if args.prompt_file is not None:
+            prompt = read_file("prompt file", args.prompt_file)
+        elif args.prompt not in (None, "-"):
+            prompt = str(args.prompt).replace("\\n", "\n").replace("\\t", "\t")
+        elif args.prompt is None and sys.stdin.isatty():
+            raise ConfigError("there is no prompt; give one with -p TEXT, --prompt-file FILE or on standard input.")
+        else:
+            prompt = sys.stdin.read()
         prompt.encode()  # bytes that are not text can also arrive as lone surrogates
     except UnicodeError as error:
         raise ConfigError(f"the prompt is not UTF-8 text: {error}.") from error
     if not prompt.strip():
         raise ConfigError("the prompt is empty; give some text with -p, --prompt-file or on standard input.")
     return prompt
-
-
-def _read_text(args: argparse.Namespace) -> str:
-    if args.prompt_file is not None:
-        return read_file("prompt file", args.prompt_file)
-    if args.prompt not in (None, "-"):
-        return str(args.prompt).replace("\\n", "\n").replace("\\t", "\t")
-    if args.prompt is None and sys.stdin.isatty():
-        raise ConfigError("there is no prompt; give one with -p TEXT, --prompt-file FILE or on standard input.")
-    return sys.stdin.read()
 
 
 def read_file(kind: str, path: str) -> str:
@@ -76,7 +73,6 @@ def _apply_template(tokenizer: Any, prompt: str, args: argparse.Namespace) -> st
 
 
 def template_config(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of --chat-template-config."""
     if args.chat_template_config is None:
         return {}
     try:

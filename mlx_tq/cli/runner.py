@@ -29,7 +29,15 @@ def run_command(parser: argparse.ArgumentParser, run: Run, words: Sequence[str] 
 
     def parse_and_run() -> int:
         if is_launched():
-            _prepare_rank(command, sys.argv[1:] if words is None else words)
+            if launched_rank():
+                sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  as long as the process
+            if command not in _DISTRIBUTED:
+                several = f"{', '.join(_DISTRIBUTED)} run in several"
+                raise ConfigError(f"{command} runs in one process; {several}. Start it without mlx.launch.")
+            if "--pipeline" in (sys.argv[1:] if words is None else words):
+                reason = "mlx_tq divides a model by its heads, not its layers"
+                raise ConfigError(f"--pipeline is not supported: {reason}. Drop it.")
+            exit_on_sigterm(_line(command, "terminated (SIGTERM); mlx.launch does this when another rank has ended."))
         args = parser.parse_args(words)
         check_environment()
         choose_backend(args)
@@ -83,19 +91,6 @@ def _describe(error: Exception) -> str:
     if _is_rank_failure(error):
         return f"another rank has ended or cannot be reached ({error})."
     return str(error) if isinstance(error, MlxTqError) else repr(error)
-
-
-def _prepare_rank(command: str, words: Sequence[str]) -> None:
-    """Silence stdout on all ranks but the first, and refuse what ranks cannot do together."""
-    if launched_rank():
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  as long as the process
-    if command not in _DISTRIBUTED:
-        raise ConfigError(
-            f"{command} runs in one process; {', '.join(_DISTRIBUTED)} run in several. Start it without mlx.launch."
-        )
-    if "--pipeline" in words:
-        raise ConfigError("--pipeline is not supported: mlx_tq divides a model by its heads, not its layers. Drop it.")
-    exit_on_sigterm(_line(command, "terminated (SIGTERM); mlx.launch does this when another rank has ended."))
 
 
 def _line(command: str, message: str) -> str:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mlx_tq.cli.terminal_text import readable
+from mlx_tq.distributed.group import Ranks
 from mlx_tq.kernels import backend, thresholds
 from mlx_tq.prompt_cache.archive import LIMIT
 from mlx_tq.prompt_cache.layer_group import EvictionPlan
@@ -21,7 +22,6 @@ from mlx_tq.session import Session
 from mlx_tq.session.shadow_mode import ShadowReport
 from mlx_tq.session.turn import TurnStats
 
-_WIDTH = 120  # if stderr is not a terminal
 _BAR_WIDTH = 40
 
 
@@ -29,7 +29,7 @@ def make_console(*, stderr: bool) -> Console:
     """Return a console that prints text as it is: no markup, no line breaks but those of the terminal."""
     made = Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
     if not made.is_terminal:
-        made.width = _WIDTH
+        made.width = 120
     return made
 
 
@@ -66,6 +66,15 @@ def note(text: str) -> None:
 class _TokenRate(ProgressColumn):
     def render(self, task: Task) -> Text:
         return Text("" if task.speed is None else f"{task.speed:,.0f} tok/s")
+
+
+@contextmanager
+def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on a terminal; yield the function that advances it by units of work."""
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda done: progress.advance(task, done)
 
 
 @contextmanager
@@ -178,7 +187,6 @@ def show_shadow(report: ShadowReport) -> None:
 
 
 def show_cache(cache: CacheStats) -> None:
-    """Print the size of a prompt cache, and what was evicted from it."""
     compared = f"; fp16 takes {human_bytes(cache.fp16_nbytes)}, {cache.ratio:.2f}x as much"
     if cache.nbytes == cache.fp16_nbytes:
         compared = ""
@@ -193,7 +201,6 @@ def show_cache(cache: CacheStats) -> None:
 
 
 def show_stats(stats: TurnStats, cache: CacheStats) -> None:
-    """Print the speed of a generation, and the size of its cache."""
     prompt, generated, reason = f"prompt: {stats.prompt_tokens:,} tokens", stats.generation_tokens, stats.finish_reason
     if generated:
         cached = f", {stats.cached_tokens:,} from the prefix cache ({stats.restore_seconds:.2f} s)"
@@ -206,6 +213,23 @@ def show_stats(stats: TurnStats, cache: CacheStats) -> None:
     if cache.rounds:
         console.print(describe_tokens(cache))
     console.print(f"peak memory: {human_bytes(stats.peak_memory)}")
+
+
+def collect_stats(ranks: Ranks, cache: CacheStats, warning: str | None) -> list[dict[str, Any]]:
+    """Return, on every rank, the cache statistics of each with its collective calls and its archive's warning."""
+    calls = {"rank": ranks.rank, "calls": ranks.calls, "call_nbytes": ranks.nbytes, "warning": warning}
+    return ranks.gather_json(cache.to_dict() | calls)
+
+
+def show_ranks(stats: list[dict[str, Any]]) -> None:
+    rows = table("", "rank", "KV cache", "fp16", "evicted", "collective calls", "collective bytes")
+    for rank in stats:
+        sizes = human_bytes(rank["nbytes"]), human_bytes(rank["fp16_nbytes"])
+        rows.add_row(str(rank["rank"]), *sizes, *(f"{rank[name]:,}" for name in ("evicted", "calls", "call_nbytes")))
+    console.print(rows)
+    for rank in stats:
+        if rank["warning"] is not None:
+            warn(f"rank {rank['rank']}: {rank['warning']}")
 
 
 def memory_bar(session: Session) -> Text:

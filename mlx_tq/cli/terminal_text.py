@@ -5,22 +5,15 @@ import unicodedata
 
 _ALLOWED = "\n\t"
 _CONTROL_PICTURES = 0x2400  # of U+0000 to U+001F
-_DELETE, _DELETE_PICTURE = 0x7F, "\u2421"
 _BIDIRECTIONAL = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}  # reorder the text around them
 
 
-def _picture(code: int) -> str:
-    if code < 0x20:
-        return chr(_CONTROL_PICTURES + code)
-    return _DELETE_PICTURE if code == _DELETE else f"<U+{code:04X}>"
-
-
 _PICTURES = {
-    code: _picture(code)
+    code: chr(_CONTROL_PICTURES + code) if code < 0x20 else f"<U+{code:04X}>"
     for code in range(0x2100)  # none lies behind
     if chr(code) not in _ALLOWED
     and (unicodedata.category(chr(code)) == "Cc" or unicodedata.bidirectional(chr(code)) in _BIDIRECTIONAL)
-}
+} | {0x7F: "\u2421"}
 
 
 def readable(text: str) -> str:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from typing import Any
 
 from mlx_tq.cli.options import Request
 from mlx_tq.cli.parser import (
@@ -25,6 +26,7 @@ _MEASUREMENTS = {
     "lm-eval": ("tasks of lm-eval through mlx-lm's evaluation, on a compressed cache", None),
 }
 _STEP = (512, "tokens per prefill step")
+_LENGTHS: dict[str, Any] = {"default": "1000,2000", "metavar": "N,...", "help": "tokens of the prompts"}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,8 +53,20 @@ def build_parser() -> CommandParser:
         add_cache_arguments(parsers[name])
     for name in ("perplexity", "divergence", "formats"):
         _add_numbers(parsers[name], chunks=(3, "pieces of the text"), length=(2048, "tokens per piece"), step=_STEP)
-    _add_formats(parsers["formats"])
-    _add_needle(parsers["needle"])
+    add = parsers["formats"].add_argument
+    keys = "key formats, such as tq4 or tq4:raw, separated by commas (default: tq4 with --values)"
+    add("--keys", metavar="A,B,...", help=keys)
+    add("--values", metavar="A,B,...", help="value formats; all pairs are measured (default: tq4 with --keys)")
+    add("--pairs", metavar="A/B,...", help="pairs such as q8/tq4,tq35/tq3 (default: the sensible ones)")
+    needles = {"needles": (0, "needles at each of three depths"), "needle_length": (1000, "tokens around a needle")}
+    _add_numbers(parsers["formats"], **needles)
+    add = parsers["needle"].add_argument
+    add("--lengths", **_LENGTHS)
+    depths = "positions of the needles: start, middle, end or 0 to 1"
+    add("--depths", default="start,middle,end", metavar="A,...", help=depths)
+    answers = (64, "maximum tokens per answer")
+    _add_numbers(parsers["needle"], seeds=(3, "cases for each length and depth"), step=_STEP, max_tokens=answers)
+    add("--strict", action="store_true", help="exit with 1 if a compressed cache misses a needle")
     _add_questions(parsers["reasoning"], parsers["tools"], parsers["ruler"])
     _add_lm_eval(parsers["lm-eval"])
     return parser
@@ -76,29 +90,6 @@ def _add_numbers(parser: argparse.ArgumentParser, **numbers: tuple[int, str]) ->
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, metavar="N", help=text)
 
 
-def _add_formats(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    keys = "key formats, such as tq4 or tq4:raw, separated by commas (default: tq4 with --values)"
-    add("--keys", metavar="A,B,...", help=keys)
-    add("--values", metavar="A,B,...", help="value formats; all pairs are measured (default: tq4 with --keys)")
-    add("--pairs", metavar="A/B,...", help="pairs such as q8/tq4,tq35/tq3 (default: the sensible ones)")
-    _add_numbers(parser, needles=(0, "needles at each of three depths"), needle_length=(1000, "tokens around a needle"))
-
-
-def _add_needle(parser: argparse.ArgumentParser) -> None:
-    _add_lengths(parser)
-    depths = "positions of the needles: start, middle, end or 0 to 1"
-    parser.add_argument("--depths", default="start,middle,end", metavar="A,...", help=depths)
-    _add_numbers(
-        parser, seeds=(3, "cases for each length and depth"), step=_STEP, max_tokens=(64, "maximum tokens per answer")
-    )
-    parser.add_argument("--strict", action="store_true", help="exit with 1 if a compressed cache misses a needle")
-
-
-def _add_lengths(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--lengths", default="1000,2000", metavar="N,...", help="tokens of the prompts")
-
-
 def _add_questions(
     reasoning: argparse.ArgumentParser, tools: argparse.ArgumentParser, ruler: argparse.ArgumentParser
 ) -> None:
@@ -113,7 +104,7 @@ def _add_questions(
         "(default: the model's own)",
     )
     ruler.add_argument("--tasks", default="needles,variables,common,frequent", metavar="A,...", help="tasks to run")
-    _add_lengths(ruler)
+    ruler.add_argument("--lengths", **_LENGTHS)
     _add_numbers(reasoning, shots=(5, "worked problems in the prompt"), seeds=(1, "orders of the worked problems"))
     _add_numbers(tools, shots=(0, "example cases in the prompt"))
     for parser, samples, tokens in ((reasoning, 100, 512), (tools, 100, 200), (ruler, 5, 80)):

@@ -80,16 +80,13 @@ def _measure_storage(model: Any, arm: Arm, recorded: list[Attended]) -> Record:
         view = cache.append(layer.keys[:, :, past:], layer.values[:, :, past:])
         output = view.attend(layer.queries, layer.scale, layer.mask, layer.sinks)
         keys, values = (handle.materialize() for handle in cache.keys_and_values())
-        pairs = ((keys, layer.keys), (values, layer.values))
-        errors = [_relative_error(stored[:, :, packed], exact[:, :, packed]) for stored, exact in pairs]
-        rows.append([*map(float, errors), float(_cosine(output, layer.output))])
+        errors = []
+        for pair in ((keys, layer.keys), (values, layer.values)):
+            stored, exact = (part[:, :, packed].astype(mx.float32) for part in pair)
+            errors.append(float(mx.square(stored - exact).sum() / mx.square(exact).sum()))
+        rows.append([*errors, float(_cosine(output, layer.output))])
     names = ("key_error", "value_error", "cosine")
     return {"nbytes": nbytes, "ratio": full / nbytes, **dict(zip(names, np.mean(rows, axis=0).tolist(), strict=True))}
-
-
-def _relative_error(stored: mx.array, exact: mx.array) -> mx.array:
-    stored, exact = stored.astype(mx.float32), exact.astype(mx.float32)
-    return mx.square(stored - exact).sum() / mx.square(exact).sum()
 
 
 def _cosine(output: mx.array, exact: mx.array) -> mx.array:

@@ -18,7 +18,6 @@ from mlx_tq.prompt_cache.compressed import compressed
 
 
 def import_lm_eval() -> tuple[Any, Any]:
-    """Return the modules lm_eval and mlx_lm.evaluate."""
     try:
         return import_module("lm_eval"), import_module("mlx_lm.evaluate")  # torch takes seconds to load
     except ModuleNotFoundError as error:

@@ -12,21 +12,21 @@ from mlx_tq.cli.haystack import load_text
 from mlx_tq.cli.loading import load_model
 from mlx_tq.cli.options import Request
 from mlx_tq.cli.prompts import read_file
+from mlx_tq.cli.screen import progress_bar
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, Arm, arms_from_request, region_changes
 from mlx_tq.evaluate.asking import PASS, VOID, Sample, ask_samples, compare_answers
 from mlx_tq.evaluate.formats import TOGETHER, measure_formats, parse_pairs
 from mlx_tq.evaluate.lm_eval_harness import import_lm_eval, run_tasks
-from mlx_tq.evaluate.needles import DEPTHS, has_missed_needles, needle_samples, note_on_needles, tabulate_needles
+from mlx_tq.evaluate.needles import DEPTHS, needle_samples, note_on_needles, tabulate_needles
 from mlx_tq.evaluate.reasoning import problem_samples, read_problems
-from mlx_tq.evaluate.results import Columns, Record, Results, progress
+from mlx_tq.evaluate.results import Columns, Record, Results
 from mlx_tq.evaluate.ruler import ruler_samples
 from mlx_tq.evaluate.teacher_forced import TokenScores, cut_chunks, divergence, perplexity, score_text
 from mlx_tq.evaluate.tools import tool_samples
 
 
 def whole_numbers(text: str, flag: str, least: int = 1) -> list[int]:
-    """Return the whole numbers in the value of a flag such as --lengths."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
@@ -66,7 +66,6 @@ class Measurement(NamedTuple):
 
 
 def run_measurement(request: Request) -> int:
-    """Measure, save and show; returns the exit code."""
     args = request.args
     measurement = MEASUREMENTS[args.measurement]
     text = read_text(getattr(args, "text", None))
@@ -78,7 +77,9 @@ def run_measurement(request: Request) -> int:
     records = list(results.rows.values())
     columns = measurement.columns or {name: _field(name) for name in rows[0]}
     results.show(measurement.title.format_map(records[0]), columns, rows, measurement.note(records))
-    return 1 if getattr(args, "strict", False) and has_missed_needles(records) else 0
+    if not getattr(args, "strict", False):
+        return 0
+    return int(any(row["verdict"] not in (PASS, VOID) for row in records if row["name"] != OFF.name))
 
 
 def read_text(path: str | None) -> str:
@@ -99,7 +100,7 @@ def settings_of(args: argparse.Namespace, names: tuple[str, ...], arms: list[Arm
 
 def _score(run: Run, arms: list[Arm]) -> list[TokenScores]:
     total = (1 + len(arms)) * sum(len(chunk) - 1 for chunk in run.chunks)
-    with progress(run.args.measurement, total) as advance:
+    with progress_bar(run.args.measurement, total) as advance:
         return score_text(run.model[0], run.chunks, arms, run.args.step, advance)
 
 
@@ -122,7 +123,7 @@ def _formats(run: Run) -> list[Record]:
     args, results, (model, tokenizer) = run.args, run.results, run.model
     missing = [arm for arm in run.arms if arm.name not in results.rows]
     passes = len(missing) + -(-len(missing) // TOGETHER)
-    with progress("formats", passes * args.chunks * (args.length - 1)) as advance:
+    with progress_bar("formats", passes * args.chunks * (args.length - 1)) as advance:
         for record in measure_formats(model, run.chunks, missing, args.step, advance):
             results.add(record["name"], record)
     missing = [arm for arm in run.arms if not arm.config.is_off and not results.rows[arm.name].get("asked")]
@@ -141,7 +142,7 @@ def _ask(run: Run, samples: list[Sample]) -> list[Record]:
     args, (model, tokenizer) = run.args, run.model
     arms = [arm for arm in run.arms if not arm.config.is_off]
     options = {"max_tokens": args.max_tokens, "temp": getattr(args, "temp", 0.0), "step": args.step}
-    with progress(args.measurement, (1 + len(arms)) * len(samples)) as advance:
+    with progress_bar(args.measurement, (1 + len(arms)) * len(samples)) as advance:
         return ask_samples(model, tokenizer, samples, arms, run.results, advance=advance, **options)
 
 

@@ -55,20 +55,13 @@ def tabulate_needles(records: Sequence[Record]) -> list[Record]:
 
 
 def count_found(verdicts: Sequence[str]) -> str:
-    """Return how many needles were found, of how many that are not void."""
     return f"{verdicts.count(PASS)}/{len(verdicts) - verdicts.count(VOID)}"
 
 
 def note_on_needles(records: Sequence[Record]) -> str:
-    """Tell how many needles were packed, and how answers failed."""
     packed = [record for record in records if record["packed"]]
     whole = sum(record["packed"] == record["needle"][1] - record["needle"][0] for record in packed)
     verdicts = Counter(record["verdict"] for record in records)
     failed = "".join(f"; {name}: {count}" for name, count in sorted(verdicts.items()) if name not in (PASS, VOID))
     note = f"needle entirely in the packed region: {whole} of {len(packed)} answers from compressed caches"
     return f"{note}; void: {verdicts[VOID]}{failed}"
-
-
-def has_missed_needles(records: Sequence[Record]) -> bool:
-    """Return True if a compressed cache missed a needle that the fp16 cache finds."""
-    return any(record["verdict"] not in (PASS, VOID) for record in records if record["name"] != OFF.name)

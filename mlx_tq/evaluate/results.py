@@ -2,14 +2,12 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mlx_tq import __version__
 from mlx_tq.cli import screen
@@ -43,19 +41,16 @@ class Results:
             return
         if not self._file.parent.is_dir():
             raise ConfigError(f"{self._file} cannot be written: there is no folder {self._file.parent}. Make it first.")
-        if resume and self._file.exists():
-            self.rows = self._load(self._file)
-
-    def _load(self, path: Path) -> dict[str, Record]:
+        if not resume or not self._file.exists():
+            return
         try:
-            saved = json.loads(path.read_text(encoding="utf-8"))
+            saved = json.loads(self._file.read_text(encoding="utf-8"))
             same = all(saved[name] == self._head[name] for name in ("command", "settings"))
-            rows = dict(saved["results"])
+            self.rows = dict(saved["results"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path} holds no results to resume ({error!r}). Remove it or name another.") from error
+            raise ConfigError(f"{target} holds no results to resume ({error!r}). Remove it or name another.") from error
         if not same:
-            raise ConfigError(f"{path} holds results of other settings. Remove it or name another file.")
-        return rows
+            raise ConfigError(f"{target} holds results of other settings. Remove it or name another file.")
 
     def add(self, key: str, row: Record) -> None:
         self.rows[key] = row
@@ -68,7 +63,6 @@ class Results:
             raise ConfigError(f"{self._target} cannot be written: {error}. Name another file.") from error
 
     def dumps(self) -> str:
-        """Return the JSON text, with a line for each row."""
         head = json.dumps(self._head, indent=1).removesuffix("\n}")
         lines = [f"  {json.dumps(key)}: {json.dumps(row)}" for key, row in self.rows.items()]
         return head + ',\n "results": {\n' + ",\n".join(lines) + "\n }\n}\n"
@@ -85,12 +79,3 @@ class Results:
         console.print(table)
         if note:
             console.print(note, style="dim", soft_wrap=True)
-
-
-@contextmanager
-def progress(label: str, total: int) -> Iterator[Advance]:
-    """Show a progress bar; yields the function that advances it."""
-    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=screen.console, transient=True, disable=not screen.console.is_terminal) as bar:
-        task = bar.add_task(label, total=total)
-        yield lambda done: bar.advance(task, done)

@@ -23,7 +23,6 @@ _SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "
 
 
 def ruler_samples(tokenizer: Any, text: str, tasks: Sequence[str], lengths: Sequence[int], count: int) -> list[Sample]:
-    """Return `count` samples of every task at every length, in tokens."""
     unknown = [task for task in tasks if task not in TASKS]
     if unknown:
         raise ConfigError(f"task {unknown[0]!r} is unknown; valid are {', '.join(TASKS)}.")
@@ -47,7 +46,6 @@ Task = tuple[list[int], list[str]]  # the prompt, and the expected words
 
 
 def _needles(tokenizer: Any, text: str, length: int, rng: random.Random) -> Task:
-    """Plant several facts and ask for all of them at once."""
     names = rng.sample(_NAMES, _FACTS)
     codes = [str(rng.randrange(10_000, 100_000)) for _ in names]
     question = f"What are the access codes of {', '.join(names[:-1])} and {names[-1]}? Name all of them."
@@ -107,7 +105,12 @@ def _listed(
     def prompt(count: int) -> list[int]:
         shuffled = words(count)
         random.Random(order).shuffle(shuffled)
-        return _frame(tokenizer, f"{' '.join(shuffled)}\n\n{question}")
+        content = f"{' '.join(shuffled)}\n\n{question}"
+        if not tokenizer.has_chat_template:
+            return list(tokenizer.encode(content))
+        turn = [{"role": "user", "content": content}]
+        rendered = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        return list(tokenizer.encode(rendered, add_special_tokens=False))
 
     if (least := len(prompt(0))) > length:
         raise ConfigError(f"{length} tokens are too few for this task; it needs {least}. Take longer --lengths.")
@@ -116,14 +119,6 @@ def _listed(
         middle = (low + high + 1) // 2
         low, high = (middle, high) if len(prompt(middle)) <= length else (low, middle - 1)
     return prompt(low)
-
-
-def _frame(tokenizer: Any, content: str) -> list[int]:
-    if not tokenizer.has_chat_template:
-        return list(tokenizer.encode(content))
-    turn = [{"role": "user", "content": content}]
-    rendered = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer.encode(rendered, add_special_tokens=False))
 
 
 TASKS: dict[str, Callable[[Any, str, int, random.Random], Task]] = {

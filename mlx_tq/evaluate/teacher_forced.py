@@ -39,7 +39,6 @@ class TokenScores:
 
 
 def cut_chunks(tokenizer: Any, text: str, chunks: int, length: int) -> list[list[int]]:
-    """Return the first `chunks` runs of `length` tokens of a text."""
     if chunks < 1:
         raise ConfigError(f"chunks is {chunks}; it must be 1 or more, and 3 for a figure to publish.")
     ids = list(tokenizer.encode(text, add_special_tokens=False, verbose=False))

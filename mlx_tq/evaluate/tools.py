@@ -43,7 +43,6 @@ class ToolParser(NamedTuple):
 
 
 def choose_parser(tokenizer: Any, name: str | None) -> ToolParser:
-    """Return the parser of the model, or one of mlx-lm's by name."""
     if name is not None:
         try:
             module = import_module(f"mlx_lm.tool_parsers.{name}")  # loads only that one
@@ -86,7 +85,18 @@ def tool_samples(tokenizer: Any, path: str | None, *, shots: int, count: int, pa
     examples, questions = cases[:shots], cases[shots : shots + count]
     if not questions:
         raise ConfigError(f"the file has {len(cases)} cases; {shots} are shown, and none is left. Take fewer --shots.")
-    turns_before = [*([] if parser_name is None else [_system(functions, parser)]), *_examples(examples, parser)]
+    turns_before = []
+    if parser_name is not None:
+        described = "\n".join(json.dumps(function["function"]) for function in functions)
+        shape = f'{parser.start}{{"name": FUNCTION, "arguments": {{...}}}}{parser.end}'
+        words = f"You may call these functions:\n{described}\nTo call one, answer only {shape}."
+        turns_before.append({"role": "system", "content": f"{words} If none fits, answer in words."})
+    for case in examples:
+        answer = "I have no function for that."
+        if case["call"] is not None:  # as the model would write it
+            first = {name: values[0] for name, values in case["call"]["arguments"].items()}
+            answer = f"{parser.start}{json.dumps({'name': case['call']['name'], 'arguments': first})}{parser.end}"
+        turns_before += [{"role": "user", "content": case["ask"]}, {"role": "assistant", "content": answer}]
     options = {"tools": functions} if parser_name is None else {}
     samples = []
     for number, case in enumerate(questions):
@@ -115,27 +125,6 @@ def _judge(
     answer = without_thoughts(tokenizer, prompt, text)
     calls = None if answer is None else parser.calls(answer, functions)
     return "unreadable" if calls is None else json.dumps(calls), float(is_expected(calls, expected))
-
-
-def _system(functions: list[Call], parser: ToolParser) -> dict[str, str]:
-    described = "\n".join(json.dumps(function["function"]) for function in functions)
-    shape = f'{parser.start}{{"name": FUNCTION, "arguments": {{...}}}}{parser.end}'
-    words = (
-        f"You may call these functions:\n{described}\nTo call one, answer only {shape}. If none fits, answer in words."
-    )
-    return {"role": "system", "content": words}
-
-
-def _examples(cases: list[dict[str, Any]], parser: ToolParser) -> list[dict[str, str]]:
-    """Return cases as turns, with their calls as the model would write them."""
-    turns = []
-    for case in cases:
-        answer = "I have no function for that."
-        if case["call"] is not None:
-            first = {name: values[0] for name, values in case["call"]["arguments"].items()}
-            answer = f"{parser.start}{json.dumps({'name': case['call']['name'], 'arguments': first})}{parser.end}"
-        turns += [{"role": "user", "content": case["ask"]}, {"role": "assistant", "content": answer}]
-    return turns
 
 
 def _render(tokenizer: Any, turns: list[dict[str, str]], options: dict[str, Any]) -> str:

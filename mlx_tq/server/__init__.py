@@ -84,8 +84,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"the server needs {error.name}: pip install 'mlx-tq[server]'.") from error
     from http_limits.connections import open_listener
     from http_limits.log_limit import LogLimit
-    from mlx_tq.cli.loading import open_prefix_folder
-    from mlx_tq.cli.ranks import join_ranks
+    from mlx_tq.cli.loading import join_ranks, open_prefix_folder
 
     ranks = join_ranks(request)
     folder = open_prefix_folder(request, ranks)

@@ -160,12 +160,12 @@ def restore_context(
     if quote is None:
         return recalled, NO_QUOTATION
     quotation = quote(live_positions(caches, read), len(recalled.by_search))
-    pin(caches, quotation.positions_at(read + quote_at))
+    start = read + quote_at
+    pin(caches, PositionRange(start, start + len(quotation.ids)) if quotation.ids else None)
     return recalled, quotation
 
 
 def pin(caches: list[Any], positions: PositionRange | None) -> None:
-    """Exempt positions from eviction and from the budget; None exempts none."""
     sequence = layer_group_of(caches)
     if sequence is not None:
         sequence.pinned = positions
@@ -214,8 +214,23 @@ class RecallDuringDecode:
     def count_token(self) -> None:
         """Count a decoded token, and search if it is time."""
         self._tokens += 1
-        if self._sequence is not None and self._tokens >= self._next_search and self._sequence.archived:
-            self._search(self._sequence)
+        sequence = self._sequence
+        if sequence is None or self._tokens < self._next_search or not sequence.archived:
+            return
+        began = time.perf_counter()
+        layers = evicting_layers(self._caches)
+        latest = min(sequence.plan.config.recall_every, MAX_QUESTION)
+        count = max(1, min(latest, layers[0].spec.window))  # the window has to hold all of them
+        limit = sequence.plan.max_recalled(layers[0].offset)
+        self._ranked, selected = sequence.search_archive(layers, count, limit, include_recalled=True)
+        blocks = list(self._recalled.search_blocks)
+        for block in selected:
+            first, last = block.positions[0], block.positions[-1]
+            if not any(start <= first and last < stop for start, stop in self._quoted):
+                blocks.append(block)
+        self.positions += sequence.replace_recalled(layers, list(dict.fromkeys(blocks))).tolist()
+        self.searches, self.seconds = self.searches + 1, self.seconds + time.perf_counter() - began
+        self._next_search, self._tokens = self._tokens_to_next_search(sequence), 0
 
     def stop(self) -> None:
         if self._sequence is not None:
@@ -232,19 +247,3 @@ class RecallDuringDecode:
         scored = count_scored_tokens(archived, self._numbers, sequence.plan.max_recalled(layers[0].offset))
         tokens = sequence.ranks.max(np.array([scored / len(layers) / _SCORED_PER_TOKEN]))  # all ranks search at once
         return max(sequence.plan.config.recall_every, int(tokens[0]))
-
-    def _search(self, sequence: LayerGroup) -> None:
-        began = time.perf_counter()
-        layers = evicting_layers(self._caches)
-        latest = min(sequence.plan.config.recall_every, MAX_QUESTION)
-        count = max(1, min(latest, layers[0].spec.window))  # the window has to hold all of them
-        limit = sequence.plan.max_recalled(layers[0].offset)
-        self._ranked, selected = sequence.search_archive(layers, count, limit, include_recalled=True)
-        blocks = [*self._recalled.search_blocks, *(block for block in selected if not self._is_quoted(block))]
-        self.positions += sequence.replace_recalled(layers, list(dict.fromkeys(blocks))).tolist()
-        self.searches, self.seconds = self.searches + 1, self.seconds + time.perf_counter() - began
-        self._next_search, self._tokens = self._tokens_to_next_search(sequence), 0
-
-    def _is_quoted(self, block: ArchivedBlock) -> bool:
-        first, last = block.positions[0], block.positions[-1]
-        return any(start <= first and last < stop for start, stop in self._quoted)

@@ -6,7 +6,7 @@ import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,7 +30,7 @@ from mlx_tq.prompt_cache.statistics import CacheStats, cache_stats
 from mlx_tq.rescue import AUTO, OFF, RescueClient, open_service
 from mlx_tq.rescue.wire import Range
 from mlx_tq.session.restore import live_positions, take_archive_warning
-from mlx_tq.session.shadow_mode import make_shadow, without_auto_recall
+from mlx_tq.session.shadow_mode import make_shadow
 from mlx_tq.session.text import SESSION_ID, PlainText, PromptLengthLimit, TurnTemplate, check_max_tokens, check_text
 from mlx_tq.session.transcript import Quotation, Transcript, quotation_limit
 from mlx_tq.session.turn import UNLIMITED, Progress, Turn, TurnStats, search_evicted
@@ -96,7 +96,9 @@ class Session:
         warn: Callable[[str], None] = warnings.warn,
     ) -> None:
         _check_settings(system_prompt, session_id, max_tokens, sampler, seed, prefill_step_size)
-        self.model, self.tokenizer, self.config = model, tokenizer, without_auto_recall(config, shadow)
+        if shadow is not None and config.evict is not None and config.evict.recall == "auto":
+            config = replace(config, evict=replace(config.evict, recall="off"))  # the whole cache answers
+        self.model, self.tokenizer, self.config = model, tokenizer, config
         self.rescue = rescue if isinstance(rescue, RescueConfig) else RescueConfig(service=rescue or OFF)
         self._may_take_rescue = rescue is None  # from a file
         self.max_tokens, self.sampler, self.prefill_step_size = max_tokens, sampler, prefill_step_size
@@ -190,21 +192,16 @@ class Session:
                 for response in turn.decode(max_tokens, sampler=self.sampler):
                     yield response.text
         finally:
-            self._end_turn(turn, len(before))
-
-    def _end_turn(self, turn: Turn, before: int) -> None:
-        """Take note of a turn that is settled; `before` is the number of its tokens before the user's words."""
-        if not turn.is_consistent:
-            raise CacheFormatError(
-                "the turn was interrupted where this model's cache cannot go back. Reset the session."
-            )
-        if not turn.is_undone:
-            stats = turn.stats
-            stop = turn.start + stats.prompt_tokens - len(self._template.closing)
-            self._last_question = (turn.start + before, stop)
-            self.turns.append(stats)
-        elif not turn.start:
-            self._begin(self.session_id, self._make_caches())
+            if not turn.is_consistent:
+                raise CacheFormatError(
+                    "the turn was interrupted where this model's cache cannot go back. Reset the session."
+                )
+            if not turn.is_undone:
+                self.turns.append(stats := turn.stats)
+                stop = start + stats.prompt_tokens - len(self._template.closing)
+                self._last_question = (start + len(before), stop)
+            elif not start:
+                self._begin(self.session_id, self._make_caches())
 
     def _room_after(self, tokens: int) -> int:
         """Return the positions that are left behind `tokens` more; raise a ConfigError if there are none."""
@@ -280,8 +277,9 @@ class Session:
         start, stop = self._last_question
         if not stop:
             return None
-        question = self._transcript.ids_without_quotations(start, stop)
-        answer = self._transcript.ids[stop + len(self._template.closing) :]
+        ids, quoted = self._transcript.ids, {i for span in self._transcript.quoted for i in range(*span)}
+        question = [ids[i] for i in range(start, min(stop, len(ids))) if i not in quoted]
+        answer = ids[stop + len(self._template.closing) :]
         decode = self.tokenizer.decode
         return decode(question, skip_special_tokens=True), decode(answer, skip_special_tokens=True)
 
@@ -353,7 +351,14 @@ class Session:
             raise CacheFormatError(f"{path} holds {len(ids)} tokens and a cache of {lengths}; it is damaged.")
         plan = self._worker.run(lambda: self._make_plan(loaded.config))
         self._forget()
-        self._take_rescue(rescue)
+        # No file may choose a service on another machine.
+        if self._may_take_rescue and self.client is None and rescue.service == AUTO:
+            self.rescue, self.client = rescue, _open_client(rescue)
+        elif self._may_take_rescue and self.client is None and rescue.service != OFF:
+            self._warn_once(
+                f"the conversation had rescue by {rescue.service}, which a file cannot choose. Give --rescue "
+                f"{rescue.service} to use it."
+            )
         self.turns, self.config, self.plan, self._keeps_text = [], loaded.config, plan, True
         self._begin(saved["id"], loaded.caches)
         self._transcript.ids = ids
@@ -365,18 +370,6 @@ class Session:
                 f"the rescue service has not taken all of the evicted text within {_FLUSH_S:g} s; until it has, "
                 "answers may miss some of it."
             )
-
-    def _take_rescue(self, saved: RescueConfig) -> None:
-        """Use the rescue service of a loaded conversation, but let no file choose one on another machine."""
-        if not self._may_take_rescue or self.client is not None or saved.service == OFF:
-            return
-        if saved.service != AUTO:
-            self._warn_once(
-                f"the conversation had rescue by {saved.service}, which a file cannot choose. Give --rescue "
-                f"{saved.service} to use it."
-            )
-            return
-        self.rescue, self.client = saved, _open_client(saved)
 
     def _check_no_shadow(self) -> None:
         if self.shadow is not None:

@@ -2,7 +2,7 @@
 
 import copy
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -10,14 +10,11 @@ import numpy as np
 from mlx_lm.models.cache import CacheList
 
 from mlx_tq.cache.shadow import ShadowKVCache
-from mlx_tq.config import KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed
 from mlx_tq.prompt_cache.layer_group import cache_parts
 from mlx_tq.prompt_cache.plan import Plan
-
-_WORST = 5  # tokens that a report names
 
 
 @dataclass(frozen=True)
@@ -57,12 +54,11 @@ class ShadowReport:
 
     @property
     def top1(self) -> float | None:
-        """Percentage of predictions with the same most likely token."""
         return 100 * float(np.mean([token.same for token in self.tokens])) if self.tokens else None
 
     @property
     def worst(self) -> list[ShadowToken]:
-        return sorted(self.tokens, key=lambda token: -token.kld)[:_WORST]
+        return sorted(self.tokens, key=lambda token: -token.kld)[:5]
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "kld": self.kld, "top1": self.top1}
@@ -109,9 +105,15 @@ class Shadow:
         """Return compressed caches of the first `length` tokens; None if a cache cannot be trimmed to them."""
         caches = []
         for cache in self.caches:
-            parts = [_trimmed_copy(part, length) for part in cache_parts([cache])]
-            if any(part is None for part in parts):
-                return None
+            parts = []
+            for part in cache_parts([cache]):
+                trimmed = part.compressed() if isinstance(part, ShadowKVCache) else copy.deepcopy(part)
+                if trimmed.is_trimmable():
+                    with suppress(CacheFormatError):  # an eviction round came in between
+                        trimmed.trim(trimmed.offset - length)
+                if not trimmed.is_trimmable() or trimmed.offset != length:
+                    return None
+                parts.append(trimmed)
             caches.append(type(cache)(*parts) if isinstance(cache, CacheList) else parts[0])
         return caches
 
@@ -126,15 +128,6 @@ class Shadow:
         return ShadowReport(layers, comparisons, packed, list(self._tokens))
 
 
-def _trimmed_copy(part: Any, length: int) -> Any | None:
-    trimmed = part.compressed() if isinstance(part, ShadowKVCache) else copy.deepcopy(part)
-    if not trimmed.is_trimmable():
-        return None
-    with suppress(CacheFormatError):  # an eviction round came in between
-        trimmed.trim(trimmed.offset - length)
-    return trimmed if trimmed.offset == length else None
-
-
 def make_shadow(model: Any, plan: Plan | None, every: int | None, *, has_prefix_cache: bool) -> Shadow | None:
     """Return the shadow of a session, or None if `every` is None; raise a ConfigError if it cannot be."""
     if every is None:
@@ -143,10 +136,3 @@ def make_shadow(model: Any, plan: Plan | None, every: int | None, *, has_prefix_
         why = "nothing is compressed: choose a profile or formats" if plan is None else "a prefix cache is on: drop it"
         raise ConfigError(f"a shadow needs a compressed cache that reads all of a prompt, and {why}.")
     return Shadow(model, plan, every)
-
-
-def without_auto_recall(config: KVConfig, every: int | None) -> KVConfig:
-    """Turn `recall="auto"` off in a session with a shadow: its answers are those of the whole cache."""
-    if every is None or config.evict is None or config.evict.recall != "auto":
-        return config
-    return replace(config, evict=replace(config.evict, recall="off"))

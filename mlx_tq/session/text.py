@@ -90,7 +90,9 @@ class PlainText:
             return ids
         text = self._one_character_words.sub("\N{REPLACEMENT CHARACTER}", text)
         starts = (match.start() for match in self._first_characters.finditer(text))
-        cuts = [0, *(start + 1 for start in starts if self._has_word_at(text, start)), len(text)]
+        # A set lookup per length; a regex would try thousands of words at each position.
+        words = (start for start in starts if any(text[start : start + n] in self._words for n in self._lengths))
+        cuts = [0, *(start + 1 for start in words), len(text)]
         pieces = [text[start:stop] for start, stop in pairwise(cuts)]
         encoded = {piece: self._encode(piece) for piece in set(pieces)}
         return [i for piece in pieces for i in encoded[piece] if i not in self.control]
@@ -101,10 +103,6 @@ class PlainText:
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
-
-    def _has_word_at(self, text: str, start: int) -> bool:
-        # A set lookup per length; a regex would try thousands of words at each position.
-        return any(text[start : start + length] in self._words for length in self._lengths)
 
 
 def _compile_character_class(characters: Iterable[str]) -> re.Pattern[str]:

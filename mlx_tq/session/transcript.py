@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from mlx_tq.config import LEAST_QUOTATION, RescueConfig
-from mlx_tq.policies.selection import PositionRange
 from mlx_tq.rescue import RescueClient
 from mlx_tq.rescue.wire import MAX_TEXT, Range, TextSpan
 from mlx_tq.session.text import PlainText
@@ -59,10 +58,6 @@ class Quotation:
         """Return the quotation as the prompt has it."""
         return format_quotation(self.texts)
 
-    def positions_at(self, start: int) -> PositionRange | None:
-        """Return the positions of a quotation that begins at `start`; None if it is empty."""
-        return PositionRange(start, start + len(self.ids)) if self.ids else None
-
 
 NO_QUOTATION = Quotation([], [], [])
 
@@ -99,11 +94,6 @@ class Transcript:
         del self.ids[length:]
         self._sent = self._sent[self._sent < length]
         self.quoted = [(start, min(stop, length)) for start, stop in self.quoted if start < length]
-
-    def ids_without_quotations(self, start: int, stop: int) -> list[int]:
-        """Return the tokens at positions [start, stop), without those of quotations."""
-        quoted = {position for span in self.quoted for position in range(*span)}
-        return [self.ids[position] for position in range(start, min(stop, len(self.ids))) if position not in quoted]
 
     def send_evicted(self, evicted: np.ndarray) -> None:
         """Send the text at all evicted positions, ascending int64 [N], that was not sent yet. Returns at once."""

@@ -123,13 +123,8 @@ class Turn:
         cached = self._prefix.restored
         self._prefilled = max(document, cached)
         self._transcript.append(prompt[: self._prefilled])
-        report = self._progress_from(cached)
-
-        def report_prefill(done: int, total: int) -> None:
-            self._send_evicted()
-            report(done, total)
-
-        prefill(self._model, self._caches, prompt[cached : self._prefilled], self._step, report_prefill)
+        progress = self._progress_from(cached)
+        prefill(self._model, self._caches, prompt[cached : self._prefilled], self._step, progress)
         question = prompt[self._prefilled :]
         quote_at = 0 if self._prefilled else quote_at
         if query is not None:
@@ -169,22 +164,19 @@ class Turn:
             for response in responses:
                 if self._response is None and "draft_model" in options:  # mlx-lm reports no progress with one
                     self._progress(self._prompt_tokens, self._prompt_tokens)
-                self._note_response(response)
+                if self._response is None:
+                    self._ttft = time.perf_counter() - self._began
+                self._response = response
+                self._transcript.append([response.token])
+                self._send_evicted()
+                self._recall.count_token()
+                if self._shadow is not None:
+                    self._shadow.token(response.token, response.text, response.logprobs)
                 yield response
                 if self._is_stopped():
                     break
         for cache in compressed_caches(caches):
             cache.check_health()
-
-    def _note_response(self, response: Any) -> None:
-        if self._response is None:
-            self._ttft = time.perf_counter() - self._began
-        self._response = response
-        self._transcript.append([response.token])
-        self._send_evicted()
-        self._recall.count_token()
-        if self._shadow is not None:
-            self._shadow.token(response.token, response.text, response.logprobs)
 
     def _progress_from(self, start: int) -> Progress:
         """Return mlx-lm's progress callback for a prefill that begins behind the first `start` tokens."""
@@ -193,6 +185,7 @@ class Turn:
             self._prefix.note(start + done)
             if self._is_stopped() and start + done < self._prompt_tokens:
                 raise StoppedError
+            self._send_evicted()
             self._progress(start + done, self._prompt_tokens)
 
         return report

@@ -37,7 +37,6 @@ def test_sizes(cli, size):
 
 
 def test_forecast_comes_before_prefill(cli, embedded):
-    """The bytes needed, those there, and the context that would fit; nothing is generated."""
     said = "".join(facts(60))
     prompt = len(embedded[1].apply_chat_template([{"role": "user", "content": said}], add_generation_prompt=True))
     result = cli("generate", "-p", said, "-m", 2000, *PACKED, "--kv-memory-limit", "3MB", "--json")
@@ -67,7 +66,6 @@ def test_a_file_of_another_kind_is_not_replaced(cli, tmp_path, command):
 
 
 def test_no_prompt_at_a_terminal(cli):
-    """Nobody waits for words that were never asked for."""
     terminal = io.StringIO("never read")
     terminal.isatty = lambda: True
     refused(cli("generate", stdin=terminal), "there is no prompt; give one with -p TEXT, --prompt-file FILE or on")
@@ -75,7 +73,6 @@ def test_no_prompt_at_a_terminal(cli):
 
 @pytest.mark.parametrize("offline", [False, True])
 def test_hub_without_network(cli, monkeypatch, offline):
-    """A name that nobody has, and a hub that does not answer or was switched off: said at once."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # bound but not listening: refuses, and nobody else gets the port
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")

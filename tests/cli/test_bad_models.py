@@ -70,7 +70,6 @@ def test_config_of_another_model(cli, tmp_path, config, says):
     ],
 )
 def test_unsupported_architecture(cli, tmp_path, name, config, code, says):
-    """Refused by name, with the reason and the way out, which works."""
     words = ("generate", *HI, "--model", zoo_model(tmp_path / "model", name, **config))
     refused(cli(*words), *says, code=code)
     assert cli(*words, *OFF).code == 0
@@ -79,7 +78,9 @@ def test_unsupported_architecture(cli, tmp_path, name, config, code, says):
 @pytest.mark.parametrize("flags", [(), OFF], ids=["default", "off"])
 @pytest.mark.parametrize("part", ["k_proj", "model.norm"])
 def test_nan_weights(cli, tmp_path, part, flags):
-    folder = copy_model(tmp_path / "model", poisoned(part))
+    folder = copy_model(
+        tmp_path / "model", lambda weights: {name: w * mx.nan if part in name else w for name, w in weights.items()}
+    )
     refused(cli("generate", *HI, "--model", folder, *flags), "NaN", "Check its weights", code=1)
     if part == "k_proj" and not flags:  # found before a cache is saved
         file = tmp_path / "cache.safetensors"
@@ -87,10 +88,6 @@ def test_nan_weights(cli, tmp_path, part, flags):
         result = cli("cache_prompt", "-p", "one two " * 90, *words)
         assert (result.code, result.out, "NaN or infinite" in result.err) == (1, "", True)
         assert not file.exists()
-
-
-def poisoned(part):
-    return lambda weights: {name: w * mx.nan if part in name else w for name, w in weights.items()}
 
 
 def test_template_that_refuses_a_system_prompt(cli, tmp_path):

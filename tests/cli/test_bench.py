@@ -6,40 +6,35 @@ import pytest
 from http_harness import wait_for
 
 from cli.tools import EMBEDDED, command, environment
-from mlx_tq import __main__
 from mlx_tq.bench.model import BenchedCache, measure_model
 from mlx_tq.kernels import thresholds
-from mlx_tq.models import embedded_path, load
+from mlx_tq.models import load
 
-SMALL = ["--tokens", "512", "--dtypes", "float32", "--rounds", "1", "--query-heads", "2", "--kv-heads", "1"]
+SMALL = ("bench", *["--tokens", "512", "--dtypes", "float32", "--rounds", "1", "--query-heads", "2", "--kv-heads", "1"])
 MODEL = ["--tokens", "192", "--dtypes", "float32", "--rounds", "1", "-m", "3"]
 ARMS = ["off", "kv-bits 8", "kv-bits 4", "small", "small, random 60%"]
 
 
-def test_one_layer(tmp_path, capsys):
+def test_one_layer(cli, tmp_path):
     path = tmp_path / "report.json"
-    assert __main__.main(["bench", *SMALL, "--profiles", "small", "--json", str(path)]) == 0
+    result = cli(*SMALL, "--profiles", "small", "--json", path)
+    assert (result.code, "decode attention, float32, 512 tokens" in result.out) == (0, True)
     report = json.loads(path.read_text())
     assert [t["arm"] for t in report["timings"]] == ["fp16", "kv-bits 8", "kv-bits 4", "small"]
     for timing in report["timings"]:
         assert 0 < timing["low"] <= timing["median"] <= timing["high"]
     sizes = {t["arm"]: t["nbytes"] for t in report["timings"]}
     assert sizes["fp16"] == 512 * 128 * 2 * 4  # float32
-    assert "decode attention, float32, 512 tokens" in capsys.readouterr().out
+    report = cli(*SMALL, "--profiles", "safe", "--json", "-").json  # nothing else is on stdout
+    assert report["shape"] == {"query_heads": 2, "kv_heads": 1, "head_dim": 128}
 
 
-def test_json_to_stdout_is_only_json(capsys):
-    assert __main__.main(["bench", *SMALL, "--profiles", "safe", "--json", "-"]) == 0
-    assert json.loads(capsys.readouterr().out)["shape"] == {"query_heads": 2, "kv_heads": 1, "head_dim": 128}
-
-
-def test_a_report_to_attach(tmp_path, monkeypatch, capsys):
-    """One file has the self-tests, the thresholds and every cache, as Markdown and as JSON."""
+def test_a_report_to_attach(cli, tmp_path, monkeypatch):
     monkeypatch.setattr(thresholds, "write", lambda best: tmp_path / "thresholds.json")  # not this machine's own
     path = tmp_path / "report.md"
     flags = ["--profiles", "small", "--kv-evict", "random", "--kv-budget", "60%"]
-    also = ["--json", str(tmp_path / "figures.json"), "--markdown", str(tmp_path / "tables.md")]
-    assert __main__.main(["bench", "--report", str(path), *MODEL, "--batches", "1", "2", *flags, *also]) == 0
+    also = ["--json", tmp_path / "figures.json", "--markdown", tmp_path / "tables.md"]
+    assert cli("bench", "--report", path, *MODEL, "--batches", 1, 2, *flags, *also).code == 0
     text = path.read_text()
     assert (tmp_path / "tables.md").read_text().strip() in text
     report = json.loads(text.rpartition("```json\n")[2].removesuffix("\n```\n"))
@@ -58,20 +53,18 @@ def test_a_report_to_attach(tmp_path, monkeypatch, capsys):
     assert "| small, random 60% |" in text
 
 
-def test_contexts_beyond_the_model_are_skipped_and_named(capsys):
+def test_contexts_beyond_the_model_are_skipped_and_named(cli):
     flags = ["--profiles", "safe", "--batches", "1", "--kv-evict", "none", "--kv-bits", "--json", "-"]
-    assert __main__.main(["bench", "--model", str(embedded_path()), *MODEL, *flags, "--tokens", "5", "5000"]) == 0
-    captured = capsys.readouterr()
-    report = json.loads(captured.out)
-    assert [(figure["arm"], figure["tokens"]) for figure in report["figures"]] == [("off", 5), ("safe", 5)]
-    assert list(report["skipped"]) == ["5,000 tokens"]
-    assert "skipped: 5,000 tokens: the model has 4,096 positions" in captured.err
+    result = cli("bench", "--model", EMBEDDED, *MODEL, *flags, "--tokens", 5, 5000)
+    assert [(figure["arm"], figure["tokens"]) for figure in result.json["figures"]] == [("off", 5), ("safe", 5)]
+    assert list(result.json["skipped"]) == ["5,000 tokens"]
+    assert "skipped: 5,000 tokens: the model has 4,096 positions" in result.err
 
 
-def test_a_report_that_fails_does_not_change_the_thresholds(tmp_path, monkeypatch, capsys):
+def test_a_report_that_fails_does_not_change_the_thresholds(cli, tmp_path, monkeypatch):
     monkeypatch.setattr(thresholds, "write", lambda best: pytest.fail("kept"))
-    assert __main__.main(["bench", "--report", str(tmp_path / "report.md"), *MODEL, "--tokens", "5000"]) == 2
-    assert "all exceed the model's 4,096 positions" in capsys.readouterr().err
+    result = cli("bench", "--report", tmp_path / "report.md", *MODEL, "--tokens", 5000)
+    assert (result.code, "all exceed the model's 4,096 positions" in result.err) == (2, True)
 
 
 def test_a_cache_of_mlx_lm_for_which_mlx_has_no_kernel_is_skipped():

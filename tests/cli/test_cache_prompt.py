@@ -15,7 +15,6 @@ OFF = ("--kv-profile", "off")
 
 @pytest.fixture
 def saved(quick, tmp_path):
-    """A cache of TEXT, mostly packed."""
     file = tmp_path / "saved.safetensors"
     result = quick("cache_prompt", "-p", TEXT, "--prompt-cache-file", file, *PACKED)
     assert result.code == 0
@@ -141,7 +140,6 @@ def test_model_of_the_file_is_used(quick, tmp_path):
 
 
 def test_draft_model_with_a_file(quick, saved, tmp_path):
-    """The file is the model's; a draft model of other weights has a cache of its own."""
     draft = copy_model(tmp_path / "draft", lambda weights: {k: w * 1.01 for k, w in weights.items()})
     words = ("generate", *ASK, "--prompt-cache-file", saved)
     assert quick(*words, "--draft-model", draft).out == quick(*words).out == "417295\n"

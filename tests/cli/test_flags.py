@@ -56,10 +56,6 @@ DIFFERENT = {
 PARTS = ("option_strings", "type", "default", "nargs", "choices", "const", "required")
 
 
-class Caught(Exception):  # noqa: N818  no error: how a parser leaves mlx-lm's main
-    pass
-
-
 def options(parser):
     return {action.dest: action for action in parser._actions if action.dest != "help"}
 
@@ -69,14 +65,17 @@ def mlx_lms_flags(monkeypatch):
     """The flags of `mlx_lm.COMMAND`, taken where its main reads them."""
 
     def flags(command):
+        parsers = []
+
         def catch(parser, *_):
-            raise Caught(parser)
+            parsers.append(parser)
+            raise SystemExit
 
         with monkeypatch.context() as patch:
             patch.setattr(argparse.ArgumentParser, "parse_args", catch)
-            with pytest.raises(Caught) as caught:
+            with pytest.raises(SystemExit):
                 import_module(f"mlx_lm.{command}").main()
-        return options(caught.value.args[0])
+        return options(parsers[0])
 
     return flags
 

@@ -23,7 +23,6 @@ DOCUMENT = ("generate", "-p", f"{LONG_TEXT}\n\n{LONG_QUESTION}", "-m", 12, "--kv
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    """A rescue service that searches by keywords."""
     made = Server(tmp_path_factory.mktemp("rescue") / "data", embedder="none")
     yield made
     made.stop()
@@ -106,7 +105,6 @@ def test_mlx_lms_cache_has_no_plan_and_no_ratio(cli, flags, description):
 
 
 def test_numbers_are_those_of_the_arrays(quick, exact):
-    """One JSON object, whose ratio is measured, and the plan's forecast is exact."""
     result = quick(*ASK, *PACKED, "--json", *QUIET)
     assert (result.code, result.err, result.out.count("\n")) == (0, "", 1)
     answer = result.json
@@ -195,7 +193,6 @@ def test_eviction_is_described_before_and_measured_after(quick):
 
 
 def test_recall_in_one_prompt(quick):
-    """Without recall the answer is wrong; with it the archive returns what the question needs."""
     words = (*DOCUMENT, "--prefill-step-size", 128, "--kv-budget", 240)
     dropped = quick(*words, "--json", "--kv-recall", "off").json
     recalled = quick(*words, "--json", "--kv-recall", 96).json

@@ -38,10 +38,6 @@ def test_verdicts(answer, expected):
     assert judge_answer(answer, "PURPLE ELEPHANT 7742") is expected
 
 
-def decoded(case):
-    return TOKENIZER.decode(case.ids[case.needle[0] : case.needle[1]])
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     tokens=st.integers(400, 3000),
@@ -56,7 +52,7 @@ def test_the_needle_lies_where_the_case_says_and_is_packed_when_the_question_com
 ):
     case = build_case(TOKENIZER, TEXT, tokens=tokens, depth=depth, seed=seed, sinks=sinks, window=window, chat=chat)
     assert len(case.ids) == tokens
-    assert decoded(case) == f" The secret code word is {case.answer}."
+    assert TOKENIZER.decode(case.ids[slice(*case.needle)]) == f" The secret code word is {case.answer}."
     assert QUESTION in TOKENIZER.decode(case.ids[case.question :])
     assert QUESTION not in TOKENIZER.decode(case.ids[: case.question])
     assert TOKENIZER.decode(case.ids).count(case.answer) == 1

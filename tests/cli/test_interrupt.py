@@ -15,27 +15,6 @@ from .tools import PACKED, facts
 STORY = ("--ignore-chat-template", "-p", "The history of the city", "-m", 3000, "--temp", "1", "--seed", "5")
 
 
-@pytest.fixture
-def on_a_terminal(start):
-    """Start a command whose stderr is a terminal, press Ctrl-C at a mark there; returns stdout and what it showed."""
-
-    def call(*words, mark):
-        terminal, other_end = os.openpty()
-        process = start(*words, stderr=other_end)
-        os.close(other_end)
-        said = read_until(terminal, mark)
-        process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=LIMIT)
-        with suppress(OSError):  # a terminal whose program ended
-            while more := os.read(terminal, 65536):
-                said += more.decode(errors="replace")
-        os.close(terminal)
-        assert (process.returncode, "Traceback" in said) == (130, False)
-        return out, said
-
-    return call
-
-
 def test_in_generation_the_text_is_kept(start):
     process = start("generate", *STORY, *PACKED)
     text = read_until(process.stdout.fileno(), " ")
@@ -54,10 +33,19 @@ def test_in_generation_the_text_is_kept(start):
 @pytest.mark.parametrize(
     "json_flag", [pytest.param((), id="text"), pytest.param(("--json",), id="json", marks=pytest.mark.full)]
 )
-def test_in_prefill(on_a_terminal, json_flag):
-    """The progress bar of a terminal says that the prompt is being read; Ctrl-C then ends it, with statistics."""
+def test_in_prefill(start, json_flag):
     words = ("generate", "-p", "".join(facts(180)), *PACKED, "--prefill-step-size", 16, *json_flag)
-    out, said = on_a_terminal(*words, mark="tok/s")
+    terminal, other_end = os.openpty()
+    process = start(*words, stderr=other_end)
+    os.close(other_end)
+    said = read_until(terminal, "tok/s")
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=LIMIT)
+    with suppress(OSError):  # a terminal whose program ended
+        while more := os.read(terminal, 65536):
+            said += more.decode(errors="replace")
+    os.close(terminal)
+    assert (process.returncode, "Traceback" in said) == (130, False)
     assert "reading the prompt" in said
     if json_flag:
         answer = json.loads(out)
@@ -70,7 +58,6 @@ def test_in_prefill(on_a_terminal, json_flag):
 
 
 def test_while_caching_a_prompt(start, tmp_path):
-    """Nothing half written."""
     text, _ = facts(180)
     file = tmp_path / "cache.safetensors"
     process = start("cache_prompt", "-p", text, "--prompt-cache-file", file, "--prefill-step-size", 16)

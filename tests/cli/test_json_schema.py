@@ -13,8 +13,6 @@ CODE = {"type": "object", "properties": {"code": {"type": "string", "pattern": "
 
 @pytest.fixture
 def holding(tmp_path):
-    """Write a schema and return the flags that use it."""
-
     def write(schema):
         path = tmp_path / "schema.json"
         path.write_text(schema if isinstance(schema, str) else json.dumps(schema))

@@ -31,7 +31,6 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def run(*words, **options):
-    """`python WORDS`."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment(), **options}
     return subprocess.run([sys.executable, *words], text=True, check=False, **options)
 

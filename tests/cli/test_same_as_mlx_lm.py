@@ -54,12 +54,10 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def texts():
-    """What our command said in each case so far."""
     return {}
 
 
 def say(cli, model, texts, name):
-    """The text of a case, generated once."""
     if name not in texts:
         code, texts[name], err = cli(*OFF, "--model", model, *CASES[name])
         assert (code, err, bool(texts[name].strip())) == (0, "", True)
@@ -82,7 +80,6 @@ def test_options_change_the_text(cli, model, texts):
 
 @pytest.mark.parametrize("name", ["8 bits", "rotating"])
 def test_mlx_lms_caches_need_no_profile(cli, model, texts, name):
-    """--kv-bits N works as in mlx-lm, without a word about ours."""
     assert cli(*PLAIN, "--model", model, *CASES[name]) == (0, say(cli, model, texts, name), "")
 
 

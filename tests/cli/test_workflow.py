@@ -18,7 +18,7 @@ def test_a_command_of_the_workflow_is_one(words):
     assert args.backend == "metal"
 
 
-def test_tests_of_the_workflow_are_there():
+def test_the_workflow_runs_three_commands_and_the_tests_of_folders_that_exist():
     (named,) = re.findall(r"-m pytest .*? (tests/.*)", WORKFLOW.read_text())
     assert all((WORKFLOW.parents[2] / path).is_dir() for path in named.split())
     assert len(COMMANDS) == 3

@@ -24,8 +24,6 @@ FLOAT32 = ("--dtype", "float32")  # a CPU takes a third as long as for the embed
 
 
 class Result(NamedTuple):
-    """What a command left behind."""
-
     code: int
     out: str
     err: str
@@ -50,7 +48,6 @@ def environment(**changes):
 
 
 def command(*words):
-    """The command line of `mlx_tq WORDS`."""
     return [sys.executable, "-m", "mlx_tq", *map(str, words)]
 
 

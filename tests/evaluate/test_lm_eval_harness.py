@@ -39,7 +39,6 @@ def stand_in(tmp_path, monkeypatch):
 
 
 def run(folder, *flags):
-    """Return the scores and the text of the task."""
     target = folder / "results.json"
     words = ["evaluate", "lm-eval", "--dtype", "float32", *flags, "--tasks", "sky", "--json", str(target)]
     assert main([*words, "--batch-size", "2", "--num-shots", "3"]) == 0

@@ -12,7 +12,6 @@ LENGTH = 600
 
 @pytest.fixture(scope="module")
 def made(embedded):
-    """Two samples of each task as text, with what is expected."""
     _, tokenizer = embedded
     samples = ruler_samples(tokenizer, load_text(), list(TASKS), [LENGTH], 2)
     assert all(LENGTH * 0.9 < len(sample.ids) <= LENGTH for sample in samples)

@@ -209,7 +209,6 @@ def test_a_setting_that_would_evict_nothing_is_refused(variant, budget, message)
 
 
 def ask(model, tokenizer, settings, results=None, base=BASE, **changes):
-    """Return the records by key."""
     results = results or Results(None, "sweep", {})
     options = {"sinks": max(setting.sinks for setting in settings), "kinds": ["single"], "lengths": [512]}
     options |= {"depths": [0.5], "seeds": [0], "warmup": 64, "step": 64, "max_tokens": 8}
@@ -221,12 +220,7 @@ def ask(model, tokenizer, settings, results=None, base=BASE, **changes):
 def test_random_eviction_is_drawn_again_for_each_text(tiny, embedded, monkeypatch, once):
     """Otherwise all texts lose the same blocks, and are a single draw."""
     drawn, score = [], Random.score
-
-    def recording_score(policy, body):
-        drawn.append(policy.seed)
-        return score(policy, body)
-
-    monkeypatch.setattr(Random, "score", recording_score)
+    monkeypatch.setattr(Random, "score", lambda policy, body: drawn.append(policy.seed) or score(policy, body))
     setting = Setting("random:seed=3", 50, trigger=16, sinks=0, once=once)
     ask(tiny, embedded[1], [setting], seeds=[4, 5])
     assert list(dict.fromkeys(drawn)) == [7, 8]
@@ -310,14 +304,13 @@ def test_the_embedded_model_answers_with_most_of_the_needle_and_not_without_it(e
     assert live[True, 1] / 2 < live[False, 1]
 
 
-def needle_record(name, kind, live, verdict):
-    about = {"name": name, "variant": name, "retention": 50.0, "granularity": 1, "trigger": 32, "sinks": 0}
-    return {**about, "kind": kind, "needle": [100, 120], "live": live, "rounds": 4, "kept": 0.5, "verdict": verdict}
-
-
 def test_the_table():
-    cells = (("a", "single", 20, "PASS"), ("a", "single", 10, "FAIL"), ("a", "decoys", 0, "VOID"))
-    records = [needle_record(*cell) for cell in (*cells, ("b", "single", 20, "PASS"))]
+    cells = [("a", "single", 20, "PASS"), ("a", "single", 10, "FAIL"), ("a", "decoys", 0, "VOID")]
+    about = {"retention": 50.0, "granularity": 1, "trigger": 32, "sinks": 0, "rounds": 4, "kept": 0.5}
+    records = [
+        {"name": name, "variant": name, **about, "kind": kind, "needle": [100, 120], "live": live, "verdict": verdict}
+        for name, kind, live, verdict in (*cells, ("b", "single", 20, "PASS"))
+    ]
     text = {"ppl": 3.0, "delta": 1.234, "delta_error": 0.1, "kld": 0.5, "kept": 1, "rounds": 2}
     columns, rows = tabulate([*records, {"name": "b", "variant": "b", **text}])
     lines = [[show(row) for show in columns.values()] for row in rows]

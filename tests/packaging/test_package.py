@@ -34,7 +34,6 @@ def call(*words, **options):
 
 @pytest.fixture(scope="session")
 def dist(tmp_path_factory):
-    """Build the sdist, and the wheel from it, in a folder."""
     folder = tmp_path_factory.mktemp("dist")
     call(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT)
     return folder

@@ -32,7 +32,6 @@ def service(tmp_path_factory):
 
 
 def answers(session, answer):
-    """Return whether the answer contains the code word."""
     return judge_answer("".join(session.respond(QUESTION, max_tokens=24)), answer) is Verdict.PASS
 
 

@@ -42,7 +42,6 @@ def fact_position(session):
 
 
 def last_quotation(session):
-    """Return the positions of the last turn's quotation."""
     quoted, ids = session.turns[-1].quotation.ids, session.ids
     start = next(i for i in reversed(range(len(ids))) if ids[i : i + len(quoted)] == quoted)
     return set(range(start, start + len(quoted)))
