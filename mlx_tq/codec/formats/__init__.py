@@ -1,4 +1,4 @@
-"""Find storage formats by name."""
+"""How key and value vectors are stored: one format per module, found by name."""
 
 from importlib.metadata import entry_points
 
