@@ -68,6 +68,7 @@ def measure(archived):
 
 def run_measurement(tokens, folder):
     env = environment(XDG_CACHE_HOME=str(folder), MALLOC_ARENA_MAX="2")
+    env["PYTHONPATH"] += f":{Path(__file__).parents[1]}"  # this file imports what tests share
     words = [sys.executable, __file__, str(tokens)]
     return json.loads(subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout)
 
