@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         check_positions(len(ids), limit)
         caches, plan, _ = make_caches(model, config)
         if plan is not None:
-            check_memory(plan, len(ids), free_memory())
+            check_memory(plan, len(ids), free_memory(), args.prefill_step_size)
             show_plan(plan, len(ids))
         with compressed(model), prefill_progress() as progress:
             options = {"prefill_step_size": args.prefill_step_size, "prompt_progress_callback": progress}

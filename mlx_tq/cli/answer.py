@@ -154,7 +154,7 @@ def _limit_tokens(opened: PromptCache, prompt: int, limit: int | None, request: 
             warn(f"evicted tokens are dropped, and the answer may miss what they said{remedy}.")
         if limit is not None and tokens > _NEARLY_FULL * limit:
             warn(f"this run may reach {tokens:,} of {limit:,} positions. Eviction does not extend the context.")
-    check_memory(plan, tokens, args.kv_memory_limit or free_memory())
+    check_memory(plan, tokens, args.kv_memory_limit or free_memory(), args.prefill_step_size)
     return max_tokens
 
 

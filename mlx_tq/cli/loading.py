@@ -185,12 +185,12 @@ def free_memory() -> int:
     raise ConfigError("free memory is unknown on this system; give --kv-memory-limit, such as 8GB.")
 
 
-def check_memory(plan: Plan, tokens: int, limit: int) -> None:
+def check_memory(plan: Plan, tokens: int, limit: int, step: int) -> None:
     """Raise ConfigError if the cache of `tokens` tokens needs more than `limit` bytes, with the context that fits."""
-    needed = plan.peak_nbytes(tokens)
+    needed = plan.peak_nbytes(tokens, step)
     if needed <= limit:
         return
-    fits = next((n for n in (tokens * k // 64 for k in range(63, 0, -1)) if plan.peak_nbytes(n) <= limit), 0)
+    fits = next((n for n in (tokens * k // 64 for k in range(63, 0, -1)) if plan.peak_nbytes(n, step) <= limit), 0)
     remedy = "Not even a short prompt fits: raise --kv-memory-limit, or lower --kv-sinks and --kv-window."
     if fits:
         remedy = f"About {fits:,} tokens fit: shorten the prompt or --max-tokens, or use --kv-profile small."

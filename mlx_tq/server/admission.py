@@ -115,7 +115,7 @@ class Admission:
             )
             for reference, nbytes in other.shared:
                 buffer = reference()
-                if buffer is not None and len(buffer.owners) > 1:
+                if buffer is not None:
                     total -= nbytes
                     buffers.add(buffer)
         return total + sum(buffer.nbytes for buffer in buffers)
@@ -136,7 +136,9 @@ class Admission:
         return self._answer_nbytes(job) + self._others_nbytes(job.others)
 
     def _answer_nbytes(self, job: Job) -> int:
-        return 0 if self._plan is None else self._plan.peak_nbytes(job.max_total_tokens) + job.session_nbytes
+        if self._plan is None:
+            return 0
+        return self._plan.peak_nbytes(job.max_total_tokens, self._limits.prefill_step_size) + job.session_nbytes
 
     def _others_nbytes(self, jobs: Iterable[Job]) -> int:
         return sum(self._answer_nbytes(job) - self.shared_nbytes(job, len(job.prompt.ids) - 1) for job in jobs)

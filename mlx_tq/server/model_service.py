@@ -161,7 +161,8 @@ class ModelService:
                 tokens = min(tokens, self.positions - prompt_tokens)
             if self._plan is not None and self._memory is not None:
                 shared = (count - 1) * self._plan.shared_nbytes(prompt_tokens - 1, prompt_tokens + tokens)
-                check_memory(self._plan, prompt_tokens + tokens, (self._memory + shared) // count)
+                limit, step = (self._memory + shared) // count, self.engine.limits.prefill_step_size
+                check_memory(self._plan, prompt_tokens + tokens, limit, step)
         except ConfigError as error:
             param = "messages" if isinstance(request, ChatRequest) else "prompt"
             raise ContextLengthError(str(error), param) from error
