@@ -84,6 +84,7 @@ def test_a_cache_of_mlx_lm_for_which_mlx_has_no_kernel_is_skipped():
         measure_model(model, prompt, [Fails("off")], skipped={}, **run)
 
 
+@pytest.mark.full
 def test_a_killed_run_has_written_its_measurements(tmp_path, popen):
     path = tmp_path / "bench.json"
     flags = ["--profiles", "safe", "--batches", "1", "--kv-evict", "random", "--tokens", "5", "3000", "--rounds", "9"]

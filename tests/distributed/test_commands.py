@@ -98,6 +98,7 @@ def test_a_chat_of_ranks_is_one_of_one_process(tmp_path):
     assert (second.out, second.err) == ("", "")
 
 
+@pytest.mark.full
 def test_a_cached_prefix_is_restored_as_far_as_all_ranks_have_it(tmp_path):
     words = ("--prefill-step-size", "64", *WAYS["recall"])
     _, plain = generate(tmp_path / "plain", 2, None, *words)
