@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.rescue.collections import cranfield
+from benchmarks.rescue.public_collections import cranfield
 from benchmarks.rescue.results import save
 from mlx_tq import load
 from mlx_tq.cli.haystack import build_scene, code_word, load_text

@@ -25,9 +25,9 @@ import numpy as np
 
 from benchmarks.rescue.bench_latency import WARM_UP, ask, questions
 from benchmarks.rescue.bench_load import load, report
-from benchmarks.rescue.collections import cranfield, measure
 from benchmarks.rescue.filled import CAPS, grow
 from benchmarks.rescue.process import percentiles, service
+from benchmarks.rescue.public_collections import cranfield, measure
 from benchmarks.rescue.results import FOLDER, save
 from rescue_svc.embed.hashing import HashingEmbedder
 from rescue_svc.index.engines import FLAT_LIMIT

@@ -13,7 +13,7 @@ from statistics import mean
 
 import numpy as np
 
-from benchmarks.rescue.collections import Collection, PlainBM25, cranfield, measure, qmsum
+from benchmarks.rescue.public_collections import Collection, PlainBM25, cranfield, measure, qmsum
 from benchmarks.rescue.results import save
 from rescue_svc.embed import load_embedder
 from rescue_svc.schemas import RetrieveRequest

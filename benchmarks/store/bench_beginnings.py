@@ -7,6 +7,7 @@ answers, and a memory limit for fewer than half of the requests if each counts i
 that before the first request, from /metrics. Some answers are compared with those of a server without a cache.
 """
 
+import argparse
 import json
 import threading
 import time
@@ -74,6 +75,7 @@ def at_once(systems, limit):
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__).parse_args()  # --help alone; it has no flags
     model, tokenizer = load(dtype="float32")
     systems = [tokenizer.decode(ids) for ids in texts(OWN, SYSTEM)]
     plan = plan_caches(model, profile("balanced"))

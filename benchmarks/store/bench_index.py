@@ -6,6 +6,7 @@ Records are files of 64 bytes, because their number is what costs. Lookups are o
 stored, and of one that is not.
 """
 
+import argparse
 import json
 import tempfile
 import time
@@ -31,6 +32,7 @@ def timed(work, times=TIMES):
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__).parse_args()  # --help alone; it has no flags
     prompt = np.random.default_rng(0).integers(0, 50_000, TOKENS).tolist()
     keys = list(step_keys("begin", [prompt], STEP).values())
     with tempfile.TemporaryDirectory() as name:

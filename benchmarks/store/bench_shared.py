@@ -6,6 +6,7 @@ The caches are those of the embedded model with random keys and values in float1
 its rows, and once with their own rows. Memory is what mlx holds beyond that before, after a batched step.
 """
 
+import argparse
 import gc
 import json
 
@@ -69,6 +70,7 @@ def measure(plan, count, *, shared):
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__).parse_args()  # --help alone; it has no flags
     model, _ = load()
     plan = plan_caches(model, profile("balanced"))
     figures = []

@@ -7,6 +7,7 @@ formats of `small`. Rows go to the archive, as in a round, or to the prefix cach
 fsync, the prefix cache with one of its last record. Files are read from the system's page cache, and without it.
 """
 
+import argparse
 import json
 import os
 import tempfile
@@ -134,6 +135,7 @@ def drop(folder):
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__).parse_args()  # --help alone; it has no flags
     figures = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
