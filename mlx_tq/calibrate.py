@@ -62,8 +62,9 @@ def run(args: argparse.Namespace) -> int:
         source = f"{queries.tokens:,} tokens of text"
     else:
         with prefill_progress(title="Calibrating") as progress:
-            options = {"text_share": share, "covariance": args.covariance, "progress": progress}
-            queries = model_calibration.calibrate_on_questions(model, tokenizer, text, tokens, **options)
+            options = {"covariance": args.covariance, "progress": progress}
+            collected = model_calibration.collect_queries(model, tokenizer, text, tokens, **options)
+        queries = model_calibration.mix_queries(*collected, share)
         source = f"{queries.tokens:,} tokens of questions and answers"
         source += f" and {share:.0%} text" if share else ""
     model_calibration.save_queries(model, path, queries)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from mlx_tq.config import KVConfig
 
 _SINKS, _WINDOW = 32, 128
-_START_S = 60.0
 
 
 def build_parser() -> CommandParser:
@@ -75,12 +74,13 @@ def _ask(model: Any, tokenizer: Any, case: "Case", name: str, config: "KVConfig"
     from mlx_tq.cli.haystack import QUESTION, Verdict, judge_answer  # loads mlx, which --help does without
     from mlx_tq.cli.screen import console, memory_bar  # likewise
     from mlx_tq.config import RescueConfig  # likewise
+    from mlx_tq.rescue import START_S  # likewise
     from mlx_tq.session import Session  # likewise
 
-    patient = RescueConfig(rescue, timeout=_START_S)  # however busy the machine is
+    patient = RescueConfig(rescue, timeout=START_S)  # however busy the machine is
     with Session(model, tokenizer, config, rescue=patient, warn=lambda _: None) as session:
         if session.client is not None:
-            session.client.ready(_START_S)
+            session.client.ready(START_S)
         "".join(session.respond(tokenizer.decode(case.ids[: case.question]), max_tokens=8))
         stats = session.stats
         answer = "".join(session.respond(QUESTION, max_tokens=32)).strip()

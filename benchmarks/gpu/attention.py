@@ -73,7 +73,7 @@ def cells() -> Iterator[tuple[Cell, tuple[str, ...]]]:
 def measure(arm: str, cell: Cell, rounds: int = ROUNDS) -> dict[str, Any]:
     """Return the median seconds of a call, and for short contexts the difference from the reference.
 
-    Building a call takes Python time, too: `asking_seconds`, before the chain runs.
+    Building a call takes Python time, too: `build_seconds`, before the chain runs.
     """
     mx.random.seed(0)
     problem = (_compressed if "/" in arm else _quantized if "kv" in arm else _plain)(arm, cell)
@@ -87,9 +87,9 @@ def measure(arm: str, cell: Cell, rounds: int = ROUNDS) -> dict[str, Any]:
     for calls in (2, 6):  # compiles and warms up
         _, seconds = _run_chain(problem.steps, queries, calls)
     calls = max(4, min(CALLS, int(SECONDS / seconds)))
-    asking, running = zip(*(_run_chain(problem.steps, queries, calls) for _ in range(rounds)), strict=True)
+    building, running = zip(*(_run_chain(problem.steps, queries, calls) for _ in range(rounds)), strict=True)
     row |= {"seconds": statistics.median(running), "low": min(running), "high": max(running)}
-    return row | {"asking_seconds": statistics.median(asking), "gb_per_s": problem.nbytes / row["seconds"] / 1e9}
+    return row | {"build_seconds": statistics.median(building), "gb_per_s": problem.nbytes / row["seconds"] / 1e9}
 
 
 def measure_copy(nbytes: int = 1 << 29) -> dict[str, float]:

@@ -9,25 +9,17 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from itertools import count
+from itertools import islice
 from typing import Any
-from unittest import mock
 
-from mlx_tq.kernels import selftest
-from mlx_tq.kernels.selftest import KernelCheck
+from mlx_tq.kernels.selftest import KernelCheck, check_kernels, kernel_cases
 
 COMMAND = "python -m benchmarks.gpu selftest"
 
 
 def check_share(process: int, processes: int, gpu: str = "cuda") -> Iterator[KernelCheck]:
-    """Yield the comparisons of one process: every `processes`-th one."""
-    numbers, compare = count(), selftest._compare
-
-    def compare_own(*case: Any) -> KernelCheck | None:
-        return compare(*case) if next(numbers) % processes == process else None
-
-    with mock.patch.object(selftest, "_compare", compare_own):
-        yield from filter(None, selftest.check_kernels(gpu))
+    """Return the comparisons of one process: every `processes`-th one."""
+    return check_kernels(gpu, islice(kernel_cases(), process, None, processes))
 
 
 def join_lines(lines: Iterable[str]) -> dict[str, Any]:

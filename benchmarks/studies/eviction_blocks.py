@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.reports import ALL_NAMES, named_model, survey_models
 from mlx_tq.cli.haystack import load_text
 from mlx_tq.config import EvictConfig, KVConfig
-from mlx_tq.evaluate.asking import prefill
+from mlx_tq.evaluate.asking import prefill_caches
 from mlx_tq.policies import TriAttention
 from mlx_tq.prompt_cache.compressed import make_prompt_cache
 from mlx_tq.prompt_cache.layer_group import layer_group_of
@@ -35,7 +35,7 @@ def measure(model: Any, plain: PlainText, ids: list[int], granularity: int) -> d
     assert sequence is not None
     rounds, before = list[np.ndarray](), sequence.evicted
     for start in range(0, len(ids) + 1, STEP):
-        prefill(model, [*ids, ids[0]][start : start + STEP], caches, STEP)
+        prefill_caches(model, caches, [*ids, ids[0]][start : start + STEP], STEP)
         if sequence.evicted is not before:
             rounds.append(np.setdiff1d(sequence.evicted, before))
             before = sequence.evicted

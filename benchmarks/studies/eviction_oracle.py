@@ -33,7 +33,7 @@ from benchmarks.studies.eviction_scores import (
 from benchmarks.studies.needle_kinds import plant
 from mlx_tq.cli.haystack import load_text
 from mlx_tq.config import EvictConfig, KVConfig
-from mlx_tq.evaluate.asking import prefill
+from mlx_tq.evaluate.asking import prefill_caches
 from mlx_tq.models import load
 from mlx_tq.policies import ExpectedAttention, Published, TriAttention
 from mlx_tq.policies.calibration import SKIP
@@ -71,7 +71,7 @@ class Scene:
         self.asks = [(question + answer, len(answer)) for question, answer in pairs]
         self.caches = compressed_caches(make_prompt_cache(model, CONFIG))
         record(self.caches)
-        prefill(model, self.scene.ids, self.caches, STEP)
+        prefill_caches(model, self.caches, self.scene.ids, STEP)
         self.text = recorded(self.caches)
         self.asked, self.known = self._ask_all()
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from mlx_tq.cli.haystack import load_text
 from mlx_tq.cli.loading import load_model
-from mlx_tq.cli.model_calibration import Queries, collect_queries, save_queries
+from mlx_tq.cli.model_calibration import Queries, collect_queries, mix_queries, save_queries
 from mlx_tq.cli.parser import add_model_arguments
 from mlx_tq.config import KVConfig
 from mlx_tq.policies.calibration import QueryStats
@@ -52,8 +52,7 @@ def main() -> None:
     )
     args.folder.mkdir(parents=True, exist_ok=True)
     for name, share in SHARES.items():
-        mixed = [a.blend(b, share) for a, b in zip(asked.stats, heard.stats, strict=True)]
-        save_queries(model, args.folder / f"{name}.safetensors", asked._replace(stats=mixed))
+        save_queries(model, args.folder / f"{name}.safetensors", mix_queries(asked, heard, share))
     save_queries(model, args.folder / "both.safetensors", beside(model, asked, heard))
 
 

@@ -22,7 +22,7 @@ from mlx_tq.cli.screen import progress_bar
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, Arm
-from mlx_tq.evaluate.asking import Prefill, Sample, ask_samples, prefill
+from mlx_tq.evaluate.asking import Prefill, Sample, ask_samples, prefill_caches
 from mlx_tq.evaluate.inspection import reseed_random
 from mlx_tq.evaluate.measurements import parse_depth, read_text, whole_numbers
 from mlx_tq.evaluate.needles import count_found
@@ -173,7 +173,7 @@ def _prefills(model: Any, settings: Sequence[Setting], arms: Sequence[Arm], step
         def prefilled(sample: Sample) -> list[Any]:
             caches = make()
             reseed_random(caches, sample.fields["seed"])
-            return prefill(model, sample.ids[: sample.shared], caches, step)
+            return prefill_caches(model, caches, sample.ids[: sample.shared], step)
 
         return prefilled
 
@@ -223,7 +223,7 @@ class OncePrefilled:
         if ids != self._ids:
             self._ids, self._caches = ids, {}
         if sinks not in self._caches:
-            self._caches[sinks] = prefill(self._model, ids, build_caches(self._readers[sinks]), self._step)
+            self._caches[sinks] = prefill_caches(self._model, build_caches(self._readers[sinks]), ids, self._step)
         return self._caches[sinks]
 
 

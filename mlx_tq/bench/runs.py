@@ -12,6 +12,7 @@ from typing import Any
 
 from mlx_lm.models.cache import KVCache
 
+from mlx_tq.bench import STDOUT
 from mlx_tq.bench.layer import LayerShape, measure_layer
 from mlx_tq.bench.model import BenchedCache, Figure, measure_model
 from mlx_tq.cli.diagnostics import Check, environment, run_checks
@@ -28,7 +29,6 @@ from mlx_tq.kernels.thresholds import KernelThresholds
 from mlx_tq.kernels.tuning import tune
 from mlx_tq.models import load
 
-STDOUT = "-"
 LAYER_TOKENS = [2048, 8192, 32768]
 MODEL_TOKENS = [1024, 4096, 16384]
 

@@ -55,6 +55,12 @@ def keys_start(count: int) -> int:
     return _HEAD.size + 8 * count
 
 
+def block_nbytes(count: int, shapes: list[LayerShape]) -> int:
+    """Return the bytes of a block of `count` positions."""
+    words = sum(shape.key_count(count) + shape.heads * count * shape.value_words for shape in shapes)
+    return keys_start(count) + 2 * words
+
+
 def to_bytes(block: Block) -> bytes:
     parts = [part for rows in block.layers for part in (rows.keys, rows.mean) if part is not None]
     keys = b"".join(part.tobytes() for part in parts)
@@ -70,8 +76,7 @@ def from_bytes(data: bytes | memoryview, shapes: list[LayerShape]) -> Block:
     if len(view) < _HEAD.size or view[:4] != _MAGIC or struct.unpack_from("<I", view, 4)[0] != zlib.crc32(view[8:]):
         raise CacheFormatError("a block of packed rows is damaged. What it held is lost; go on without it.")
     _, _, count, layers, _ = _HEAD.unpack_from(view)
-    words = sum(shape.key_count(count) + shape.heads * count * shape.value_words for shape in shapes)
-    if layers != len(shapes) or len(view) != keys_start(count) + 2 * words:
+    if layers != len(shapes) or len(view) != block_nbytes(count, shapes):
         raise CacheFormatError(f"a block has rows of {layers} other layers than the {len(shapes)} of this model.")
     positions = np.frombuffer(view, "<i8", count, _HEAD.size).astype(np.int64)
     numbers, start = np.frombuffer(view, "<u2", offset=keys_start(count)), 0

@@ -147,7 +147,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
             raise CacheFormatError(
                 f"a trim of {n} tokens from {self.offset} leads back past an eviction: some positions before "
                 f"{before.floor} are evicted, and not in the archive. Trim at most {self.offset - before.floor}, or "
-                "read the text anew."
+                "prefill the text again."
             )
         packed = self._packed(self.offset)
         self.regions = before.trimmed_to(length)
@@ -248,8 +248,8 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         before, after = self.offset, self.offset + keys.shape[2]
         if self.saved_part is not None or (self.group is not None and after > self.group.announced):
             raise CacheFormatError(
-                "a forward pass wrote to a cache that evicts without having been announced to it, so no round could "
-                "come before it. Call the model itself, not one of its parts, inside "
+                "a forward pass wrote to a cache that evicts, but did not announce itself, so no eviction round could "
+                "be held before it. Call the model itself, not one of its parts, inside "
                 "`with mlx_tq.compressed(model):`."
             )
         packed = self._packed(before)

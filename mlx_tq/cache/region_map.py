@@ -46,7 +46,10 @@ class RegionSizes:
         return self.packed_until(packed + self.window - BLOCK)
 
     def needed_from(self, length: int) -> int:
-        """Return the position from which no token may be missing after a trim to `length`, a multiple of BLOCK."""
+        """Return the position from which no token may be missing after a trim to `length`.
+
+        It is the start of an archived block; these are counted from the sinks.
+        """
         return self.sinks + max(0, length - self.window - self.sinks) // BLOCK * BLOCK
 
     def full_capacity(self, packed: int, length: int) -> int:

@@ -82,6 +82,10 @@ class CacheSpec(RegionSizes):
         """Return the position before which keys are cold when tokens before `packed` are packed."""
         return max(self.sinks, packed - self.recent) if self.cold else self.sinks
 
+    def recent_from(self, packed: int) -> int:
+        """Return the position from which keys have recent rows when tokens before `packed` are packed."""
+        return self.cold_until(self.originals_from(packed))
+
 
 @lru_cache(maxsize=4096)
 def _layout(spec: CacheSpec, key_dim: int, value_dim: int, dtype: str) -> RowLayout:

@@ -151,11 +151,14 @@ class TieredKVCache(CompressedKVCache):
     def evictable_rows(self) -> tuple[mx.array, RowLayout, KeyNormalization | None]:
         if self._full is None or not self._rows:
             raise CacheFormatError("nothing of the cache is packed yet. Read more tokens first.")
-        layout, normalization = self._cold_layout(self._full), super()._normalization(self._packed(self.offset))
-        rows = self._cold_rows()
+        layout, rows = self._cold_layout(self._full), self._cold_rows()
         if rows is None:
             rows = mx.zeros((*self._full[0].shape[:2], 0, layout.words), mx.uint32)
-        return rows, layout, None if normalization is None else replace(normalization, index=self._mean_index, first=0)
+        return rows, layout, self._cold_normalization(self._packed(self.offset))
+
+    def _cold_normalization(self, packed: int) -> KeyNormalization | None:
+        normalization = super()._normalization(packed)
+        return None if normalization is None else replace(normalization, index=self._mean_index, first=0)
 
     def archived_normalization(self, means: np.ndarray, index: mx.array) -> KeyNormalization | None:
         normalization = super().archived_normalization(means, index)
@@ -222,7 +225,7 @@ class TieredKVCache(CompressedKVCache):
             packed_tokens=regions.packed_tokens - twice,
             normalization=None if normalization is None else normalization.after(twice),
         )
-        normalization = None if normalization is None else replace(normalization, index=self._mean_index, first=0)
+        normalization = self._cold_normalization(packed)
         return TieredView(recent, cold=cold, cold_layout=self._cold_layout(full), cold_normalization=normalization)
 
     def _pack(self, full: Pair, packed: int, target: int) -> None:
@@ -237,7 +240,7 @@ class TieredKVCache(CompressedKVCache):
 
     def _retain(self, full: Pair, window_start: int, packed: int) -> Pair:
         retained = super()._retain(full, window_start, packed)
-        start = max(self.spec.cold_until(self.spec.originals_from(packed)), self._recent_start)
+        start = max(self.spec.recent_from(packed), self._recent_start)
         rows = self._rows.between(self._row(start), self._row(packed))
         if rows is not None and start > self._recent_start:
             self._recent_start = start

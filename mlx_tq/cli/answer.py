@@ -54,7 +54,7 @@ from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.cache_file import read_header
 from mlx_tq.prompt_cache.compressed import compressed
 from mlx_tq.prompt_cache.statistics import CacheStats, cache_stats, tokens_seen
-from mlx_tq.rescue import AUTO, OFF, RescueClient, open_service
+from mlx_tq.rescue import AUTO, OFF, START_S, RescueClient, open_service
 from mlx_tq.session.restore import take_archive_warning
 from mlx_tq.session.shadow_mode import Shadow, make_shadow
 from mlx_tq.session.text import PlainText, PromptLengthLimit
@@ -63,7 +63,6 @@ from mlx_tq.session.turn import UNLIMITED, Turn, TurnStats
 
 _NAN = "the model's logits are NaN after the prompt. Check its weights, or load it in bfloat16 or float32."
 _NEARLY_FULL = 0.9  # of the model's context
-_START_S = 60.0  # that a rescue service on this machine may take to start
 
 
 Answer = tuple[str, TurnStats, CacheStats]  # the generated text, and the statistics of turn and cache
@@ -87,8 +86,9 @@ def answer_request(request: Request) -> int:
     PromptLengthLimit(tokenizer, limit).check(len(text))
     options = {name: getattr(args, name) for name in ("kv_bits", "kv_group_size", "quantized_kv_start")}
     if args.image:
-        text, options["input_embeddings"] = embed_images(model, tokenizer, model_config, text, args.image)
-    ids = encode(tokenizer, text, args)
+        ids, options["input_embeddings"] = embed_images(model, tokenizer, model_config, text, args)
+    else:
+        ids = encode(tokenizer, text, args)
     check_positions(len(ids), limit)
     calibrate_model(model, tokenizer, request.config, name=args.model)
     opened = open_caches(model, request)
@@ -247,7 +247,7 @@ def _open_transcript(model: Any, tokenizer: Any, rescue: RescueConfig) -> Iterat
     if rescue.service != OFF and ranks.is_first:  # which searches for all
         client = RescueClient(open_service(rescue.service))
     limit = quotation_limit(rescue, position_limit(model))
-    start_s = _START_S if rescue.service == AUTO else 0.0
+    start_s = START_S if rescue.service == AUTO else 0.0
     transcript = Transcript(PlainText(tokenizer), client, rescue, uuid.uuid4().hex, limit, start_s)
     try:
         yield transcript

@@ -33,7 +33,7 @@ from mlx_tq.config import RescueConfig
 from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.prompt_cache.cache_file import check_config, with_formats
-from mlx_tq.rescue import AUTO, OFF
+from mlx_tq.rescue import AUTO, OFF, START_S
 from mlx_tq.session import Session
 from mlx_tq.session.restore import take_archive_warning
 
@@ -43,7 +43,6 @@ with suppress(ImportError):  # not on every system; without it lines cannot be e
     if "libedit" not in (readline.__doc__ or ""):  # libedit has another syntax, and no bracketed paste
         readline.parse_and_bind("set enable-bracketed-paste on")  # what is pasted is one message, with all its lines
 
-_START_S = 60.0  # that a rescue service may take to start
 _DEFAULT_CONTEXT = 32768  # tokens at which the bytes of a model without a limit are shown
 _BLOCK = '"""'
 _HELP = f"""\
@@ -85,7 +84,7 @@ def run_chat(request: Request) -> int:
         chat = Chat(session, warnings, ranks)
         chat.show_conversation()
         if session.rescue.service == AUTO and session.client is not None:
-            session.client.ready(_START_S)
+            session.client.ready(START_S)
         note("type a message; /help shows the commands")
         code = chat.run()
         if session.shadow is not None:

@@ -14,6 +14,7 @@ from mlx_tq.codec import CodecOptions, TurboQuant, format_names, get_format
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import KernelUnavailableError
 from mlx_tq.kernels import backend, cpu_streams, selftest, thresholds
+from mlx_tq.kernels.gpu import gpu_backend
 from mlx_tq.kernels.selftest import KernelCheck
 
 _DIM = 128
@@ -101,8 +102,7 @@ def blas() -> str:
 
 
 def environment() -> dict[str, str]:
-    used = "cpu" if mx.default_device().type == mx.DeviceType.cpu else "cuda"
-    used = "metal" if mx.metal.is_available() else used
+    used = gpu_backend() or "cpu"
     name = None if used == "cpu" else mx.device_info().get("device_name")
     return {
         "device": str(name or platform.processor() or platform.machine()),

@@ -10,7 +10,7 @@ from mlx_lm.models.cache import load_prompt_cache as load_native_cache
 from mlx_lm.models.cache import make_prompt_cache as make_native_cache
 
 from mlx_tq.cli.haystack import load_text
-from mlx_tq.cli.model_calibration import calibrate_on_questions, save_measured_losses, save_queries
+from mlx_tq.cli.model_calibration import collect_queries, mix_queries, save_measured_losses, save_queries
 from mlx_tq.cli.options import SINGLE_PROCESS, Request
 from mlx_tq.cli.screen import console, human_bytes, note, prefill_progress, warn
 from mlx_tq.config import KVConfig
@@ -98,8 +98,8 @@ def _calibrate_queries(model: Any, tokenizer: Any, title: str, *, covariance: bo
     if ranks_of(model).any([failure is not None])[0]:
         raise failure or ConfigError("another rank cannot write to its cache folder.")
     with prefill_progress(title=f"Calibrating eviction for {title} (first run only)") as progress:
-        queries = calibrate_on_questions(model, tokenizer, load_text(), covariance=covariance, progress=progress)
-    save_queries(model, path, queries)
+        collected = collect_queries(model, tokenizer, load_text(), covariance=covariance, progress=progress)
+    save_queries(model, path, mix_queries(*collected))
     note(f"Saved the calibration to {path}")
 
 

@@ -89,18 +89,9 @@ def calibrate_on_text(model: Any, ids: list[int], *, covariance: bool = False) -
     return _add_queries(_NO_QUERIES, caches)
 
 
-def calibrate_on_questions(
-    model: Any,
-    tokenizer: Any,
-    text: str,
-    tokens: int = TOKENS,
-    *,
-    text_share: float = TEXT_SHARE,
-    **options: Any,
-) -> Queries:
-    """Return the statistics of `collect_queries` with these options; those of the text weigh `text_share`."""
-    questions, read = collect_queries(model, tokenizer, text, tokens, **options)
-    return questions._replace(stats=[a.blend(b, text_share) for a, b in zip(questions.stats, read.stats, strict=True)])
+def mix_queries(questions: Queries, text: Queries, text_share: float = TEXT_SHARE) -> Queries:
+    """Return the statistics of questions, blended with those of the text by the weight `text_share`."""
+    return questions._replace(stats=[a.blend(b, text_share) for a, b in zip(questions.stats, text.stats, strict=True)])
 
 
 def collect_queries(

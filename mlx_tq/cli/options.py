@@ -5,6 +5,7 @@
 
 import argparse
 import difflib
+import json
 import math
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -36,6 +37,16 @@ def parse_switch(text: str) -> bool:
     if text not in ("on", "off"):
         raise argparse.ArgumentTypeError(f"{text!r} is not on or off")
     return text == "on"
+
+
+def parse_json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
 
 
 def parse_size(text: str) -> int:

@@ -8,11 +8,10 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from jinja2 import TemplateError
 from mlx_lm.processors import load_processor
 
 from mlx_tq.errors import ConfigError
-from mlx_tq.session.text import PromptLengthLimit
+from mlx_tq.session.text import TEMPLATE_ERRORS, PromptLengthLimit
 
 _PLACEHOLDER = "<the-prompt-goes-here>"
 
@@ -65,7 +64,7 @@ def _apply_template(tokenizer: Any, prompt: str, args: argparse.Namespace) -> st
     options |= template_config(args)
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
-    except (TemplateError, ValueError) as error:
+    except TEMPLATE_ERRORS as error:
         raise ConfigError(
             f"the model's chat template refuses this conversation: {error}. Drop --system-prompt or "
             "--prefill-response, or add --ignore-chat-template."
@@ -105,9 +104,9 @@ def encode_document(tokenizer: Any, text: str, limit: int | None) -> list[int]:
 
 
 def embed_images(
-    model: Any, tokenizer: Any, config: dict[str, Any], prompt: str, paths: list[str]
-) -> tuple[str, mx.array]:
-    """Return the prompt with its image placeholders expanded, and the input embeddings [tokens, hidden]."""
+    model: Any, tokenizer: Any, config: dict[str, Any], prompt: str, args: argparse.Namespace
+) -> tuple[list[int], mx.array]:
+    """Return the tokens of the prompt with its image placeholders expanded, and the embeddings [tokens, hidden]."""
     processor = load_processor(model, config)
     if processor is None:
         raise ConfigError("the model does not support images. Drop --image, or use a vision model.")
@@ -116,10 +115,11 @@ def embed_images(
     except ImportError as error:
         raise ConfigError("--image needs Pillow: pip install pillow.") from error
     try:
-        images = [np.asarray(Image.open(path).convert("RGB")) for path in paths]
+        images = [np.asarray(Image.open(path).convert("RGB")) for path in args.image]
     except OSError as error:
         raise ConfigError(f"an image cannot be read: {error}.") from error
     text, pixels = processor(prompt, images=images)
-    embeddings = model.embed_inputs(mx.array(tokenizer.encode(text, add_special_tokens=False)), pixel_values=pixels)
+    ids = encode(tokenizer, text, args)
+    embeddings = model.embed_inputs(mx.array(ids), pixel_values=pixels)
     mx.eval(embeddings)  # the prefill runs on another stream
-    return text, embeddings
+    return ids, embeddings

@@ -15,6 +15,7 @@ from mlx_tq.cli.terminal_text import readable
 from mlx_tq.distributed.group import Ranks
 from mlx_tq.kernels import backend, thresholds
 from mlx_tq.prompt_cache.archive import LIMIT
+from mlx_tq.prompt_cache.layer_bytes import RegionBytes
 from mlx_tq.prompt_cache.layer_group import EvictionPlan
 from mlx_tq.prompt_cache.plan import LayerPlan, Plan
 from mlx_tq.prompt_cache.statistics import CacheStats, predict_stats
@@ -99,9 +100,10 @@ def show_plan(plan: Plan, tokens: int, recall_blocker: str | None = None) -> Non
     """Print how each group of layers is stored, and the bytes of a context of `tokens`."""
     rows = table(f"KV cache of {plan.model_type}, {tokens:,} tokens", "layers", "keys", "values", "bytes", "fp16", "")
     rows.columns[-1].no_wrap, rows.columns[-1].justify = False, "left"  # a long note must not squeeze the figures
-    for _, group in groupby(plan.layers, key=lambda layer: (layer.spec.keys, layer.spec.value, layer.note)):
-        layers = list(group)
-        size = sum(layer.nbytes(plan.live(tokens)) for layer in layers)
+    sized = zip(plan.layers, plan.layers_at(tokens), strict=True)
+    for _, group in groupby(sized, key=lambda pair: (pair[0].spec.keys, pair[0].spec.value, pair[0].note)):
+        layers, nbytes = zip(*group, strict=True)
+        size = sum(layer.allocated for layer in nbytes)
         fp16 = sum(layer.fp16_nbytes(tokens) for layer in layers)
         spec, indices = layers[0].spec, sorted({layers[0].slot.index, layers[-1].slot.index})
         sizes = human_bytes(size), human_bytes(fp16)
@@ -253,10 +255,10 @@ def memory_bar(session: Session) -> Text:
 def plan_dict(plan: Plan, tokens: int) -> dict[str, Any]:
     """Return a plan as plain data, with the bytes of a context of `tokens`."""
 
-    def describe_layer(layer: LayerPlan) -> dict[str, Any]:
+    def describe_layer(layer: LayerPlan, nbytes: RegionBytes) -> dict[str, Any]:
         slot = {"index": layer.slot.index, "part": layer.slot.part}
         formats = {"key": layer.spec.keys, "value": layer.spec.value, "has_kernels": layer.has_kernels}
-        sizes = {"nbytes": layer.nbytes(plan.live(tokens)), "fp16_nbytes": layer.fp16_nbytes(tokens)}
+        sizes = {"nbytes": nbytes.allocated, "fp16_nbytes": layer.fp16_nbytes(tokens)}
         return {**slot, **formats, "note": layer.note, **sizes}
 
     eviction = plan.eviction and {
@@ -270,7 +272,7 @@ def plan_dict(plan: Plan, tokens: int) -> dict[str, Any]:
     return {
         "model_type": plan.model_type,
         "config": plan.config.to_dict(),
-        "layers": [describe_layer(layer) for layer in plan.layers],
+        "layers": list(map(describe_layer, plan.layers, plan.layers_at(tokens))),
         "caches": plan.classes,
         "cache": predict_stats(plan, tokens).to_dict(),
         "eviction": eviction,

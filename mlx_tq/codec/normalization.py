@@ -16,7 +16,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_tq.codec.formats.base import FP16_MAX, Codec, Encoded
-from mlx_tq.codec.rotation import Rotation, pairwise_sum
+from mlx_tq.codec.rotation import Rotation, pairwise_sum, rotate_exactly
 
 MEAN_TOKENS = 128  # positions that share a mean
 _FLOOR = 0.01  # least statistic of a dim, in rms of its head: unused dims would get an unbounded scale
@@ -64,7 +64,7 @@ def compute_block_means(keys: mx.array, scale: mx.array, rotation: Rotation | No
     """
     count = keys.shape[3]
     mean = pairwise_sum(keys.astype(mx.float32).swapaxes(-1, -2)) / count * scale[:, :, None]
-    mean = _rotate_exactly(mx.where(mx.isfinite(mean), mean, 0.0), rotation)
+    mean = rotate_exactly(mx.where(mx.isfinite(mean), mean, 0.0), rotation)
     clamped = (mx.abs(mean) > FP16_MAX).any(axis=-1).sum().astype(mx.int32)
     return BlockMeans(mx.clip(mean, -FP16_MAX, FP16_MAX).astype(mx.float16), clamped)
 
@@ -133,8 +133,7 @@ def decode_keys(codec: Codec, encoded: Encoded, normalization: KeyNormalization 
     """Return encoded keys in the original space, fp32 [B, H, S, D]."""
     if normalization is None:
         return codec.decode(encoded)
-    scaled = decode_rotated_keys(codec, encoded, normalization)
-    scaled = scaled if codec.rotation is None else codec.rotation.inverse(scaled)
+    scaled = _unrotate(decode_rotated_keys(codec, encoded, normalization), codec.rotation)
     return scaled / normalization.scale[:, :, None]
 
 
@@ -148,17 +147,13 @@ def rerotate_means(means: mx.array, old: Rotation | None, new: Rotation | None) 
     """Move means [B, H, n, D] from the domain of one rotation's codes to another's, in their type."""
     if old is new:
         return means
-    return mx.clip(_rotate_exactly(_unrotate(means, old), new), -FP16_MAX, FP16_MAX).astype(means.dtype)
+    return mx.clip(rotate_exactly(_unrotate(means, old), new), -FP16_MAX, FP16_MAX).astype(means.dtype)
 
 
 def _unrotated_row_means(normalization: KeyNormalization, rotation: Rotation | None, tokens: int) -> mx.array:
-    return mx.take(_unrotate(normalization.means, rotation), normalization.mean_index(tokens), axis=2)
+    return replace(normalization, means=_unrotate(normalization.means, rotation)).row_means(tokens)
 
 
-def _unrotate(means: mx.array, rotation: Rotation | None) -> mx.array:
-    means = means.astype(mx.float32)
-    return means if rotation is None else rotation.inverse(means)
-
-
-def _rotate_exactly(x: mx.array, rotation: Rotation | None) -> mx.array:
-    return x if rotation is None else rotation.forward(x) / rotation.dim**0.5
+def _unrotate(x: mx.array, rotation: Rotation | None) -> mx.array:
+    x = x.astype(mx.float32)
+    return x if rotation is None else rotation.inverse(x)

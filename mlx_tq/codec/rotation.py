@@ -141,6 +141,11 @@ def get_rotation(name: str, dim: int, seed: int) -> Rotation:
     return ROTATIONS[name](dim, seed)
 
 
+def rotate_exactly(x: mx.array, rotation: Rotation | None) -> mx.array:
+    """Return R x of fp32 vectors [..., D], with additions in a fixed order."""
+    return x if rotation is None else rotation.forward(x) / math.sqrt(rotation.dim)
+
+
 def rotate(x: mx.array, rotation: Rotation | None) -> mx.array:
     """Return R x of a few vectors (queries), fp32 [..., D]; uses mlx's transform if H is Sylvester's."""
     if rotation is None:

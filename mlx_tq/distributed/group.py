@@ -101,10 +101,10 @@ class Ranks:
         digests = self._call(mx.distributed.all_gather, digest, mx.uint64).tolist()
         majority = max(digests, key=digests.count)
         if differing := [str(rank) for rank, digest in enumerate(digests) if digest != majority]:
+            names = f"rank {differing[0]} differs" if len(differing) == 1 else f"ranks {', '.join(differing)} differ"
             raise RankError(
-                f"the {self.size} ranks disagree on {what}: rank{'s' * (len(differing) > 1)} {', '.join(differing)} "
-                "not as the others. All must run the same version of mlx_tq and of mlx, the same flags and the same "
-                "model.",
+                f"the {self.size} ranks disagree on {what}: {names} from the others. All must run the same version of "
+                "mlx_tq and of mlx, the same flags and the same model.",
                 on_all_ranks=True,
             )
 
@@ -169,12 +169,15 @@ class Ranks:
 
         thread = threading.Thread(target=send_nothing, name="ranks-wait", daemon=True)
         thread.start()
-        try:
-            value = make()
-        finally:
-            is_made.set()
-            thread.join()
-        return self.broadcast(lambda: value)
+
+        def make_and_join() -> T:
+            try:
+                return make()
+            finally:
+                is_made.set()
+                thread.join()
+
+        return self.broadcast(make_and_join)
 
     def _exchange(self, data: bytes) -> bytes:
         """Return the first rank's data, or b"" if it is one byte, for which no second call is made."""

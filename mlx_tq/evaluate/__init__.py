@@ -1,10 +1,9 @@
 """`mlx_tq.evaluate`: measure what a compressed KV cache costs in quality."""
 
 import argparse
-import json
 from typing import Any
 
-from mlx_tq.cli.options import Request
+from mlx_tq.cli.options import Request, parse_json_object
 from mlx_tq.cli.parser import (
     CommandParser,
     add_cache_arguments,
@@ -128,7 +127,13 @@ def _add_lm_eval(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="use the chat template; by default, if the model has one",
     )
-    add("--chat-template-args", type=json.loads, default={}, metavar="JSON", help="arguments of the chat template")
+    add(
+        "--chat-template-args",
+        type=parse_json_object,
+        default={},
+        metavar="JSON",
+        help="arguments of the chat template",
+    )
     add("--confirm-run-unsafe-code", action="store_true", help="allow tasks that execute untrusted code")
     add_sampling_arguments(parser)
 

@@ -80,10 +80,11 @@ def arms_from_request(request: Request) -> list[Arm]:
     if args.profiles is None and any(request.values[flag] is not None for flag in _CHOOSING):
         config, bits = request.config, request.config.mean_bits
         return [Arm(f"{config.key}/{config.value}" if bits is None else f"{bits:g}bits", config)]
-    names = [name.strip() for name in (args.profiles or args.default_profiles).split(",") if name.strip()]
+    listed = (name.strip() for name in (args.profiles or args.default_profiles).split(","))
+    names = list(dict.fromkeys(name for name in listed if name))
     if not names:
         raise ConfigError("--profiles is empty; give some, such as off,balanced,q8/tq3.")
     changes = region_changes(request)
     if any("@" in name for name in names):  # the others do not evict
         return [parse_arm(name, **(changes if "@" in name else changes | {"evict": None})) for name in names]
-    return [parse_arm(name, **changes) for name in dict.fromkeys(names)]
+    return [parse_arm(name, **changes) for name in names]

@@ -17,6 +17,7 @@ from mlx_tq.evaluate.inspection import check_evicted, count_needle_tokens, evict
 from mlx_tq.evaluate.results import Advance, Record, Results
 from mlx_tq.integration.probe import position_limit
 from mlx_tq.prompt_cache.compressed import compressed
+from mlx_tq.session.restore import prefill
 
 PASS = "PASS"  # noqa: S105  no password
 VOID = "VOID"  # verdict on a needle that the fp16 cache does not find either
@@ -43,11 +44,10 @@ class Sample:
 Prefill = Callable[[Sample], list[Any]]  # returns caches that hold the shared prefix of a sample
 
 
-def prefill(model: Any, ids: list[int], caches: list[Any], step: int) -> list[Any]:
-    """Append tokens to the caches, `step` at a time, and return the caches."""
+def prefill_caches(model: Any, caches: list[Any], ids: list[int], step: int) -> list[Any]:
+    """Prefill tokens into the caches, and return the caches."""
     with compressed(model):
-        for start in range(0, len(ids), step):
-            mx.eval(model(mx.array(ids[start : start + step])[None], cache=caches))
+        prefill(model, caches, ids, step)
     return caches
 
 
@@ -95,7 +95,7 @@ def ask_samples(
                     if sample.needle:
                         check_evicted(arm.name, caches)
                 value, score = sample.judge(held["answer" if sample.needle else "text"])
-                verdict: Record = {"read": value, "score": score}
+                verdict: Record = {"key": sample.key, "read": value, "score": score}
                 if sample.needle:
                     verdict = {"needle": sample.needle, "verdict": VOID if is_void else value}
                 results.add(key, {"name": arm.name, **sample.fields, "expected": sample.expected, **verdict, **held})
@@ -123,16 +123,16 @@ def _check_positions(model: Any, longest: int, max_tokens: int) -> None:
 
 def _fresh_caches(model: Any, arm: Arm, step: int) -> Prefill:
     make = arm.caches(model)
-    return lambda sample: prefill(model, sample.ids[: sample.shared], make(), step)
+    return lambda sample: prefill_caches(model, make(), sample.ids[: sample.shared], step)
 
 
 def _answer(
     model: Any, tokenizer: Any, sample: Sample, caches: list[Any], max_tokens: int, sampler: Any, step: int
 ) -> Record:
     """Prefill the rest of the prompt and generate an answer; return it with what the cache holds then."""
-    prefill(model, sample.ids[sample.shared : sample.question], caches, step)
+    prefill_caches(model, caches, sample.ids[sample.shared : sample.question], step)
     # A round of eviction comes with the question's pass, so the needle is counted after it.
-    prefill(model, sample.ids[sample.question : -1], caches, len(sample.ids))
+    prefill_caches(model, caches, sample.ids[sample.question : -1], len(sample.ids))
     live, packed = count_needle_tokens(caches, sample.needle) if sample.needle else (0, 0)
     mx.random.seed(zlib.crc32(sample.key.encode()))
     options = {"max_tokens": max_tokens, "prompt_cache": caches, "sampler": sampler}

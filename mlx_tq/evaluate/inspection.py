@@ -1,4 +1,4 @@
-"""Tell what a prompt cache holds: packed tokens, tokens of a needle, and what was evicted."""
+"""Report what a prompt cache holds: packed tokens, tokens of a needle, and what was evicted."""
 
 from dataclasses import replace
 from typing import Any

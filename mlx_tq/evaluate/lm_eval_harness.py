@@ -40,7 +40,7 @@ def run_tasks(args: argparse.Namespace, model: Any, tokenizer: Any, config: KVCo
             super(evaluate.MLXLM, self).__init__()
             self._model, self.tokenizer = model, tokenizer
             self._max_tokens, self._batch_size = args.max_tokens, args.batch_size
-            self._sampler = make_sampler(temp=args.temp, top_p=args.top_p, top_k=args.top_k)
+            self._sampler = make_sampler(temp=args.temp, top_p=args.top_p, min_p=args.min_p, top_k=args.top_k)
             self.use_chat_template = args.apply_chat_template
             if self.use_chat_template is None:
                 self.use_chat_template = tokenizer.chat_template is not None

@@ -277,7 +277,7 @@ MEASUREMENTS = {
         _lm_eval,
         "Tasks of lm-eval",
         None,
-        ("tasks", "num_shots", "limit", "max_tokens", "seed", "temp", "top_p", "top_k"),
+        ("tasks", "num_shots", "limit", "max_tokens", "seed", "temp", "top_p", "min_p", "top_k"),
         arms=lambda request: [Arm("cache", request.config)],
         resumes=False,
     ),

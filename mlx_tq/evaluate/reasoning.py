@@ -84,7 +84,7 @@ def problem_samples(
             key, text = f"{seed} {number}", _prompt(tokenizer, shuffled, problem.question, chat)
             ids = list(tokenizer.encode(text, add_special_tokens=not chat))
             judge = partial(_judge, tokenizer, text, problem.number)
-            fields = {"key": key, "group": f"{shots}-shot"}
+            fields = {"group": f"{shots}-shot"}
             of_seed.append(Sample(key, ids, str(problem.number), judge, fields, stop="" if chat else "\nQuestion:"))
         samples += share_prefixes(of_seed)
     return samples

@@ -12,6 +12,7 @@ from rich.console import Console
 from mlx_tq import __version__
 from mlx_tq.cli import screen
 from mlx_tq.cli.diagnostics import blas
+from mlx_tq.cli.options import check_writable
 from mlx_tq.errors import ConfigError
 from mlx_tq.files import atomic_write
 
@@ -39,8 +40,7 @@ class Results:
         }
         if self._file is None:
             return
-        if not self._file.parent.is_dir():
-            raise ConfigError(f"{self._file} cannot be written: there is no folder {self._file.parent}. Make it first.")
+        check_writable("--json", self._file, "file")
         if not resume or not self._file.exists():
             return
         try:

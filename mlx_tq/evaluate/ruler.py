@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 from mlx_tq.cli.haystack import Fact, build_scene
-from mlx_tq.errors import ConfigError
+from mlx_tq.errors import ConfigError, unknown_name
 from mlx_tq.evaluate.asking import Sample
 
 _NAMES = ("Alice", "Bob", "Carol", "David", "Emma", "Frank", "Grace", "Henry")
@@ -23,14 +23,14 @@ _SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "
 
 
 def ruler_samples(tokenizer: Any, text: str, tasks: Sequence[str], lengths: Sequence[int], count: int) -> list[Sample]:
-    unknown = [task for task in tasks if task not in TASKS]
-    if unknown:
-        raise ConfigError(f"task {unknown[0]!r} is unknown; valid are {', '.join(TASKS)}.")
+    for task in tasks:
+        if task not in TASKS:
+            raise unknown_name("task", task, TASKS)
     samples = []
     for length, task, seed in product(lengths, tasks, range(count)):
         key = f"{task} {length} {seed}"
         ids, expected = TASKS[task](tokenizer, text, length, random.Random(key))
-        fields = {"key": key, "group": f"{task} {length:,}"}
+        fields = {"group": f"{task} {length:,}"}
         samples.append(Sample(key, ids, " ".join(expected), partial(judge_words, expected), fields))
     return samples
 

@@ -12,11 +12,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError
-
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.asking import Sample, share_prefixes
 from mlx_tq.evaluate.reasoning import without_thoughts
+from mlx_tq.session.text import TEMPLATE_ERRORS
 
 Call = dict[str, Any]
 
@@ -105,7 +104,7 @@ def tool_samples(tokenizer: Any, path: str | None, *, shots: int, count: int, pa
         ids = list(tokenizer.encode(prompt, add_special_tokens=False))
         expected = "no call" if case["call"] is None else json.dumps(case["call"])
         judge = partial(_judge, tokenizer, prompt, parser, functions, case["call"])
-        fields = {"key": str(number), "group": f"{shots} shown"}
+        fields = {"group": f"{shots} shown"}
         samples.append(Sample(str(number), ids, expected, judge, fields))
     return share_prefixes(samples)
 
@@ -130,5 +129,5 @@ def _judge(
 def _render(tokenizer: Any, turns: list[dict[str, str]], options: dict[str, Any]) -> str:
     try:
         return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **options))
-    except (TemplateError, ValueError) as error:
+    except TEMPLATE_ERRORS as error:
         raise ConfigError(f"the model's chat template refuses these turns: {error}. Take --shots 0.") from error

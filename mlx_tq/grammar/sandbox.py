@@ -160,10 +160,10 @@ def serve(control: socket.socket, tokenizer: LLTokenizer, limits: CompileLimits)
             connection.sendall(b'{"started": true}\n')
             if os.fork() == 0:
                 control.close()
-                Worker(connection, tokenizer, limits).run()
+                CompileWorker(connection, tokenizer, limits).run()
 
 
-class Worker:
+class CompileWorker:
     """Compiles one grammar in a process of its own, which ends with the last reply."""
 
     def __init__(self, connection: socket.socket, tokenizer: LLTokenizer, limits: CompileLimits) -> None:

@@ -77,7 +77,7 @@ def _attend_block(start: int, stop: int, q: mx.array, regions: Regions, mask: Ma
 def attend_batch(
     queries: mx.array, batch: Sequence[Regions], *, scale: float, mask: Mask = None, sinks: mx.array | None = None
 ) -> mx.array:
-    """Return what `attend` returns for each of B caches of batch size 1 that share a layout; a mask is no array."""
+    """Return what `attend` returns for each of B caches of batch size 1 that share a layout; `mask` is no array."""
     outputs = []
     for i, regions in enumerate(batch):
         run = attend if regions.packed_tokens else prefill

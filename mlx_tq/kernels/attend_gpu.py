@@ -49,7 +49,7 @@ def launch_attend(
 def launch_attend_batch(
     queries: mx.array, batch: Sequence[Regions], *, scale: float, mask: Mask = None, sinks: mx.array | None = None
 ) -> mx.array:
-    """Attend to one cache of batch size B, or to B caches of batch size 1, for which a mask is no array."""
+    """Attend to one cache of batch size B, or to B caches of batch size 1; an array as mask requires one cache."""
     layout = batch[0].layout
     arguments.check_can_run(layout, queries.dtype, batch[0].full_keys.dtype)
     if isinstance(mask, mx.array) and batch[0].shared:
@@ -185,7 +185,7 @@ class _Call:
         return self.merge(_BlockPartials(outputs, maxima, sums, sizes))
 
     def _sink_input(self) -> mx.array:
-        return arguments.pad_input(mx.zeros(0) if self.sinks is None else self.sinks.astype(mx.float32))
+        return _NO_SINKS if self.sinks is None else arguments.pad_input(self.sinks.astype(mx.float32))
 
     def _tiles(self) -> tuple[int, int]:
         """Return the query rows of a tile, and the number of tiles."""
@@ -239,9 +239,10 @@ class _Call:
         return [*inputs, *chain.from_iterable(zip(*sources, strict=True))], constants, sizes
 
 
-# Placeholders for an empty packed region, and for means without an index.
+# Placeholders for an empty packed region, for means without an index, and for no sink logits.
 _NO_ROWS = mx.zeros((1, 1, 1, arguments.MIN_SIZE), mx.uint32)
 _NO_INDEX = mx.zeros(arguments.MIN_SIZE, mx.int32)
+_NO_SINKS = mx.zeros(arguments.MIN_SIZE)
 
 
 def _mean_arguments(regions: Regions) -> tuple[list[mx.array], list[int]]:
@@ -266,7 +267,7 @@ def _packed_part(regions: Regions, start: int, tokens: int, rows: mx.array | Non
 
 
 def _mask_bias(mask: Mask, tokens: int) -> tuple[mx.array, tuple[int, int, int]]:
-    """Return a mask array as a bias of scores, fp32 [B, Hq, L, S], and its strides; both are 1 and 0 to broadcast."""
+    """Return a mask array as a bias of scores, fp32 [B, Hq, L, S], and its strides; a broadcast axis has stride 0."""
     if not isinstance(mask, mx.array):
         return arguments.small_input([], mx.float32).reshape(1, 1, 1, -1), (0, 0, 0)
     bias = mx.where(mask, 0.0, -mx.inf) if mask.dtype == mx.bool_ else mask

@@ -1,5 +1,7 @@
 """Encoding of keys and values into packed rows, and compaction of rows after an eviction."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 
 from mlx_tq.codec.normalization import KeyNormalization
@@ -25,10 +27,9 @@ def _launch_encode(
     count = batch * heads * tokens
     inputs = [keys, values, arguments.sign_flips(layout.key.rotation), arguments.sign_flips(layout.value.rotation)]
     if normalization is not None:
-        means = normalization.means.astype(mx.float32)
-        rotation = layout.key.rotation
-        centers = mx.contiguous(means) if rotation is None else wht(means, rotation, inverse=True)
-        inputs += [mx.contiguous(normalization.scale), centers, arguments.pad_input(normalization.mean_index(tokens))]
+        means, rotation = normalization.means.astype(mx.float32), layout.key.rotation
+        means = means if rotation is None else wht(means, rotation, inverse=True)
+        inputs += arguments.normalization_inputs(replace(normalization, means=means), tokens)
     levels = arguments.trellis_levels(layout.key, layout.value)
     simdgroups = 1 if levels else 4  # a trellis search needs up to 20 KB of threadgroup memory
     words, flags = ENCODE.run(

@@ -55,9 +55,9 @@ class KernelText(NamedTuple):
 class Kernel:
     """A file of metal/ and the names of its arrays.
 
-    The text with the constant NORMALIZED has further arrays, `normalized`. Of each name in `sources`, and of
-    `normalized` then, a kernel gets SOURCES arrays (a constant), of which TQ_SELECT(name, n) selects one in the text.
-    mlx copies arrays of such a kernel that are not contiguous.
+    The text with the constant NORMALIZED has further arrays, `normalized`. A kernel with `sources` gets SOURCES arrays
+    (a constant) for each name in `sources` and in `normalized`; TQ_SELECT(name, n) in the text selects one of them.
+    mlx copies those that are not contiguous.
     """
 
     name: str

@@ -4,13 +4,13 @@ The inverse rotation is never applied to a cached token: full-precision keys and
 output is rotated back once.
 """
 
-import math
 from itertools import pairwise
 
 import mlx.core as mx
 
 from mlx_tq.codec.formats import Codec
 from mlx_tq.codec.normalization import KeyNormalization, cast_clamped, decode_rotated_keys, normalize_queries
+from mlx_tq.codec.rotation import rotate_exactly
 from mlx_tq.kernels import arguments, backend
 from mlx_tq.kernels.gpu import Kernel
 from mlx_tq.kernels.regions import Mask, Regions, take_columns
@@ -89,10 +89,10 @@ def dequantize(regions: Regions) -> tuple[mx.array, mx.array]:
 
 
 def _rotate(x: mx.array, codec: Codec, normalization: KeyNormalization | None) -> mx.array:
-    y = x if normalization is None else x.astype(mx.float32) * normalization.scale[:, :, None]
-    if codec.rotation is not None:
-        y = codec.rotation.forward(y.astype(mx.float32)) / math.sqrt(codec.rotation.dim)
-    return cast_clamped(y, x.dtype, normalization)
+    y = x.astype(mx.float32)
+    if normalization is not None:
+        y = y * normalization.scale[:, :, None]
+    return cast_clamped(rotate_exactly(y, codec.rotation), x.dtype, normalization)
 
 
 def prefill(

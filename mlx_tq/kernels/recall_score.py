@@ -47,7 +47,9 @@ def _launch(
     maxima, sums = RECALL_SCORE.run(
         inputs=[
             arguments.pad_input(keys.codes),
-            arguments.pad_input(mx.zeros((1, 1, 0)) if keys.scale is None else keys.scale),
+            arguments.small_input([], mx.float32).reshape(1, 1, -1)
+            if keys.scale is None
+            else arguments.pad_input(keys.scale),
             mx.contiguous(tiles.swapaxes(-1, -2)),
             arguments.pad_input(mx.array([0, *accumulate(sizes)], mx.int32)),
             arguments.small_input([count, len(sizes)]),

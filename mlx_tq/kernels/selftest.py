@@ -1,11 +1,12 @@
 """Checks every kernel against its reference implementation on small random arrays, on the machine at hand."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
 from mlx_tq.codec.formats import CodecOptions, get_format
+from mlx_tq.codec.formats.base import dtype_name
 from mlx_tq.codec.normalization import KeyNormalization, compute_block_means, compute_key_scale
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import backend, thresholds
@@ -37,15 +38,22 @@ class KernelCheck:
         return self.difference <= self.allowed
 
 
-def check_kernels(gpu: str) -> Iterator[KernelCheck]:
-    """Run all kernels on a GPU backend, "metal" or "cuda"."""
+Case = tuple[str, str, Callable[[], list[mx.array]]]  # a kernel, what it is given, and the call
+
+
+def check_kernels(gpu: str, cases: Iterable[Case] | None = None) -> Iterator[KernelCheck]:
+    """Run all kernels, or those of `cases`, on a GPU backend, "metal" or "cuda"."""
+    yield from (_compare(gpu, *case) for case in (kernel_cases() if cases is None else cases))
+
+
+def kernel_cases() -> Iterator[Case]:
     for number, key in enumerate(FORMATS):
         for dim, dtype in zip(DIMS, (DTYPES * 2)[number % 3 :], strict=False):
             value = FORMATS[(number + DIMS.index(dim)) % len(FORMATS)]
             for normalized in (False, True):
-                case = f"{key}/{value}, D = {dim}, {str(dtype).removeprefix('mlx.core.')}" + ", normalized" * normalized
+                case = f"{key}/{value}, D = {dim}, {dtype_name(dtype)}" + ", normalized" * normalized
                 for kernel, call in _calls((key, value), dim, dtype, normalized=normalized).items():
-                    yield _compare(gpu, kernel, case, call)
+                    yield kernel, case, call
 
 
 def _calls(

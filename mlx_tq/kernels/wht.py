@@ -1,11 +1,9 @@
 """Walsh-Hadamard rotation of queries, full-precision keys, and outputs."""
 
-import math
-
 import mlx.core as mx
 
 from mlx_tq.codec.normalization import KeyNormalization, cast_clamped, normalize_queries
-from mlx_tq.codec.rotation import Rotation, WalshHadamard
+from mlx_tq.codec.rotation import Rotation, WalshHadamard, rotate_exactly
 from mlx_tq.kernels import arguments, backend
 from mlx_tq.kernels.gpu import Kernel, UnsupportedByKernelError, simdgroup_grid
 
@@ -46,5 +44,5 @@ def wht(
 ) -> mx.array:
     """Return R x, or R^T x if `inverse`, in the dtype of x [..., D]; with `normalization`, of queries [B, Hq, L, D]."""
     vectors = normalize_queries(x, normalization).astype(mx.float32)
-    rotated = rotation.inverse(vectors) if inverse else rotation.forward(vectors) / math.sqrt(rotation.dim)
+    rotated = rotation.inverse(vectors) if inverse else rotate_exactly(vectors, rotation)
     return cast_clamped(rotated, x.dtype, normalization)

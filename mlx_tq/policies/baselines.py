@@ -21,13 +21,10 @@ class KeyNorm(Policy):
     name: ClassVar[str] = "knorm"
 
     def score(self, tokens: PackedTokens) -> np.ndarray:
+        count = len(tokens.positions)
         means = []  # over heads, each head's norms in units of their mean: [S] of each layer
         for layer in tokens.layers:
-            parts = []
-            for part in layer.split(len(tokens.positions)):
-                parts.append(mx.linalg.norm(part.keys(), axis=-1))
-                mx.eval(parts[-1])
-            norms = mx.concatenate(parts, axis=-1)[0]  # [H, S]
+            norms = layer.map_rows(lambda part: mx.linalg.norm(part.keys()[0], axis=-1), count)  # [H, S]
             means.append(np.array((norms / mx.maximum(norms.mean(axis=-1, keepdims=True), 1e-12)).mean(axis=0)))
         return np.asarray(-np.mean(means, axis=0))
 

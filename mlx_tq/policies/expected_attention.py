@@ -31,14 +31,15 @@ class ExpectedAttention(CalibratedPolicy):
         heads, dim = layer.rows.shape[1], stats.center.shape[1]
         mean = virtual_query(rope, stats.center, last).reshape(heads, -1, dim)
         covariance = _rotated_covariance(rope, stats, last).reshape(heads, -1, dim, dim)
-        logits = []
-        for part in layer.split(tokens, 1024):
+
+        def compute_logits(part: PackedLayer) -> mx.array:
             keys = part.keys()[0][:, None]  # [H, 1, S, D]
             quadratic = ((keys @ covariance) * keys).sum(axis=-1)  # [H, G, S]
             linear = (mean[:, :, None] * keys).sum(axis=-1)
-            logits.append(linear / dim**0.5 + quadratic / (2 * dim))
-            mx.eval(logits[-1])
-        return weigh_values(mx.concatenate(logits, axis=-1), layer.value_norms(tokens))
+            logits: mx.array = linear / dim**0.5 + quadratic / (2 * dim)
+            return logits
+
+        return weigh_values(layer.map_rows(compute_logits, tokens, 1024), layer.value_norms(tokens))
 
 
 def _rotated_covariance(rope: Rope, stats: QueryStats, last: int) -> mx.array:

@@ -5,7 +5,7 @@ through the entry-point group `mlx_tq.policies`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.metadata import entry_points
@@ -52,8 +52,15 @@ class PackedLayer:
 
     def value_norms(self, tokens: int) -> mx.array:
         """Return the norms of the values of the first `tokens` rows, fp32 [H, S]."""
-        norms = [self.layout.value.estimate_norms(self.layout.values(part.rows))[0] for part in self.split(tokens)]
-        return mx.concatenate(norms, axis=-1)
+        return self.map_rows(lambda part: part.layout.value.estimate_norms(part.layout.values(part.rows))[0], tokens)
+
+    def map_rows(self, compute: Callable[["PackedLayer"], mx.array], tokens: int, size: int = 4096) -> mx.array:
+        """Return the results [..., S] of `compute` for the first `tokens` rows, evaluated for `size` rows at a time."""
+        parts = []
+        for part in self.split(tokens, size):
+            parts.append(compute(part))
+            mx.eval(parts[-1])
+        return mx.concatenate(parts, axis=-1)
 
 
 @dataclass(frozen=True)

@@ -53,12 +53,12 @@ def score_heads(
     heads = layer.rows.shape[1]
     terms = (virtual_query(rope, stats.center, last, unrotated=unrotated), query_spread(rope, stats))
     query, spread = (x.reshape(heads, x.shape[0] // heads, x.shape[1]) for x in terms)
-    scores = []
-    for part in layer.split(tokens):
+
+    def score_part(part: PackedLayer) -> mx.array:
         rows = part.rows
-        scores.append(score(rows, rows.shape[2], layer.layout, query, spread, rope.pairs, part.normalization)[0])
-        mx.eval(scores[-1])
-    return mx.concatenate(scores, axis=-1)
+        return score(rows, rows.shape[2], layer.layout, query, spread, rope.pairs, part.normalization)[0]
+
+    return layer.map_rows(score_part, tokens)
 
 
 def weigh_values(logits: mx.array, norms: mx.array) -> np.ndarray:

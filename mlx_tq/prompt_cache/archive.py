@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mlx_tq.cache.blocks import Block, LayerShape, from_bytes, keys_start, to_bytes
+from mlx_tq.cache.blocks import Block, LayerShape, block_nbytes, from_bytes, keys_start, to_bytes
 from mlx_tq.config import BLOCK
 from mlx_tq.errors import CacheFormatError
 
@@ -74,8 +74,7 @@ class Archive:
         except OSError as error:
             self._file, self.limit = -1, 0
             self._warn_of_loss(f"no file can be made in {folder}: {error.strerror}")
-        words = sum(shape.key_count(BLOCK) + shape.heads * BLOCK * shape.value_words for shape in shapes)
-        self._slot_nbytes = keys_start(BLOCK) + 2 * words
+        self._slot_nbytes = block_nbytes(BLOCK, shapes)
         self._used = self._num_slots = self._num_blocks = self._num_pending = 0
         self._free_slots: list[int] = []
         self._freed: deque[tuple[int, int]] = deque()  # slots and bytes of blocks that are gone, from any thread
@@ -138,7 +137,7 @@ class Archive:
         if self.deleted == 1:
             self.warn(
                 f"the archive has reached its limit of {self.limit:,} bytes: the least recalled blocks are deleted, "
-                "the oldest first, and cannot be recalled. --kv-archive-limit allows more. The conversation goes on."
+                "the oldest first, and cannot be recalled. --kv-archive-limit allows more. The conversation continues."
             )
 
     def _collect_freed(self) -> None:
@@ -222,7 +221,7 @@ class Archive:
     def warn_of_damage(self, count: int) -> None:
         if count:
             what = "1 block is damaged: what it" if count == 1 else f"{count} blocks are damaged: what they"
-            self.warn(f"of the archive {what} held cannot be recalled. The conversation goes on.")
+            self.warn(f"of the archive {what} held cannot be recalled. The conversation continues.")
 
     def warn(self, message: str) -> None:
         """Add a warning behind those that were not taken yet."""
@@ -237,7 +236,7 @@ class Archive:
         if not self._has_warned:
             self._has_warned = True
             self.warn(
-                f"evicted tokens cannot be archived ({reason}), so they cannot be recalled. The conversation goes on."
+                f"evicted tokens cannot be archived ({reason}), so they cannot be recalled. The conversation continues."
             )
 
 

@@ -33,7 +33,7 @@ from mlx_tq.prompt_cache.plan import learn_ropes
 CONVERSATION = "session"  # a metadata key that only conversations have
 VERSION = "1"
 _FORMAT = "mlx_tq prompt cache"
-_REMEDY = "Take another copy of it, or begin anew without it."  # it may hold a prompt or a conversation
+_REMEDY = "Take another copy of it, or start again without it."  # it may hold a prompt or a conversation
 _HEADER_KEY = "mlx_tq"  # in the metadata of a file that mlx-lm can read
 _CHECKED_FIELDS = ("version", "model", "config", "classes", "scalars", "metadata")
 _BLOCKS = "attached"  # the array of archived blocks, and the metadata key of their sizes

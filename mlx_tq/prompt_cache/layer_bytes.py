@@ -45,6 +45,10 @@ def layer_layout(slot: SlotFacts, spec: CacheSpec) -> RowLayout:
     return spec.layout(slot.key_dim, slot.value_dim, dtype_of(slot.dtype))
 
 
+def cold_layout(slot: SlotFacts, spec: CacheSpec) -> RowLayout:
+    return spec.cold_layout(layer_layout(slot, spec), dtype_of(slot.dtype))
+
+
 def fp16_bytes(slot: SlotFacts, tokens: int) -> int:
     """Return the bytes of tokens at 16 bits, whatever the model's dtype is."""
     return slot.heads * tokens * (slot.key_dim + slot.value_dim) * 2
@@ -66,7 +70,7 @@ def layer_bytes(slot: SlotFacts, spec: CacheSpec, tokens: int, evicted: Evicted 
         most = most if evicted.seen is None else min(most, spec.packed_until(evicted.seen))
     capacity = slot.heads * _row_bytes(slot, spec, most, row_capacity)
     if evicted is not None and spec.cold and most > spec.sinks:  # tokens of both key formats may be left
-        cold = spec.cold_layout(layout, dtype_of(slot.dtype)).nbytes
+        cold = cold_layout(slot, spec).nbytes
         all_cold = row_capacity(most - spec.sinks + BLOCK) * cold
         capacity = max(capacity, slot.heads * all_cold) + slot.heads * STEP * (layout.nbytes + cold)
     learned = slot.heads * layout.learned_bytes if rows else 0
@@ -93,9 +97,9 @@ def _row_bytes(slot: SlotFacts, spec: CacheSpec, packed: int, capacity: Callable
     """
     layout = layer_layout(slot, spec)
     cold = spec.cold_until(packed) - spec.sinks
-    recent = packed - spec.cold_until(spec.originals_from(packed))
+    recent = packed - spec.recent_from(packed)
     nbytes = capacity(recent) * layout.nbytes
-    return nbytes + capacity(cold) * spec.cold_layout(layout, dtype_of(slot.dtype)).nbytes if cold else nbytes
+    return nbytes + capacity(cold) * cold_layout(slot, spec).nbytes if cold else nbytes
 
 
 def _mean_bytes(slot: SlotFacts, spec: CacheSpec, packed: int, evicted: Evicted | None) -> int:

@@ -76,11 +76,12 @@ class EvictionPlan:
 
             | sinks, and the block that they end in | evictable blocks | a block in part | latest, and not yet packed |
         """
-        size, latest = self.config.policy.granularity, config.latest
+        size, recent = self.config.policy.granularity, config.latest - config.window
         sizes = RegionSizes(sinks=config.sinks, window=max(config.window, 1), normalize=config.normalize)
-        end = sizes.packed_until(seen) - (latest - config.window)
+        end = sizes.packed_until(seen) - recent
         evictable = max(0, end // size * size - -(-config.sinks // size) * size)
-        return min(seen, max(max(self.allowed(seen), latest + 1) + self.config.policy.trigger, seen - evictable))
+        most = max(self.allowed(seen), sizes.window + recent + 1) + self.config.policy.trigger
+        return min(seen, max(most, seen - evictable))
 
 
 @dataclass(frozen=True)
@@ -388,7 +389,7 @@ class LayerGroup:
         return twin
 
     def part_state(self, number: int) -> dict[str, Any]:
-        """Return the same as arrays and text, without the archive."""
+        """Return the part of layer `number` as arrays and text, without the archive."""
         calibrator = self.calibrators.get(number)
         recalls = [block.recalls for block in self.archived if not block.lost]
         header = {

@@ -16,7 +16,7 @@ from mlx_tq.integration.probe import SlotFacts, model_facts, native_caches
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.layer_bytes import native_bytes
 from mlx_tq.prompt_cache.layer_group import EvictionPlan
-from mlx_tq.prompt_cache.plan import LayerPlan, Plan, budget_in_tokens
+from mlx_tq.prompt_cache.plan import LayerPlan, Plan, budget_in_tokens, choose_formats
 
 _NATIVE_STEP = 256  # tokens by which mlx-lm's own caches grow
 _PROBE_TOKENS = 8
@@ -75,9 +75,11 @@ def memory_report(
     full = sum(native_bytes(slot, seq_len) for slot in slots)
     if config.is_off:
         return MemoryReport(body=0, sinks=0, window=full, fp16=full)
+    plain = replace(config, outlier=0)  # no key norms are known
+    formats = [choose_formats(plain, slot.index, num_layers) for slot in slots]
     layers = [
-        LayerPlan(slot, CacheSpec.for_layer(config, slot.index, *config.formats_of(slot.index, num_layers)), "")
-        for slot in slots
+        LayerPlan(slot, CacheSpec.for_layer(config, slot.index, key, value), note)
+        for slot, (key, value, note) in zip(slots, formats, strict=True)
     ]
     plan = Plan("", config, [], layers, list)
     if config.evict is not None:

@@ -12,7 +12,6 @@ from mlx_tq.cache.packed_rows import whole_steps
 from mlx_tq.cache.region_map import SCALE_READY
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.codec.formats import get_format
-from mlx_tq.codec.formats.base import dtype_of
 from mlx_tq.config import BLOCK, COLD, Budget, EvictConfig, KVConfig, parse_budget
 from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import ConfigError, UnsupportedModelError
@@ -22,7 +21,7 @@ from mlx_tq.policies.calibration import SKIP, Calibration, QueryStats
 from mlx_tq.policies.policy import CalibratedPolicy
 from mlx_tq.policies.rope import Rope, find_pairs, learn_rope
 from mlx_tq.prompt_cache.allocation import Allocation
-from mlx_tq.prompt_cache.layer_bytes import Evicted, RegionBytes, fp16_bytes, layer_bytes, layer_layout
+from mlx_tq.prompt_cache.layer_bytes import Evicted, RegionBytes, cold_layout, fp16_bytes, layer_bytes, layer_layout
 from mlx_tq.prompt_cache.layer_group import EvictionPlan
 
 _PROMOTED = "q8"  # the least format of layers where low-bit keys would hurt
@@ -47,16 +46,11 @@ class LayerPlan:
         """Return the bytes of `tokens` stored tokens; an upper bound if others were evicted."""
         return layer_bytes(self.slot, self.spec, tokens, evicted)
 
-    def nbytes(self, tokens: int) -> int:
-        return self.bytes_at(tokens).allocated
-
     @property
     def row_nbytes(self) -> int:
         """Bytes of a packed token and KV head; with two key formats, in the smaller."""
         layout = layer_layout(self.slot, self.spec)
-        if not self.spec.cold:
-            return layout.nbytes
-        return min(layout.nbytes, self.spec.cold_layout(layout, dtype_of(self.slot.dtype)).nbytes)
+        return min(layout.nbytes, cold_layout(self.slot, self.spec).nbytes) if self.spec.cold else layout.nbytes
 
     def shared_nbytes(self, tokens: int) -> int:
         """Return the bytes of `tokens` tokens that copies of a cache share; see `PackedRows.shareable`."""
@@ -109,15 +103,20 @@ class Plan:
 
     # Bytes. Everything that reports or reserves memory goes through `bytes_at`.
 
-    def bytes_at(self, tokens: int, extra: int = 0, recalled: int = 0) -> RegionBytes:
-        """Return the bytes of the compressed layers after `tokens` tokens, region by region.
+    def layers_at(self, tokens: int, extra: int = 0, recalled: int = 0) -> list[RegionBytes]:
+        """Return the bytes of each compressed layer after `tokens` tokens, region by region.
 
         They are exact while nothing is evicted, else an upper bound for the budget, `recalled` and `extra` live tokens.
         """
-        live, evicted = min(tokens, max(self.live(tokens), self.live(tokens - extra)) + extra + recalled), None
-        if self.eviction is not None and self.live(tokens) < tokens:
+        live, evicted = self.live(tokens), None
+        if self.eviction is not None and live < tokens:
             evicted = Evicted(tokens, self.eviction.config.policy.granularity, recalled)
-        return sum((layer.bytes_at(live, evicted) for layer in self.layers), RegionBytes())
+        stored = min(tokens, max(live, self.live(tokens - extra)) + extra + recalled)
+        return [layer.bytes_at(stored, evicted) for layer in self.layers]
+
+    def bytes_at(self, tokens: int, extra: int = 0, recalled: int = 0) -> RegionBytes:
+        """Return the sum of `layers_at`."""
+        return sum(self.layers_at(tokens, extra, recalled), RegionBytes())
 
     def nbytes(self, tokens: int) -> int:
         """Return the bytes of the compressed layers after `tokens` tokens, before the next forward pass."""
@@ -169,14 +168,7 @@ def make_plan(
     count = len(facts.slots)
     layers = []
     for number, slot in enumerate(facts.slots):
-        key, value = chosen = config.formats_of(number, count)
-        note = ""
-        if min(number, count - 1 - number) < config.boundary:
-            key, value, note = _promote(key), _promote(value), "boundary layer"
-        elif config.outlier and slot.key_norm > config.outlier * typical:
-            key, note = _promote(key), f"key norm {slot.key_norm:.1f} is {slot.key_norm / typical:.1f}x the median"
-        if (key, value) == chosen:
-            note = ""
+        key, value, note = choose_formats(config, number, count, slot.key_norm, typical)
         spectral = any(get_format(part).keys_only for part in key.split(COLD))
         pairs = _rope_pairs(facts, slot) if spectral else None
         if config.normalize and get_format(key.split(COLD)[0]).bits < 16 and not spectral:
@@ -184,14 +176,30 @@ def make_plan(
             note = "; ".join(filter(None, [note, why]))
         spec = CacheSpec.for_layer(config, slot.index, key, value, shared=slot.shared, pairs=pairs)
         try:
-            layout = spec.layout(slot.key_dim, slot.value_dim, dtype_of(slot.dtype))
+            layer_layout(slot, spec)
             if spec.cold:
-                spec.cold_layout(layout, dtype_of(slot.dtype))
+                cold_layout(slot, spec)
         except ConfigError as error:
             raise ConfigError(f"layer {slot.index} of {facts.model_type}: {error}") from error
         layers.append(LayerPlan(slot, spec, note))
     plan = Plan(facts.model_type, config, facts.classes, layers, native_caches, ranks=facts.ranks)
     return plan if config.evict is None else _with_eviction(plan, facts, config.evict, calibration)
+
+
+def choose_formats(
+    config: KVConfig, number: int, count: int, norm: float = 1.0, typical: float = 1.0
+) -> tuple[str, str, str]:
+    """Return the key and value formats of layer `number` of `count`, and why they differ from the configuration.
+
+    `norm` is the layer's key norm, `typical` the median over the layers.
+    """
+    key, value = chosen = config.formats_of(number, count)
+    note = ""
+    if min(number, count - 1 - number) < config.boundary:
+        key, value, note = _promote(key), _promote(value), "boundary layer"
+    elif config.outlier and norm > config.outlier * typical:
+        key, note = _promote(key), f"key norm {norm:.1f} is {norm / typical:.1f}x the median"
+    return key, value, "" if (key, value) == chosen else note
 
 
 def _rope_pairs(facts: ModelFacts, slot: SlotFacts) -> tuple[tuple[int, int], ...]:
@@ -201,7 +209,11 @@ def _rope_pairs(facts: ModelFacts, slot: SlotFacts) -> tuple[tuple[int, int], ..
             f"keys of {facts.model_type} cannot be stored by their RoPE pairs: in layer {slot.index}, {slot.no_rope}. "
             "Use q8 or tq4."
         )
-    first, second = np.array(learn_rope(slot.rope, slot.key_dim).pairs).tolist()
+    return _dim_pairs(learn_rope(slot.rope, slot.key_dim))
+
+
+def _dim_pairs(rope: Rope) -> tuple[tuple[int, int], ...]:
+    first, second = np.array(rope.pairs).tolist()
     return tuple(zip(first, second, strict=True))
 
 
@@ -222,10 +234,9 @@ def _weighting_pairs(slot: SlotFacts) -> tuple[tuple[tuple[int, int], ...] | Non
     if slot.nearby_rope is None:
         return None, f"keys not weighted: {slot.no_rope}"
     try:
-        first, second = np.array(find_pairs(slot.nearby_rope, slot.key_dim).pairs).tolist()
+        return _dim_pairs(find_pairs(slot.nearby_rope, slot.key_dim)), ""
     except UnsupportedModelError as error:
         return None, f"keys not weighted: {error}"
-    return tuple(zip(first, second, strict=True)), ""
 
 
 def _with_eviction(plan: Plan, facts: ModelFacts, config: EvictConfig, calibration: Calibration | None) -> Plan:

@@ -69,7 +69,7 @@ class CacheStats:
 
 def predict_stats(plan: Plan, tokens: int) -> CacheStats:
     """Return the statistics of a cache that has seen `tokens`, up to the limit of its archive."""
-    evicted, archived = tokens - min(tokens, plan.live(tokens)), 0
+    evicted, archived = tokens - plan.live(tokens), 0
     row_nbytes = sum(layer.slot.heads * layer.row_nbytes for layer in plan.layers)
     if plan.eviction is not None and plan.recalls:
         limit = plan.eviction.config.archive_limit

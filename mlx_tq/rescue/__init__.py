@@ -1,7 +1,17 @@
 """Client of the rescue service, which stores the text of evicted tokens and retrieves it over HTTP."""
 
 from mlx_tq.rescue.client import RescueClient, RescueStats
-from mlx_tq.rescue.locator import AUTO, OFF, open_service
+from mlx_tq.rescue.locator import AUTO, OFF, START_S, open_service
 from mlx_tq.rescue.wire import MAX_TEXT, RetrievedSpan, TextSpan
 
-__all__ = ["AUTO", "MAX_TEXT", "OFF", "RescueClient", "RescueStats", "RetrievedSpan", "TextSpan", "open_service"]
+__all__ = [
+    "AUTO",
+    "MAX_TEXT",
+    "OFF",
+    "START_S",
+    "RescueClient",
+    "RescueStats",
+    "RetrievedSpan",
+    "TextSpan",
+    "open_service",
+]

@@ -328,7 +328,8 @@ class RescueClient(AbstractContextManager["RescueClient"]):
 
     def _report(self, error: RescueError) -> None:
         """Count a failed call; a refusal shows that the service works."""
-        self._breaker.record(success=isinstance(error, RefusedError))
+        with self._changed:
+            self._breaker.record(success=isinstance(error, RefusedError))
         self._count(failures=1)
         self._warn(str(error))
 

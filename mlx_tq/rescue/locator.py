@@ -33,7 +33,8 @@ TOKEN_VARIABLE = "RESCUE_TOKEN"  # noqa: S105  the service's own name for it
 
 # The environment may set everything else, such as RESCUE_EMBEDDER.
 _RESERVED = ("RESCUE_DATA_DIR", "RESCUE_STORE", "RESCUE_HOST", "RESCUE_PORT", TOKEN_VARIABLE, "RESCUE_CONFIG")
-_START_S, _STOP_S, _PROBE_S, _POLL_S = 60.0, 5.0, 0.5, 0.02
+START_S = 60.0  # that a private service may take to start
+_STOP_S, _PROBE_S, _POLL_S = 5.0, 0.5, 0.02
 
 
 class Address(NamedTuple):
@@ -138,7 +139,7 @@ def _answers(http: Any, address: Address) -> bool:
 
 def _wait_for_url(process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
     """Return the URL that the service logs once it listens."""
-    deadline = time.monotonic() + _START_S
+    deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         has_ended = process.poll() is not None
         text = b""
@@ -159,7 +160,7 @@ def _wait_for_url(process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
             )
         time.sleep(_POLL_S)
     raise RescueError(
-        f"the private rescue service did not start within {_START_S:.0f} s; start one with `mlx-tq-rescue serve` and "
+        f"the private rescue service did not start within {START_S:.0f} s; start one with `mlx-tq-rescue serve` and "
         "see its log, or choose --rescue off."
     )
 

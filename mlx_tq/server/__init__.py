@@ -1,14 +1,13 @@
 """`mlx_tq.server`: an OpenAI-compatible server whose concurrent requests all run on compressed KV caches."""
 
 import argparse
-import json
 import logging
 import os
 import socket
 import sys
 from typing import Any
 
-from mlx_tq.cli.options import API_KEY_VARIABLE, Request, parse_size
+from mlx_tq.cli.options import API_KEY_VARIABLE, Request, parse_json_object, parse_size
 from mlx_tq.cli.parser import (
     CommandParser,
     add_cache_arguments,
@@ -43,8 +42,8 @@ def build_parser() -> CommandParser:
     add("--chat-template", metavar="TEXT", help="chat template (default: the tokenizer's)")
     add(
         "--chat-template-args",
-        type=_json_object,
-        default="{}",
+        type=parse_json_object,
+        default={},
         metavar="JSON",
         help="options of the template, such as '{\"enable_thinking\":false}'",
     )
@@ -109,13 +108,6 @@ def run(args: argparse.Namespace) -> int:
         with listener:
             process.serve(request, api_key, folder, listener, ranks)
     return DONE
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
-    return value
 
 
 main = command_main(build_parser, run)

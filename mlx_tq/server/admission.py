@@ -7,6 +7,7 @@ one job (the leader) prefills it and the others follow.
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, takewhile
 from typing import Any
 
@@ -40,6 +41,8 @@ class Admission:
         self, plan: Plan | None, limits: EngineLimits, stored_prompts: StoredPrompts, sessions: Sessions | None
     ) -> None:
         self._plan, self._limits, self._stored_prompts, self._sessions = plan, limits, stored_prompts, sessions
+        # Asked for all jobs before each step while one waits, and milliseconds to compute.
+        self._peak_of_tokens = None if plan is None else lru_cache(maxsize=1024)(plan.peak_nbytes)
 
     def fits(self, job: Job, running: Collection[RunningJob], admitted: Sequence[Job]) -> bool:
         """Return whether `job` can join. Alone it always can, which was checked when the request came."""
@@ -136,9 +139,9 @@ class Admission:
         return self._answer_nbytes(job) + self._others_nbytes(job.others)
 
     def _answer_nbytes(self, job: Job) -> int:
-        if self._plan is None:
+        if self._peak_of_tokens is None:
             return 0
-        return self._plan.peak_nbytes(job.max_total_tokens, self._limits.prefill_step_size) + job.session_nbytes
+        return self._peak_of_tokens(job.max_total_tokens, self._limits.prefill_step_size) + job.session_nbytes
 
     def _others_nbytes(self, jobs: Iterable[Job]) -> int:
         return sum(self._answer_nbytes(job) - self.shared_nbytes(job, len(job.prompt.ids) - 1) for job in jobs)

@@ -277,7 +277,7 @@ class Engine:
         caches, cached_tokens, stored = source.caches, source.cached_tokens, source.stored
         if caches is None and stored is not None:
             caches, cached_tokens = stored.restore(), stored.restored
-        self._ranks.check_equal("what they have read", np.array([cached_tokens, self._stored_prompts.memory.nbytes]))
+        self._ranks.check_equal("the cached prompts", np.array([cached_tokens, self._stored_prompts.memory.nbytes]))
         segments, kinds = job.prompt.remaining_segments(cached_tokens)
         # A session stores its own caches.
         running = self._new_running(job, cached_tokens, kinds if job.session is None else [], stored)
@@ -422,8 +422,10 @@ class Engine:
     def _process_token(self, running: RunningJob, response: Any) -> None:
         running.close_stored()
         finish_reason = response.finish_reason
-        if finish_reason is None and running.looks is not None:  # all ranks search, also for a job that will end
-            running.looks.count_token()
+        if (
+            finish_reason is None and running.decode_recall is not None
+        ):  # all ranks search, also for a job that will end
+            running.decode_recall.count_token()
         event = running.next_event(response)
         if isinstance(event, Piece) and event.recalled is not None:
             self.metrics.recalled_tokens.inc(len(event.recalled.positions))

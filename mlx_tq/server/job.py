@@ -112,7 +112,7 @@ class Job:
     logprobs: int | None = None  # how many top log-probabilities to report per token; None reports none at all
     constraint: Constraint | None = None
     index: int = 0
-    others: "tuple[Job, ...]" = ()  # further answers to the prompt, with the same `events`; they start when it is read
+    others: "tuple[Job, ...]" = ()  # further answers with the same `events`; they start when the prompt is prefilled
     session: SessionStart | None = None
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)  # an error is the last
     session_result: asyncio.Queue[SessionResult] = field(default_factory=asyncio.Queue)  # one, also after an error
@@ -154,7 +154,7 @@ class RunningJob:
         self.prefilled, self.generated = cached_tokens, 0  # numbers of tokens
         self.cached_kinds = cached_kinds[::-1]  # of the segments at whose ends the cache is stored, the next one last
         self.stored = stored  # the prompt in the prefix cache, while it is prefilled
-        self.restored_point = None if stored is None else stored.checkpoint  # keeps its shared rows alive
+        self.restored_checkpoint = None if stored is None else stored.checkpoint  # keeps its shared rows alive
         self.step_ends: list[int] = []  # positions where prefill steps end
         self.pending = list(job.others)  # other answers, which wait for the prefill
         self.followers: dict[Job, int] = {}  # jobs that wait until this many tokens are prefilled here
@@ -162,7 +162,7 @@ class RunningJob:
         self.question: list[int] = []  # last tokens of the prompt, before which evicted ones may be recalled; once
         self.splits_segment = False  # the last segment was split before the question
         self.recalled = RecallResult()
-        self.looks: RecallDuringDecode | None = None
+        self.decode_recall: RecallDuringDecode | None = None
         self.quotation, self.quotation_start = NO_QUOTATION, 0
         processors = [*job.processors] if job.constraint is None else [*job.processors, job.constraint]
         self.processors = [guarded_processors(processors)] if processors else []
@@ -177,7 +177,7 @@ class RunningJob:
     @property
     def total_recalled(self) -> RecallResult:
         """All tokens that were recalled before the answer and during it."""
-        return self.recalled if self.looks is None else self.looks.result()
+        return self.recalled if self.decode_recall is None else self.decode_recall.result()
 
     def close_stored(self) -> None:
         """Finish storing the prompt, in a thread of its own: no answer waits for the disk."""

@@ -76,7 +76,7 @@ class JobRecall:
             self._prefill_step_size,
             hits=NO_HITS if start is None else start.search_hits,
             quote=quote,
-            read=prefilled,
+            prefilled=prefilled,
             quote_at=index,
         )
         if start is None or quote is None:
@@ -89,8 +89,8 @@ class JobRecall:
     def begin_answer(self, running: RunningJob, row: list[Any]) -> None:
         """Let the answer's queries search the archive; `row` holds the job's own caches in the batch."""
         if self._recalls:
-            running.looks = RecallDuringDecode(row, running.recalled, quoted=running.quotation.ranges)
-            running.looks.start()
+            running.decode_recall = RecallDuringDecode(row, running.recalled, quoted=running.quotation.ranges)
+            running.decode_recall.start()
 
 
 def log_archive_warning(caches: list[Any]) -> None:

@@ -55,7 +55,7 @@ class ModelService:
         # Clients see the name of a folder, not where it is.
         self.name = Path(name).resolve().name if args.model is not None and Path(name).exists() else name
         self.created = int(time.time())
-        self._tokenizer, self._plan, self._memory = tokenizer, plan, limits.memory
+        self._tokenizer, self._plan = tokenizer, plan
         self.positions = position_limit(model)
         self._prompt_builder = PromptBuilder(tokenizer, args.chat_template_args, self.positions)
         self.rescue = ranks.run_on_first(lambda: None if service == OFF else RescueClient(open_service(service)))
@@ -150,19 +150,17 @@ class ModelService:
 
     def _answer_tokens(self, prompt_tokens: int, request: AnyRequest) -> int:
         """Return how many tokens to generate at most; refuse what exceeds the context length or the memory."""
-        tokens, count = request.answer_tokens or self._max_tokens, request.n or 1
-        if count > self.engine.limits.concurrency:
-            raise InvalidRequestError(
-                f"n is {count}; this server generates at most {self.engine.limits.concurrency}", "n"
-            )
+        tokens, count, limits = request.answer_tokens or self._max_tokens, request.n or 1, self.engine.limits
+        if count > limits.concurrency:
+            raise InvalidRequestError(f"n is {count}; this server generates at most {limits.concurrency}", "n")
         try:
             check_positions(prompt_tokens, self.positions)
             if self.positions is not None:
                 tokens = min(tokens, self.positions - prompt_tokens)
-            if self._plan is not None and self._memory is not None:
+            if self._plan is not None and limits.memory is not None:
                 shared = (count - 1) * self._plan.shared_nbytes(prompt_tokens - 1, prompt_tokens + tokens)
-                limit, step = (self._memory + shared) // count, self.engine.limits.prefill_step_size
-                check_memory(self._plan, prompt_tokens + tokens, limit, step)
+                limit = (limits.memory + shared) // count
+                check_memory(self._plan, prompt_tokens + tokens, limit, limits.prefill_step_size)
         except ConfigError as error:
             param = "messages" if isinstance(request, ChatRequest) else "prompt"
             raise ContextLengthError(str(error), param) from error

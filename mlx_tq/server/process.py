@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import uvicorn
-from jinja2 import TemplateError
 
 from http_limits.connections import BACKLOG, limited_connection
 from mlx_tq.cli.loading import free_memory, load_model
@@ -28,6 +27,7 @@ from mlx_tq.server.guard import Guard, default_max_body
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.model_service import ModelService
 from mlx_tq.server.stored_prompts import salt_of
+from mlx_tq.session.text import TEMPLATE_ERRORS
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def _load(
             messages = [{"role": "user", "content": "hi"}]
             options = args.chat_template_args
             tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except TEMPLATE_ERRORS as error:
             raise ConfigError(f"--chat-template cannot be used: {error}. Give the text of a Jinja template.") from error
     salt = ranks.broadcast(lambda: salt)
     limits = EngineLimits(

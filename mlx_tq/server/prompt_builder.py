@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from mlx_tq.errors import ConfigError
 from mlx_tq.server import schemas
 from mlx_tq.server.api_errors import ContextLengthError, InvalidRequestError
 from mlx_tq.server.schemas import ChatRequest
-from mlx_tq.session.text import PromptLengthLimit
+from mlx_tq.session.text import TEMPLATE_ERRORS, PromptLengthLimit
 
 Message = dict[str, Any]  # as templates expect it
 
@@ -155,7 +154,7 @@ class PromptBuilder:
     def _render(self, messages: list[Message], **options: Any) -> str:
         try:
             return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
-        except (TemplateError, TypeError, ValueError, KeyError) as error:  # whatever a template may raise
+        except TEMPLATE_ERRORS as error:
             message = f"the model's chat template refuses this conversation: {error}"
             raise InvalidRequestError(message, "messages") from error
 

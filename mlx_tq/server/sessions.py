@@ -159,11 +159,14 @@ class Sessions:
 
     def forget_dropped(self) -> None:
         """Delete the text of dropped sessions from the rescue service; failures are retried the next time."""
-        while self._client is not None and self._to_forget:
-            session_id = self._to_forget.pop(0)
-            if not self._client.forget(session_id):
-                self._to_forget.append(session_id)
-                break
+        if self._client is None:
+            return
+        with self._lock:
+            session_ids, self._to_forget = self._to_forget, []
+        while session_ids and self._client.forget(session_ids[0]):
+            del session_ids[0]
+        with self._lock:
+            self._to_forget += session_ids[1:] + session_ids[:1]
 
     async def drop(self, name: str) -> None:
         """Drop a session when its request has ended, unless another request waits for it."""
@@ -208,4 +211,5 @@ class Sessions:
 
     def _discard(self, transcript: Transcript) -> None:
         if self._client is not None and transcript.has_sent:
-            self._to_forget.append(transcript.session_id)
+            with self._lock:
+                self._to_forget.append(transcript.session_id)

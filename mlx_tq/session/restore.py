@@ -101,14 +101,6 @@ def evict_before_question(caches: list[Any], count: int) -> bool:
     return bool(sequence.archived)
 
 
-def blocks_of_hits(caches: list[Any], hits: SearchHits) -> list[ArchivedBlock]:
-    """Return the archived blocks that hold evicted positions of `hits`, as this rank knows them."""
-    sequence = layer_group_of(caches)
-    if sequence is None or not hits.ranges:
-        return []
-    return blocks_of_ranges(sequence.archived, hits.ranges, live_positions(caches, 0), hits.limit)
-
-
 def recall_rows(
     model: Any, caches: list[Any], ids: list[int], step: int, limit: int | None = None, hits: SearchHits = NO_HITS
 ) -> RecallResult:
@@ -130,9 +122,10 @@ def recall_rows(
     with compressed(model):
         prefill(model, fork, question, step)
     ranked, by_attention = forked.search_archive(layers, len(question), limit)
+    by_search: list[ArchivedBlock] = []
     if hits.ranges:
         sequence.forget_lost_blocks()
-    by_search = blocks_of_hits(caches, hits)
+        by_search = blocks_of_ranges(sequence.archived, hits.ranges, live_positions(caches, 0), hits.limit)
     if by_attention or by_search:
         sequence.recall(evicting_layers(caches), dict.fromkeys([*by_attention, *by_search]))
     positions = (np.intersect1d(positions_of(blocks), sequence.recalled) for blocks in (by_attention, by_search))
@@ -148,34 +141,29 @@ def restore_context(
     *,
     hits: SearchHits = NO_HITS,
     quote: Callable[[np.ndarray, int], Quotation] | None = None,
-    read: int = 0,
+    prefilled: int = 0,
     quote_at: int = 0,
 ) -> tuple[RecallResult, Quotation]:
     """Recall rows and quote text for a question, before its prefill; the quotation is pinned until `release`.
 
-    `caches` have the `read` tokens before the question. Hits that are archived are reloaded. `quote` gets the live
+    `caches` hold the `prefilled` tokens before the question. Hits that are archived are reloaded. `quote` gets the live
     positions and the number of reloaded hit tokens, and quotes the others, at index `quote_at` of the question.
     """
     recalled = recall_rows(model, caches, question, step, hits=hits)
     if quote is None:
         return recalled, NO_QUOTATION
-    quotation = quote(live_positions(caches, read), len(recalled.by_search))
-    start = read + quote_at
-    pin(caches, PositionRange(start, start + len(quotation.ids)) if quotation.ids else None)
-    return recalled, quotation
-
-
-def pin(caches: list[Any], positions: PositionRange | None) -> None:
-    sequence = layer_group_of(caches)
+    quotation = quote(live_positions(caches, prefilled), len(recalled.by_search))
+    sequence, start = layer_group_of(caches), prefilled + quote_at
     if sequence is not None:
-        sequence.pinned = positions
+        sequence.pinned = PositionRange(start, start + len(quotation.ids)) if quotation.ids else None
+    return recalled, quotation
 
 
 def release(caches: list[Any]) -> None:
     """Drop recalled rows from the caches, and unpin the quotation."""
-    pin(caches, None)
     sequence = layer_group_of(caches)
     if sequence is not None:
+        sequence.pinned = None
         sequence.drop_recalled(evicting_layers(caches))
 
 

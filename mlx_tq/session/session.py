@@ -115,7 +115,7 @@ class Session:
         # Compute what is still lazy in the caller's thread, such as a change of the model's type.
         mx.eval([value for module in model.modules() for value in module.values() if isinstance(value, mx.array)])
         self._worker = Worker()
-        self._end_worker = weakref.finalize(self, self._worker.end)  # also when the program ends
+        weakref.finalize(self, self._worker.end)  # also when the program ends
         self._worker.run(lambda: mx.random.seed(secrets.randbits(63) if seed is None else seed))
         self.plan = self._worker.run(lambda: self._make_plan(self.config))
         self._prefix_folder, self._shadow_every = open_folder(prefix_cache, ranks=ranks_of(model)), shadow
@@ -204,7 +204,7 @@ class Session:
                 self._begin(self.session_id, self._make_caches())
 
     def _room_after(self, tokens: int) -> int:
-        """Return the positions that are left behind `tokens` more; raise a ConfigError if there are none."""
+        """Return how many positions remain after `tokens` more; raise a ConfigError if none do."""
         if self.context_length is None:
             return UNLIMITED
         used = len(self._transcript.ids)

@@ -129,10 +129,10 @@ class Shadow:
 
 
 def make_shadow(model: Any, plan: Plan | None, every: int | None, *, has_prefix_cache: bool) -> Shadow | None:
-    """Return the shadow of a session, or None if `every` is None; raise a ConfigError if it cannot be."""
+    """Return the shadow of a session, or None if `every` is None; raise a ConfigError if it cannot be made."""
     if every is None:
         return None
     if plan is None or has_prefix_cache:
         why = "nothing is compressed: choose a profile or formats" if plan is None else "a prefix cache is on: drop it"
-        raise ConfigError(f"a shadow needs a compressed cache that reads all of a prompt, and {why}.")
+        raise ConfigError(f"a shadow needs a compressed cache and prefills all of a prompt, and {why}.")
     return Shadow(model, plan, every)

@@ -11,6 +11,7 @@ from jinja2 import TemplateError
 from mlx_tq.errors import ConfigError
 
 SESSION_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # what the rescue service accepts
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError)  # whatever a chat template may raise
 
 # Placeholders that no template trims, escapes or splits.
 _USER, _ASSISTANT, _LAST = "QuserQ", "QassistantQ", "QlastQ"
@@ -45,7 +46,7 @@ class PromptLengthLimit:
         return max(map(len, self._tokenizer.get_vocab()), default=1)
 
     def check(self, characters: int, name: str = "prompt", used: int = 0) -> None:
-        """Raise a ConfigError if the text called `name` cannot fit behind `used` tokens."""
+        """Raise a ConfigError if the text called `name` cannot fit after `used` tokens."""
         if self._context_length is None:
             return
         free = max(0, self._context_length - used)
@@ -140,7 +141,7 @@ class TurnTemplate:
         try:
             options = {"add_generation_prompt": True, **(options or {})}
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **options))
-        except (TemplateError, ValueError) as error:
+        except TEMPLATE_ERRORS as error:
             raise ConfigError(
                 f"the model's chat template refuses this conversation: {error}. Drop the system prompt."
             ) from error

@@ -111,7 +111,7 @@ class Turn:
             query: text to search evicted text for; None if nothing may be recalled or quoted.
             split: prefill the document of the prompt first, so that its question can recall what it evicted.
             quote_at: index of a prompt without document before which the quotation goes.
-            room: positions that are left behind the prompt, for quotation and answer.
+            room: positions that remain after the prompt, for quotation and answer.
         """
         self._prompt_tokens, self._room = len(prompt), room
         self._ranks.check_equal("the tokens of the prompt", np.array(prompt))
@@ -136,15 +136,15 @@ class Turn:
     def _restore_context(self, query: str, question: list[int], quote_at: int) -> None:
         evict_before_question(self._caches, min(len(question), MAX_QUESTION))
         self._send_evicted()
-        read, began = len(self._transcript.ids), time.perf_counter()
-        hits = search_evicted(self._model, self._transcript, query, live_positions(self._caches, read))
+        prefilled, began = len(self._transcript.ids), time.perf_counter()
+        hits = search_evicted(self._model, self._transcript, query, live_positions(self._caches, prefilled))
         self._rescue_seconds = time.perf_counter() - began
 
         def quote(live: np.ndarray, recalled_tokens: int) -> Quotation:
             quotation = self._transcript.quote(hits, live, used=recalled_tokens)
             return quotation if len(quotation.ids) < self._room else NO_QUOTATION
 
-        options: dict[str, Any] = {"hits": hits, "quote": quote, "read": read, "quote_at": quote_at}
+        options: dict[str, Any] = {"hits": hits, "quote": quote, "prefilled": prefilled, "quote_at": quote_at}
         recalled, self._quotation = restore_context(self._model, self._caches, question, self._step, **options)
         self._recall = RecallDuringDecode(self._caches, recalled, quoted=self._quotation.ranges)
         self._recall.start()
@@ -179,7 +179,7 @@ class Turn:
             cache.check_health()
 
     def _progress_from(self, start: int) -> Progress:
-        """Return mlx-lm's progress callback for a prefill that begins behind the first `start` tokens."""
+        """Return mlx-lm's progress callback for a prefill that begins after the first `start` tokens."""
 
         def report(done: int, _: int) -> None:
             self._prefix.note(start + done)

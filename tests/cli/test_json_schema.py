@@ -39,4 +39,4 @@ def test_a_grammar_that_grows_too_large_says_so(cli, holding):
     wild = {"type": "string", "pattern": "^(.*a.{1,500}b){1,100}c$"}
     result = cli(*ASK, "-m", 400, "--temp", 3, "--seed", 1, *holding(wild))
     assert result.code == 2
-    assert "cannot be held to its grammar any further" in result.err
+    assert "the answer cannot follow its grammar any further" in result.err

@@ -22,8 +22,7 @@ from mlx_tq.prompt_cache import recall
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed, plan_caches
 from mlx_tq.prompt_cache.layer_group import evicting_layers, layer_group_of
-from mlx_tq.session.restore import blocks_of_hits
-from mlx_tq.session.transcript import SearchHits
+from mlx_tq.prompt_cache.recall import blocks_of_ranges
 
 from .together import run
 
@@ -71,7 +70,7 @@ def test_collectives_return_the_same_on_all_ranks(tmp_path):
     assert [each.value for each in done] == [done[0].value] * 3, [each.err for each in done]
     assert told == [{"of": 0, "text": "üüü"}, [0], None, True, "no such file.", "no such file."]
     assert collected == ["", "r", "rr"]
-    assert differing.startswith("the 3 ranks disagree on what they have: rank 2 not as the others. ")
+    assert differing.startswith("the 3 ranks disagree on what they have: rank 2 differs from the others. ")
     assert np.allclose(mean, [1.1, -1])
     assert (most, least) == ([2.1, 0], 3)
     assert (chosen, flags, rows) == (7, [False, True], [[0, 0], [1, 1], [2, 2]])
@@ -191,7 +190,7 @@ def losing():
         lose(0)
         sequence.forget_lost_blocks()
         spans = tuple((int(positions[0]), int(positions[-1])) for positions in (first, other))
-        sequence.recall(layers, blocks_of_hits(caches, SearchHits(spans, 64)))
+        sequence.recall(layers, blocks_of_ranges(sequence.archived, spans, layers[0].positions, 64))
         found.append(sequence.recalled.tolist())
         lose(0)
         sequence.drop_recalled(layers)

@@ -8,7 +8,7 @@ from mlx_tq.cli.haystack import load_text
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, Arm, parse_arm
-from mlx_tq.evaluate.asking import Sample, ask_samples, compare_answers, mcnemar, prefill, share_prefixes, wilson
+from mlx_tq.evaluate.asking import Sample, ask_samples, compare_answers, mcnemar, prefill_caches, share_prefixes, wilson
 from mlx_tq.evaluate.inspection import count_needle_tokens
 from mlx_tq.evaluate.needles import needle_samples
 from mlx_tq.evaluate.results import Results
@@ -84,7 +84,7 @@ def test_needle_tokens_are_counted_after_the_round_of_the_question(tiny, embedde
 
 def test_live_tokens_need_not_be_packed(tiny):
     caches = Arm("safe", replace(RECENCY, evict=None)).caches(tiny)()
-    prefill(tiny, [5] * 400, caches, step=64)
+    prefill_caches(tiny, caches, [5] * 400, step=64)
     packed = caches[0].packed_tokens
     assert 300 < packed < 400
     assert count_needle_tokens(caches, (packed - 8, packed + 24)) == (32, 8)

@@ -184,7 +184,7 @@ def test_headers_that_say_something_else(saved, fields):
     """Even where the checksum agrees, every field is checked."""
     path, _ = saved
     edited(path, **fields)
-    refuse(path, r"\. (Take another copy of it, or begin anew without it|Pass that model)\.$")
+    refuse(path, r"\. (Take another copy of it, or start again without it|Pass that model)\.$")
 
 
 def test_a_save_that_fails_leaves_the_old_file(saved, monkeypatch):

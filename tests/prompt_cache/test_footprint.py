@@ -51,7 +51,7 @@ def test_a_plan_says_what_its_caches_take(name):
                 mx.eval(model(mx.array([[i % 160 for i in range(tokens)]]), cache=caches))
             ours = compressed_caches(caches)
             assert plan.nbytes(tokens) == sum(cache.nbytes for cache in ours)
-            assert plan.nbytes(tokens) == sum(layer.nbytes(tokens) for layer in plan.layers)
+            assert plan.nbytes(tokens) == sum(layer.bytes_at(tokens).allocated for layer in plan.layers)
     rows = [build_caches(plan) for _ in range(2)]
     if name == "deepseek_v2":  # a batch, and what the model's own caches would take
         batch = [layer[0].merge(list(layer)) for layer in zip(*rows, strict=True)]
@@ -98,6 +98,11 @@ def test_a_report_says_what_the_arrays_take(name, normalize):
         assert report.ratio == pytest.approx(report.fp16 / report.total)
         assert cache.nbytes == layer_bytes(slot, spec, tokens).allocated
         assert cache.nbytes >= report.total / layers
+
+
+def test_a_report_counts_boundary_layers_at_8_bits():
+    small, safe = ([memory_report(5000, 1, 2, 64, PROFILES[name]).total] for name in ("small", "safe"))
+    assert memory_report(5000, 3, 2, 64, replace(PROFILES["small"], boundary=1)).total == sum(2 * safe + small)
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,13 @@ def test_the_peak_of_a_growing_cache_is_that_of_one_of_its_lengths(name):
     assert [plan.peak_nbytes(tokens) for tokens in range(1, 1200)] == peaks
 
 
+def test_layers_of_a_plan_add_up_and_a_cache_without_window_keeps_its_last_token():
+    evict = EvictConfig("knorm:trigger=128:granularity=1", "1%")
+    plan = plan_caches(MODEL, KVConfig(sinks=0, window=0, normalize=False, evict=evict))
+    assert [plan.live(tokens) for tokens in (129, 130, 131)] == [129, 130, 130]
+    assert sum(layer.allocated for layer in plan.layers_at(20_000)) == plan.nbytes(20_000)
+
+
 def test_a_policy_that_calibrates_on_the_prompt_evicts_nothing_before():
     plan = plan_caches(MODEL, config("triattention:trigger=8:granularity=1:warmup=100"))
     caches = build_caches(plan)

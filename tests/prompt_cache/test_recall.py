@@ -197,7 +197,7 @@ def test_of_a_damaged_file_the_other_blocks_come_back():
     loaded = layer_group_of(through_file(caches, lambda data: data[:-9] + b"?" + data[-8:]))
     assert len(loaded.archived) == blocks - 1
     assert loaded.archive.take_warning() == (
-        "of the archive 1 block is damaged: what it held cannot be recalled. The conversation goes on."
+        "of the archive 1 block is damaged: what it held cannot be recalled. The conversation continues."
     )
 
 

@@ -89,7 +89,7 @@ def test_after_a_fault_tokens_equal_those_without_recall(folder, monkeypatch, ca
         assert report["text"] == expected["text"] != recalled["text"], fault
         assert report["recalled"]["positions"] == [], fault
         assert len(warnings) == 1, fault
-        assert "The conversation goes on." in warnings[0]
+        assert "The conversation continues." in warnings[0]
 
 
 @pytest.mark.parametrize("fault", ["full disk", "limit", "read-only folder"])
@@ -100,7 +100,7 @@ def test_a_session_warns_once_of_a_fault_and_continues(exact, folder, fault, mon
     with files_of_at_most(1) if fault == "full disk" else nullcontext():
         ids, turn, warned = converse(exact, limited(1000) if fault == "limit" else CONFIG)
     assert (ids, turn.recalled, len(warned)) == (expected, (), 1)
-    assert "The conversation goes on." in warned[0]
+    assert "The conversation continues." in warned[0]
 
 
 def test_a_limited_archive_is_saved_with_the_session(exact, folder, tmp_path):
@@ -156,7 +156,7 @@ def keys_of(archive, block):
 
 # What is written where: into a block's last value, or the scale of its first q8 key (head size 128).
 DAMAGES = {"value": (-2, b"??"), "no number": (128, b"\0\x7e"), "largest number": (128, b"\xff\x7b")}
-DAMAGED = ["of the archive 1 block is damaged: what it held cannot be recalled. The conversation goes on."]
+DAMAGED = ["of the archive 1 block is damaged: what it held cannot be recalled. The conversation continues."]
 
 
 @pytest.mark.parametrize("how", DAMAGES)

@@ -1,4 +1,4 @@
-"""How key and value vectors are stored: one format per module, found by name."""
+"""How key and value vectors are stored, and how storage formats are found by name."""
 
 from importlib.metadata import entry_points
 
