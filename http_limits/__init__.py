@@ -1,1 +1,1 @@
-"""Limits of HTTP connections and of log lines, for `mlx_tq.server` and `rescue_svc`; imports neither of them."""
+"""Limits of HTTP connections, request bodies and log lines, for `mlx_tq.server` and `rescue_svc`."""

@@ -9,8 +9,10 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from httptools import HttpParserError
+from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+CONNECTIONS = 512  # or four for each request that may be in progress, if that is more
 BACKLOG = 128  # connections accepted in one iteration of the event loop
 MIN_WRITE_BYTES = 2**14
 MAX_HEAD = 2**16  # bytes
@@ -26,7 +28,7 @@ _RESERVED = 5 * BACKLOG  # file descriptors for files, and for connections that 
 class Connection(HttpToolsProtocol):
     """An HTTP connection with deadlines for reading and writing and a bound on what is buffered."""
 
-    max_connections = 512  # in all; one address may have half as many
+    max_connections: int  # in all; one address may have half as many
     head_s = 10.0  # from the connection, or from the previous response, to the end of the request head
     write_s = 30.0  # in which a client has to accept `MIN_WRITE_BYTES` bytes, or the rest
     _in_head = False
@@ -203,3 +205,15 @@ def open_listener(host: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def server_config(app: Any, max_requests: int, **options: Any) -> Config:
+    """Return uvicorn's configuration for an app with up to `max_requests` requests in progress."""
+    protocol = limited_connection(max(CONNECTIONS, 4 * max_requests))
+    logs: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
+    return Config(app, http=protocol, ws="none", backlog=BACKLOG, **logs, **options)
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -29,12 +29,12 @@ def create_app(service: RescueService) -> FastAPI:
     app.include_router(public)
     app.include_router(private, dependencies=[DOCUMENTED_TOKEN] if service.settings.token else [])
     for kind in (RescueServiceError, RequestValidationError, HTTPException, ClientDisconnect):
-        app.add_exception_handler(kind, _describe_error)
+        app.add_exception_handler(kind, _error_response)
     app.add_middleware(RequestObserver, metrics=service.metrics)
     return app
 
 
-def _describe_error(request: Request, error: Any) -> JSONResponse:
+def _error_response(request: Request, error: Any) -> JSONResponse:
     headers = {}
     match error:
         case RescueServiceError():

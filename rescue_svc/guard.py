@@ -10,7 +10,6 @@ import binascii
 import secrets
 from collections.abc import Callable, Coroutine
 from typing import Any
-from urllib.parse import urlsplit
 
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
@@ -18,11 +17,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
+from http_limits import request_checks
+from http_limits.request_checks import BODY_TIMEOUT_S, host_name, is_loopback
 from rescue_svc.errors import BodyTooLargeError, BodyTooSlowError, BusyError, ForeignOriginError, UnauthorizedError
-from rescue_svc.settings import Settings, is_loopback
+from rescue_svc.settings import Settings
 from rescue_svc.validation import ValidatedRequest
-
-BODY_TIMEOUT_S = 30.0  # a client that sends slowly must not block others
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -32,7 +31,7 @@ class Gate:
 
     def __init__(self, settings: Settings) -> None:
         self._token = settings.token.get_secret_value().encode() if settings.token else None
-        self._hosts = {settings.host, *settings.allowed_hosts}
+        self._hosts = {name.lower() for name in (settings.host, *settings.allowed_hosts)} - {""}
         self._max_body = settings.max_body_bytes
         self._max_in_flight = settings.max_in_flight
         self._in_flight = 0
@@ -41,14 +40,13 @@ class Gate:
     def check_origin(self, request: Request) -> None:
         """Refuse pages of other sites, because browsers reach localhost (CSRF, DNS rebinding)."""
         host = request.headers.get("host", "")
-        parts = urlsplit(f"//{host}")
-        name = parts.hostname or ""
-        if parts.netloc != host or not (is_loopback(name) or name in self._hosts):
+        name = host_name(host)
+        if not (is_loopback(name) or name in self._hosts):
             raise ForeignOriginError(
                 f"Host {name!r} is not this service; call it by its address or set RESCUE_ALLOWED_HOSTS"
             )
         origin = request.headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and origin.partition("://")[2] != host:
             raise ForeignOriginError(
                 f"the request is from a page of {origin!r}; only the page of this service may call it"
             )
@@ -71,28 +69,18 @@ class Gate:
                 "a token is required: send `Authorization: Bearer TOKEN` with the service's RESCUE_TOKEN"
             )
 
-    async def read_body(self, request: Request) -> bytes:
-        too_large = BodyTooLargeError(f"the body is over {self._max_body} bytes; send fewer chunks a call")
-        if int(request.headers.get("content-length") or 0) > self._max_body:
-            raise too_large
-        body = bytearray()
-        try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                async for part in request.stream():
-                    body += part
-                    if len(body) > self._max_body:
-                        raise too_large
-        except TimeoutError:
-            raise BodyTooSlowError(f"the body took longer than {BODY_TIMEOUT_S} s to arrive; send it at once") from None
-        return bytes(body)
-
     async def admit(self, request: Request, handler: Handler, model: type[BaseModel] | None) -> Response:
         """Run the handler unless too many run. `model` is None if the route has no body."""
         if self._in_flight >= self._max_in_flight:
             raise BusyError(f"{self._max_in_flight} requests are in progress, the limit; try again in a second")
         self._in_flight += 1
         try:
-            body = await self.read_body(request)
+            body = await request_checks.read_body(
+                request,
+                self._max_body,
+                too_large=BodyTooLargeError(f"the body is over {self._max_body} bytes; send fewer chunks a call"),
+                too_slow=BodyTooSlowError(f"the body took longer than {BODY_TIMEOUT_S} s to arrive; send it at once"),
+            )
 
             async def replay() -> Message:
                 return {"type": "http.request", "body": body, "more_body": False}

@@ -1,6 +1,5 @@
 """Settings: a flag wins over a `RESCUE_*` variable, that over `RESCUE_CONFIG`'s TOML file, that over the default."""
 
-import ipaddress
 import os
 import sys
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from http_limits.request_checks import is_loopback
 from rescue_svc.errors import SessionFullError, SettingsError, StoreFullError
 
 CONFIG_VARIABLE = "RESCUE_CONFIG"
@@ -28,17 +28,12 @@ def default_data_dir() -> Path:
     return (Path(base) if base else Path.home() / ".local" / "share") / "mlx-tq-rescue"
 
 
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 Names = Annotated[
-    list[str], NoDecode, BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value)
+    list[str],
+    NoDecode,
+    BeforeValidator(lambda value: [name.strip() for name in value.split(",")] if isinstance(value, str) else value),
 ]
 
 

@@ -2,12 +2,11 @@
 
 import argparse
 
-from mlx_tq.cli.options import DTYPES, NONE, OPTIONS, PROFILES, check_flags, check_writable
+from mlx_tq.cli.options import DTYPES, NONE, OPTIONS, PROFILES, STDOUT, check_flags, check_writable
 from mlx_tq.cli.parser import CommandParser, add_backend_argument, command_parser
 from mlx_tq.cli.runner import command_main
 from mlx_tq.errors import ConfigError
 
-STDOUT = "-"
 KV_BITS = (8, 4)
 
 

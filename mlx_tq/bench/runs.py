@@ -12,13 +12,12 @@ from typing import Any
 
 from mlx_lm.models.cache import KVCache
 
-from mlx_tq.bench import STDOUT
 from mlx_tq.bench.layer import LayerShape, measure_layer
 from mlx_tq.bench.model import BenchedCache, Figure, measure_model
 from mlx_tq.cli.diagnostics import Check, environment, run_checks
 from mlx_tq.cli.haystack import load_text
 from mlx_tq.cli.loading import calibrate_model
-from mlx_tq.cli.options import OFF, make_eviction, read_options
+from mlx_tq.cli.options import OFF, STDOUT, make_eviction, read_options
 from mlx_tq.cli.screen import console, human_bytes, progress_bar, results, table
 from mlx_tq.config import PROFILES
 from mlx_tq.errors import ConfigError

@@ -27,6 +27,7 @@ BACKENDS = ("auto", "metal", "cuda", "reference")
 DTYPES = ("float32", "float16", "bfloat16")
 
 OFF, AUTO, NONE = "off", "auto", "none"
+STDOUT = "-"  # in place of a file
 API_KEY_VARIABLE = "MLX_TQ_API_KEY"
 _PREFIX = "MLX_TQ_"
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9}

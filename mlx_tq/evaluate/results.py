@@ -12,14 +12,13 @@ from rich.console import Console
 from mlx_tq import __version__
 from mlx_tq.cli import screen
 from mlx_tq.cli.diagnostics import blas
-from mlx_tq.cli.options import check_writable
+from mlx_tq.cli.options import STDOUT, check_writable
 from mlx_tq.errors import ConfigError
 from mlx_tq.files import atomic_write
 
 Record = dict[str, Any]  # one row of results, as JSON
 Columns = Mapping[str, Callable[[Record], str]]  # how a table shows a record, by title
 Advance = Callable[[int], None]  # receives the number of units of work done
-STDOUT = "-"
 
 
 class Results:

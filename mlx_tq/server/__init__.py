@@ -78,11 +78,12 @@ def build_parser() -> CommandParser:
 def run(args: argparse.Namespace) -> int:
     request = Request.from_args(args)
     try:
-        from mlx_tq.server import guard, process  # their packages are an extra, which may not be installed
+        from mlx_tq.server import process  # whose packages are an extra, which may not be installed
     except ImportError as error:
         raise ConfigError(f"the server needs {error.name}: pip install 'mlx-tq[server]'.") from error
     from http_limits.connections import open_listener
     from http_limits.log_limit import LogLimit
+    from http_limits.request_checks import is_loopback
     from mlx_tq.cli.loading import join_ranks, open_prefix_folder
 
     ranks = join_ranks(request)
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     api_key = args.api_key or os.environ.get(API_KEY_VARIABLE)
 
     def listen() -> socket.socket:
-        if not api_key and not guard.is_loopback(args.host):
+        if not api_key and not is_loopback(args.host):
             raise ConfigError(f"refusing to listen on {args.host} without an API key. Set {API_KEY_VARIABLE}.")
         try:
             return open_listener(args.host, args.port)

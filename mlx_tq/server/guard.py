@@ -1,29 +1,20 @@
 """Checks before a request is parsed: who may call and how much they may send. Large requests queue up."""
 
 import asyncio
-import ipaddress
 import secrets
 from collections.abc import Callable
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
+from http_limits.request_checks import BODY_TIMEOUT_S, check_length, host_name, is_loopback, read_body
 from mlx_tq.server.api_errors import InvalidRequestError, QueueFullError
 
-BODY_TIMEOUT_S = 30.0  # a client that trickles its body must not keep a connection for long
 LARGE_REQUEST_BYTES = 2**16  # tokenizing takes about 0.1 s
 _MAX_QUEUED_BYTES = 2**23  # of all requests in preparation or waiting for it
 
 Result = TypeVar("Result")
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def default_max_body(positions: int | None) -> int:
@@ -53,7 +44,7 @@ class Guard:
             message = "web pages may not call this server; allow one with --allowed-origins"
             raise InvalidRequestError(message, status=403)
         if self._api_key is None:
-            if not is_loopback(urlsplit(f"//{host}").hostname or ""):
+            if not is_loopback(host_name(host)):
                 message = "without an API key the server answers to localhost only; use that name"
                 raise InvalidRequestError(message, status=403)
             return
@@ -62,27 +53,17 @@ class Guard:
             raise InvalidRequestError("the API key is missing or wrong; send `Authorization: Bearer KEY`", status=401)
 
     async def read_body(self, request: Request) -> bytes:
-        length = request.headers.get("content-length", "")
         message = f"the body is over {self._max_body} bytes; shorten it, or raise --max-body"
         too_large = InvalidRequestError(message, status=413)
-        if length.isdigit() and int(length) > self._max_body:
-            raise too_large
+        check_length(request, self._max_body, too_large)
         if self._arriving >= self._max_bodies:
             raise QueueFullError(f"{self._max_bodies} requests are arriving, the limit; try again in a second")
-        body = bytearray()
+        too_slow = InvalidRequestError(f"the body took longer than {BODY_TIMEOUT_S:.0f} s to arrive", status=408)
         self._arriving += 1
         try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                async for part in request.stream():
-                    body += part
-                    if len(body) > self._max_body:
-                        raise too_large
-        except TimeoutError:
-            message = f"the body took longer than {BODY_TIMEOUT_S:.0f} s to arrive"
-            raise InvalidRequestError(message, status=408) from None
+            return await read_body(request, self._max_body, too_large=too_large, too_slow=too_slow)
         finally:
             self._arriving -= 1
-        return bytes(body)
 
 
 class LargeRequests:

@@ -9,7 +9,7 @@ from typing import Any
 
 import uvicorn
 
-from http_limits.connections import BACKLOG, limited_connection
+from http_limits.connections import server_config, url_of
 from mlx_tq.cli.loading import free_memory, load_model
 from mlx_tq.cli.options import Request
 from mlx_tq.cli.screen import console, show_plan
@@ -32,7 +32,6 @@ from mlx_tq.session.text import TEMPLATE_ERRORS
 log = logging.getLogger(__name__)
 
 _GRACE_S = 5
-_CONNECTIONS = 512  # or four for each request that may wait or run, if these are more
 _SHOWN_TOKENS = 8192  # context for which the bytes of the cache are shown
 
 
@@ -55,20 +54,10 @@ def serve(request: Request, api_key: str | None, folder: Folder | None, listener
             service.engine.stop()  # ends running answers, and with them their connections
             super().handle_exit(sig, frame)
 
-    host, port = listener.getsockname()[:2]
-    console.print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", soft_wrap=True)
+    console.print(f"listening on {url_of(listener)}")
     slots = args.max_queue + args.decode_concurrency
     guard = Guard(api_key, args.allowed_origins, args.max_body or default_max_body(service.positions), slots)
-    config = uvicorn.Config(
-        Api(service, guard).app(args.allowed_origins),
-        http=limited_connection(max(_CONNECTIONS, 4 * slots)),
-        ws="none",
-        backlog=BACKLOG,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=_GRACE_S,
-    )
+    config = server_config(Api(service, guard).app(args.allowed_origins), slots, timeout_graceful_shutdown=_GRACE_S)
     # uvicorn stops at a signal and then raises it again; this turns it into an exit that passes through `finally`.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:

@@ -6,6 +6,7 @@ import json
 import platform
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from importlib.metadata import version
 
 from rescue_svc.embed import choose_embedder
@@ -34,7 +35,8 @@ def run(settings: Settings, as_json: bool = False) -> None:
 
 
 def _describe_sqlite(settings: Settings) -> str:
-    options = {row[0] for row in sqlite3.connect(":memory:").execute("PRAGMA compile_options")}
+    with closing(sqlite3.connect(":memory:")) as connection:
+        options = {row[0] for row in connection.execute("PRAGMA compile_options")}
     if "ENABLE_FTS5" not in options:
         raise RescueServiceError(f"{sqlite3.sqlite_version}, FTS5 missing: use a Python whose SQLite has it")
     return f"{sqlite3.sqlite_version}, FTS5 built in"
@@ -66,8 +68,8 @@ def _describe_store(settings: Settings) -> str:
         store, _ = open_all(settings)
     except DirectoryInUseError:
         return f"{settings.data_dir} is in use by a running service"
-    sessions = store.sessions()
-    store.close()
+    with closing(store):
+        sessions = store.sessions()
     intact = ", all intact" if settings.store is None else ""
     return f"{store.describe()}: {len(sessions)} sessions, {sum(s.spans for s in sessions)} spans{intact}"
 

@@ -3,10 +3,11 @@
 # ruff: noqa: T201 - prints the output of a command
 
 import json
-import urllib.error
-import urllib.request
 from contextlib import closing
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
+from urllib.parse import quote
 
 from rescue_svc.errors import DirectoryInUseError, SessionNotFoundError, SettingsError, StoreUnavailableError
 from rescue_svc.index import remove_snapshots
@@ -47,19 +48,20 @@ def forget(settings: Settings, session: str) -> None:
 
 
 def _forget_by_service(settings: Settings, session: str) -> int:
-    request = urllib.request.Request(f"http://{settings.host}:{settings.port}/sessions/{session}", method="DELETE")
-    if settings.token:
-        request.add_header("Authorization", f"Bearer {settings.token.get_secret_value()}")
+    headers = {"Authorization": f"Bearer {settings.token.get_secret_value()}"} if settings.token else {}
     try:
-        with urllib.request.urlopen(request, timeout=60) as response:  # noqa: S310
-            return int(json.load(response)["forgotten"])
-    except urllib.error.HTTPError as error:
-        detail = json.load(error)["detail"]
-        raise (SessionNotFoundError if error.code == 404 else StoreUnavailableError)(detail) from error
-    except (OSError, ValueError) as error:
+        with closing(HTTPConnection(settings.host, settings.port, timeout=60)) as connection:
+            connection.request("DELETE", f"/sessions/{quote(session, safe='')}", headers=headers)
+            response = connection.getresponse()
+            answer = json.load(response)
+        if response.status == HTTPStatus.OK:
+            return int(answer["forgotten"])
+        detail = answer["detail"]
+    except (OSError, ValueError, LookupError, TypeError, HTTPException) as error:
         raise StoreUnavailableError(
             f"{settings.data_dir} is in use, but no service answers on {settings.host}:{settings.port}; give its --port"
         ) from error
+    raise (SessionNotFoundError if response.status == HTTPStatus.NOT_FOUND else StoreUnavailableError)(detail)
 
 
 def backup(settings: Settings, folder: str) -> None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import uvicorn
 
-from http_limits.connections import BACKLOG, limited_connection, open_listener
+from http_limits.connections import open_listener, server_config, url_of
 from rescue_svc import logs
 from rescue_svc.app import create_app
 from rescue_svc.ephemeral import ephemeral_folder, make_permanent
@@ -21,7 +21,6 @@ from rescue_svc.settings import Settings
 log = logging.getLogger(__name__)
 
 GRACE_S = 10
-CONNECTIONS = 512  # or four for each request that may be in progress, if that is more
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -93,22 +92,10 @@ def _listen_and_serve(settings: Settings, shutdown: Shutdown) -> None:
         try:
             if not settings.ephemeral and settings.store is None:
                 make_permanent(settings.data_dir)
-            host, port = listener.getsockname()[:2]
-            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-            protocol = limited_connection(max(CONNECTIONS, 4 * settings.max_in_flight))
-            fields = {"url": url, "store": service.store.describe(), "connections": protocol.max_connections}
-            log.info("listening", extra=fields)
-            config = uvicorn.Config(
-                create_app(service),
-                http=protocol,
-                ws="none",
-                backlog=BACKLOG,
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                lifespan="off",
-                timeout_graceful_shutdown=GRACE_S,
-            )
+            options = {"lifespan": "off", "timeout_graceful_shutdown": GRACE_S}
+            config = server_config(create_app(service), settings.max_in_flight, **options)
+            fields = {"url": url_of(listener), "store": service.store.describe()}
+            log.info("listening", extra=fields | {"connections": config.http.max_connections})  # type: ignore[union-attr]
             shutdown.serve(uvicorn.Server(config), listener)
         finally:
             service.close()

@@ -117,6 +117,8 @@ def test_sessions_and_forget_while_it_runs(server, monkeypatch):
     assert [(s["session_id"], s["spans"]) for s in listed[:2]] == [("b", 1), ("a", 2)]
     assert command("sessions", *where).out.splitlines()[1].split()[:3] == ["a", "2", "spans"]
     assert "no service answers" in command("forget", "a", *where[:2], "--port", "1").err
+    spaced = command("forget", "my chat", *where)
+    assert (spaced.code, "Traceback" in spaced.err) == (1, False)
     refused = command("forget", "a", *where)
     assert (refused.code, "token" in refused.err) == (1, True)
     monkeypatch.setenv("RESCUE_TOKEN", TOKEN)

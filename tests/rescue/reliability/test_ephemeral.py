@@ -116,8 +116,11 @@ def _default_hangup():
 def start(popen, tmp_path):
     """Return a function that starts an ephemeral service with its temporary and home folders in `tmp_path`."""
     (tmp_path / "tmp").mkdir()
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("RESCUE_")}
-    environment |= {"TMPDIR": str(tmp_path / "tmp"), "HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "home")}
+    environment = os.environ | {
+        "TMPDIR": str(tmp_path / "tmp"),
+        "HOME": str(tmp_path),
+        "XDG_DATA_HOME": str(tmp_path / "home"),
+    }
     command = [sys.executable, "-m", "rescue_svc", "serve", "--ephemeral", "true", "--port", "0"]
 
     def run(*flags, stdin=subprocess.PIPE, **options):
