@@ -43,7 +43,7 @@ def build_parser() -> CommandParser:
     add(
         "--chat-template-args",
         type=parse_json_object,
-        default={},
+        default="{}",
         metavar="JSON",
         help="options of the template, such as '{\"enable_thinking\":false}'",
     )

@@ -36,6 +36,14 @@ def test_sizes(cli, size):
     assert f"'{size}' is not a size" in result.err
 
 
+@pytest.mark.parametrize("words", [("server",), ("evaluate", "lm-eval", "--tasks", "x")], ids=" ".join)
+@pytest.mark.parametrize("options", ["{", "[1]"])
+def test_template_options_are_an_object(cli, words, options):
+    result = cli(*words, "--chat-template-args", options)
+    assert (result.code, result.out) == (2, "")
+    assert f"'{options}' is not a JSON object" in result.err
+
+
 def test_forecast_comes_before_prefill(cli, embedded):
     said = "".join(facts(60))
     prompt = len(embedded[1].apply_chat_template([{"role": "user", "content": said}], add_generation_prompt=True))
