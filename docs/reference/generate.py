@@ -99,6 +99,8 @@ def policy_options() -> str:
     for name in dict.fromkeys(option.name for policy in policies for option in fields(policy)):
         members = [policy for policy in policies if hasattr(policy, name)]
         of = "all" if members == policies else ", ".join(f"`{policy.name}`" for policy in members)
+        if name not in texts:
+            raise ValueError(f"{members[0].__name__} has no text for {name}; add one to Attributes in its docstring.")
         default = getattr(members[0], name)
         default = "off" if default is False else default
         rows.append(f"| `{name}` | {default} | {of} | {' '.join(texts[name].split())} |")

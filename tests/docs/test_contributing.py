@@ -23,7 +23,7 @@ FORMAT = "assert not mx.any(codec.decode(codec.encode(mx.zeros((3, 128)))))"
 
 @pytest.mark.parametrize(
     ("program", "output"),
-    [([*PYTHON[:2], POLICY], ""), (["import mlx_tq, mlx_tq.codec", *PYTHON[2:4], FORMAT], "66 bytes, error 0.0")],
+    [([*PYTHON[:2], POLICY], ""), ([*PYTHON[2:4], FORMAT], "66 bytes, error 0.0")],
     ids=["policy", "format"],
 )
 def test_the_policy_and_the_format(tmp_path, program, output):
