@@ -34,7 +34,7 @@ def run_study(name: str, parser: argparse.ArgumentParser, run: Callable[[argpars
         run(args)
         return 0
 
-    parser.prog = f"mlx_tq.{name}"
+    parser.prog = f"python -m benchmarks.studies.{name}"
     sys.exit(run_command(parser, work))
 
 
