@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         rows = table("", "KV cache", "answer", "found", "live", "evicted", "rescued", "bytes", "of fp16")
         for outcome in outcomes:
             counts = [f"{outcome[key]:,}" for key in ("live", "evicted", "quoted_tokens")]
-            sizes = human_bytes(outcome["nbytes"]), f"{outcome['nbytes'] / outcome['fp16_nbytes']:.0%}"
+            sizes = human_bytes(outcome["nbytes"]), f"{outcome['nbytes'] / outcomes[0]['nbytes']:.0%}"
             answer = shorten(readable(outcome["answer"]), 44, placeholder=" ...")
             rows.add_row(outcome["name"], answer, "yes" if outcome["found"] else "no", *counts, *sizes)
         results.print(rows)
