@@ -139,6 +139,20 @@ class Calibrator:
         """Continue from a `state`, which lacks empty lists if it comes from a file."""
         self.stats = QueryStats(*state["stats"]) if state.get("stats") else None
         self._sums, self._count, self._next = list(state.get("sums", [])), state["count"], state["next"]
+        numbers = (self._count, self._next)
+        is_open = all(type(number) is int and number >= 0 for number in numbers) and self._count < max(self.warmup, 1)
+        if not is_open or bool(self._sums) != (self._count > 0):
+            raise CacheFormatError("a calibration contradicts itself")
+
+    def set_rope(self, rope: Rope | None) -> None:
+        """Set the RoPE, which files do not store; raise CacheFormatError if it is not that of the statistics."""
+        for arrays in (self._sums, self.stats.arrays() if self.stats else []):
+            heads = arrays[0].shape[0] if arrays else 0
+            dim, pairs = (0, 0) if rope is None else (rope.dim, rope.gain.size)
+            shapes = [(heads, dim), (heads, pairs), (heads, dim, dim)][: 3 if self.covariance else 2]
+            if rope is not None and arrays and [array.shape for array in arrays] != shapes:
+                raise CacheFormatError("the statistics of a calibration are of another model")
+        self.rope = rope
 
 
 @dataclass(frozen=True)

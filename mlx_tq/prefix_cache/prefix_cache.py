@@ -294,13 +294,13 @@ class CachedPrompt:
             return None
         try:
             caches, block_keys = decode_checkpoint(data, partial(self._folder.read, BLOCKS))
+            sequence = layer_group_of(caches)
+            if sequence is not None:
+                sequence.ranks = self._ranks  # which no file has
+                sequence.set_ropes(layer.rope for layer in self._cache.plan.layers)
         except CacheFormatError:
             self._folder.remove(CHECKPOINTS, key)
             return None
-        sequence = layer_group_of(caches)
-        if sequence is not None:
-            sequence.ranks = self._ranks  # which no file has
-            sequence.set_ropes(layer.rope for layer in self._cache.plan.layers)
         return RestoredCheckpoint(caches, block_keys)
 
     def follow(self, other: "CachedPrompt", stop: int) -> bool:
