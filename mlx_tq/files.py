@@ -4,8 +4,10 @@ import errno
 import json
 import os
 import secrets
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 
 from mlx_tq.errors import CacheFormatError
@@ -23,12 +25,26 @@ def is_replaceable(path: Path) -> bool:
     return path.is_file() or not path.exists()
 
 
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> FileIO:
+    """Open a regular file unbuffered; raise OSError for anything else, such as a link, a pipe or a device.
+
+    The flags of `os.open` may create it, for its owner alone.
+    """
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)  # else opening a pipe would wait
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return open(descriptor, "rb" if flags == os.O_RDONLY else "rb+", buffering=0)  # noqa: PTH123  a descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+
+
 def check_kind(path: str | Path, kind: str, has_kind: Callable[[Mapping[str, str]], bool]) -> None:
     """Raise CacheFormatError if a file exists at `path` and `has_kind` is false for its safetensors metadata."""
     file = Path(path)
     if not file.is_file():
         return
-    with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):  # a foreign file may hold anything
+    with suppress(
+        OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError
+    ):  # a foreign file may hold anything
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(length)) if length <= _MAX_HEADER_BYTES else {}

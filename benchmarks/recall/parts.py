@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_tq.cli.diagnostics import environment
+from mlx_tq.files import atomic_write
 
 # What is compared; `arms` has what each is.
 ARMS = ("full", "evicted", "quoted", "words", "queries", "meaning", "both", "random", "oracle")
@@ -37,7 +38,6 @@ class Part:
         self.done.add(piece)
         self._data["done"] = sorted(self.done)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self._path.with_suffix(".part")
-        beside.write_text(one_a_line(self._data), encoding="utf-8")
-        beside.replace(self._path)
+        with atomic_write(self._path) as temporary:
+            temporary.write_text(one_a_line(self._data), encoding="utf-8")
         print(f"{self._path}: {len(self.done)} done, {len(self._data['rows'])} rows", flush=True)

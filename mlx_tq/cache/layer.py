@@ -26,6 +26,7 @@ from mlx_tq.cache.packed_rows import (
     write_tokens,
 )
 from mlx_tq.cache.region_map import SCALE_TOKENS, SHORT_PASS, RegionMap
+from mlx_tq.cache.saved_state import check_arrays, read_count, read_regions, read_spec
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.cache.view import Handle, QueryListener, StepView, check_attention_is_patched, make_handles
 from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization
@@ -188,14 +189,12 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
 
     @state.setter
     def state(self, state: dict[str, Any]) -> None:
-        self.spec = CacheSpec.from_dict(json.loads(state["spec"]))
-        self.number, self.group, self.saved_part = state["number"], None, state.get("group")
-        self.regions = RegionMap(self.spec, state["length"], state["originals"])
-        if state["evicted"]:
-            retained = np.array(state["retained"], np.int64).reshape(-1)
-            self.regions = replace(self.regions, evicted=state["evicted"], floor=state["floor"], retained=retained)
-        self._rows, self._health = PackedRows(state.get("rows")), state["health"]
+        self.spec = read_spec(state["spec"])
+        self.number, self.group, self.saved_part = read_count(state, "number"), None, state.get("group")
+        self.regions = read_regions(state, self.spec)
         self._normalizer = KeyNormalizer(**state.get("normalizer", {}))
+        self._check_state(state)
+        self._rows, self._health = PackedRows(state.get("rows")), state["health"]
         self._full = self._slack = self._fitted = self._last_view = None
         if "keys" in state:
             full, sinks = (state["keys"], state["values"]), self.spec.sinks
@@ -203,6 +202,10 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
             if learned := state.get("learned"):
                 self._fitted = self._layout(full).restore(learned.get("key"), learned.get("value"))
         self._mean_index = self._make_mean_index()
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        """Raise CacheFormatError unless arrays and numbers agree."""
+        check_arrays(state, self.regions, self.spec, self._packed(self.offset), self._num_rows)
 
     @property
     def state_in_place(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import numpy as np
 
 from mlx_tq.cache.layer import CompressedKVCache, Group
 from mlx_tq.cache.packed_rows import PackedRows, Pair, SharedBuffers, join_tokens, row_capacity
+from mlx_tq.cache.saved_state import check_rows, read_count
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.cache.view import StepView
 from mlx_tq.codec.formats import get_format
@@ -89,8 +90,19 @@ class TieredKVCache(CompressedKVCache):
 
     @state.setter
     def state(self, state: dict[str, Any]) -> None:
-        self._cold, self._recent_start = PackedRows(state.get("cold")), state["recent_start"]
+        self._recent_start = read_count(state, "recent_start")
         CompressedKVCache.state.fset(self, state)  # type: ignore[attr-defined]
+        self._cold = PackedRows(state.get("cold"))
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        if not self.spec.cold or not self.spec.sinks <= self._recent_start <= max(self.spec.sinks, self.offset):
+            raise CacheFormatError("a layer's state contradicts itself: its cold tokens")
+        super()._check_state(state)
+        if "keys" in state:
+            keys, values = state["keys"], state["values"]
+            recent = self.spec.layout(keys.shape[3], values.shape[3], keys.dtype)
+            words = self.spec.cold_layout(recent, keys.dtype).words
+            check_rows(state, "cold", (*keys.shape[:2], self.num_evictable, words))
 
     @property
     def state_in_place(self) -> dict[str, Any]:

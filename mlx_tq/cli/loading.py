@@ -22,7 +22,14 @@ from mlx_tq.policies import CalibratedPolicy
 from mlx_tq.prefix_cache.folder import LIMIT, Folder
 from mlx_tq.prefix_cache.prefix_cache import open_folder
 from mlx_tq.prompt_cache.build import adopt_caches, build_caches
-from mlx_tq.prompt_cache.cache_file import check_config, load_prompt_cache, read_header, with_formats
+from mlx_tq.prompt_cache.cache_file import (
+    check_config,
+    load_prompt_cache,
+    read_header,
+    refuse_damaged,
+    try_out,
+    with_formats,
+)
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.measurements import calibration_path, find_losses, make_folder
 from mlx_tq.prompt_cache.plan import Plan, without_queries
@@ -142,18 +149,18 @@ def open_caches(model: Any, request: Request) -> PromptCache:
 
 
 def _load_native(model: Any, path: str, config: KVConfig, bits: int | None) -> PromptCache:
-    try:
+    with refuse_damaged(path):
         caches = load_native_cache(path)
-    except (KeyError, ValueError, TypeError, RuntimeError) as error:
-        raise CacheFormatError(f"{path} is damaged ({error!r}). Make it again with mlx_tq.cache_prompt.") from error
-    if not config.is_off:
-        plan = without_queries(plan_caches(model, config))
-        return PromptCache(adopt_caches(plan, caches), plan, plan.config)
     count = len(make_native_cache(model))
     if len(caches) != count:
         raise CacheFormatError(
             f"{path} has {len(caches)} caches, but the model has {count}. Pass the model of the file."
         )
+    with refuse_damaged(path):
+        try_out(caches, model)
+    if not config.is_off:
+        plan = without_queries(plan_caches(model, config))
+        return PromptCache(adopt_caches(plan, caches), plan, plan.config)
     for cache in caches:
         if isinstance(cache, QuantizedKVCache) and bits not in (None, cache.bits):
             raise ConfigError(f"{path} was made with --kv-bits {cache.bits}, not {bits}. Drop that flag.")

@@ -19,7 +19,7 @@ from mlx.nn.layers.quantized import quantize
 
 from mlx_tq.codec.formats.base import dtype_of
 from mlx_tq.errors import ConfigError, UnsupportedModelError
-from mlx_tq.models.gguf_file import GROUP_SIZE, GgufFile, damaged, read_gguf
+from mlx_tq.models.gguf_file import GROUP_SIZE, GgufFile, damaged, read_gguf, short
 from mlx_tq.models.gguf_tokenizer import write_tokenizer
 
 Config = dict[str, Any]
@@ -85,7 +85,7 @@ def _refuse(file: GgufFile, *keys: str) -> None:
     for key in keys:
         if value := file.metadata.get(f"{file.architecture}.{key}"):
             raise UnsupportedModelError(
-                f"the model {str(file.path)!r} has {file.architecture}.{key} = {str(value)[:40]}, which mlx-lm's "
+                f"the model {str(file.path)!r} has {file.architecture}.{key} = {short(value)}, which mlx-lm's "
                 f"{file.architecture} does not compute."
             )
 
@@ -104,8 +104,8 @@ def _gemma3(file: GgufFile, config: Config) -> Config:
         "query_pre_attn_scalar": (
             config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
         ),
-        "sliding_window": file.number("attention.sliding_window"),
-        "sliding_window_pattern": file.number("attention.sliding_window_pattern", 6),
+        "sliding_window": file.integer("attention.sliding_window"),
+        "sliding_window_pattern": file.integer("attention.sliding_window_pattern", 6),
     }
 
 
@@ -121,14 +121,15 @@ def _architecture_of(file: GgufFile) -> _Architecture:
     name = file.architecture
     if name not in _ARCHITECTURES:
         raise UnsupportedModelError(
-            f"the model {str(file.path)!r} cannot be loaded: its architecture is {name[:40]!r}; GGUF files of "
+            f"the model {str(file.path)!r} cannot be loaded: its architecture is {short(name)!r}; GGUF files of "
             f"{', '.join(_ARCHITECTURES)} can. Convert it for mlx-lm, or take a folder from mlx-community on the hub."
         )
     architecture = _ARCHITECTURES[name]
     for tensor in file.tensors:
         if tensor != _FREQUENCY_FACTORS and architecture.mlx_name(tensor) is None:
             raise UnsupportedModelError(
-                f"the model {str(file.path)!r} cannot be loaded: mlx-lm's {name} has no place for its tensor {tensor}."
+                f"the model {str(file.path)!r} cannot be loaded: mlx-lm's {name} has no place for its tensor "
+                f"{short(tensor)}."
             )
     return architecture
 
@@ -140,12 +141,12 @@ def make_config(file: GgufFile) -> Config:
     if "token_embd.weight" not in file.tensors:
         raise damaged(file.path, "it has no token_embd.weight")
     layers = len({name.split(".")[1] for name in file.tensors if name.startswith("blk.")})
-    if layers != file.number("block_count"):
-        raise damaged(file.path, f"it says that it has {file.number('block_count')} layers, and has {layers}")
-    hidden, heads = file.number("embedding_length"), file.number("attention.head_count")
-    head_dim = file.number("attention.key_length", hidden // heads)
+    if layers != file.integer("block_count"):
+        raise damaged(file.path, f"it says that it has {file.integer('block_count')} layers, and has {layers}")
+    hidden, heads = file.integer("embedding_length"), file.integer("attention.head_count")
+    head_dim = file.integer("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
-        if (value := file.number(key, head_dim)) != head_dim:
+        if (value := file.integer(key, head_dim)) != head_dim:
             raise UnsupportedModelError(
                 f"the model {str(file.path)!r} has {file.architecture}.{key} = {value} and heads of {head_dim}; "
                 f"mlx-lm's {file.architecture} has one number for both."
@@ -154,13 +155,13 @@ def make_config(file: GgufFile) -> Config:
         "model_type": file.architecture,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
-        "intermediate_size": file.number("feed_forward_length"),
+        "intermediate_size": file.integer("feed_forward_length"),
         "num_attention_heads": heads,
-        "num_key_value_heads": file.number("attention.head_count_kv", heads),
+        "num_key_value_heads": file.integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "rms_norm_eps": file.number("attention.layer_norm_rms_epsilon"),
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
-        "max_position_embeddings": file.number("context_length"),
+        "max_position_embeddings": file.integer("context_length"),
         "rope_theta": file.number("rope.freq_base", 10_000.0),
     }
     return config | {"rope_scaling": _rope_scaling(file, config)} | architecture.own_config(file, config)
@@ -170,17 +171,22 @@ def _rope_scaling(file: GgufFile, config: Config) -> Config | None:
     prefix = f"{file.architecture}.rope.scaling."
     scaling = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
     kind = scaling.get("type", "none")
-    if kind not in _SCALING_KEYS or (_FREQUENCY_FACTORS in file.tensors and kind != "none"):
-        raise _unknown(file, f"RoPE scaling {str(kind)[:40]!r}", f"{', '.join(_SCALING_KEYS)} and llama3")
+    if (
+        not isinstance(kind, str)
+        or kind not in _SCALING_KEYS
+        or (_FREQUENCY_FACTORS in file.tensors and kind != "none")
+    ):
+        raise _unknown(file, f"RoPE scaling {short(kind)!r}", f"{', '.join(_SCALING_KEYS)} and llama3")
     required = _SCALING_KEYS[kind]
     if unknown := scaling.keys() - {*required, "type", "finetuned"}:
-        raise _unknown(file, f"{prefix}{min(unknown)} with RoPE scaling {kind!r}", ", ".join(required) or "none")
-    if missing := [key for key in required if not isinstance(scaling.get(key), int | float)]:
-        raise damaged(file.path, f"it has no {prefix}{missing[0]}")
+        raise _unknown(
+            file, f"{short(prefix + min(unknown))} with RoPE scaling {kind!r}", ", ".join(required) or "none"
+        )
+    numbers = {key: file.number(f"rope.scaling.{key}") for key in required}
     if kind == "none":
         return _llama3_scaling(file, config) if _FREQUENCY_FACTORS in file.tensors else None
-    original = {"original_max_position_embeddings": scaling[required[1]]} if kind == "yarn" else {}
-    return {"type": kind, "factor": scaling["factor"], **original}
+    original = {"original_max_position_embeddings": numbers[required[1]]} if kind == "yarn" else {}
+    return {"type": kind, "factor": numbers["factor"], **original}
 
 
 def _llama3_scaling(file: GgufFile, config: Config) -> Config:

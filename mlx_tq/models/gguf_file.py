@@ -27,6 +27,8 @@ _STRING, _ARRAY = 8, 9
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _LENGTH = struct.Struct("<Q")  # of a string; compiled, since there are hundreds of thousands of strings
 _ALIGNMENT, _MAX_DIMS = 32, 4
+_MAX_INTEGER = 2**31 - 1  # of mlx's shapes
+_MAX_QUOTED = 60  # characters of a value in a message
 # ggml's numbers of kinds.
 _F32, _F16, _BF16, _Q4_0, _Q4_1, _Q8_0 = 0, 1, 30, 2, 3, 8
 _DENSE: dict[int, tuple[type, mx.Dtype]] = {
@@ -75,24 +77,39 @@ class GgufFile:
     def architecture(self) -> str:
         return str(self.metadata.get("general.architecture"))
 
-    def number(self, key: str, default: float | None = None) -> Any:
-        """Return a hyperparameter, which is stored under the architecture's name."""
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a hyperparameter, which is stored under the architecture's name, for all layers or for each."""
         name = f"{self.architecture}.{key}"
         value = self.metadata.get(name, default)
         if value is None:
-            raise damaged(self.path, f"it has no {name}")
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise damaged(self.path, f"{name} is {str(value)[:40]}, not one number above 0")
+            raise damaged(self.path, f"it has no {short(name)}")
+        if isinstance(value, list) and value:
+            if any(each != value[0] for each in value):
+                raise UnsupportedModelError(
+                    f"the model {str(self.path)!r} has {name} = {short(value)}, and mlx-lm's {self.architecture} has "
+                    "one number for all layers. Take another model."
+                )
+            value = value[0]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise damaged(self.path, f"{name} is {short(value)}, not a number above 0")
+        return value
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """Return a hyperparameter that is a whole number."""
+        value = self.number(key, default)
+        if not isinstance(value, int) or value > _MAX_INTEGER:
+            raise damaged(self.path, f"{self.architecture}.{key} is {short(value)}, not a whole number up to 2^31 - 1")
         return value
 
     def rows(self, tensor: Tensor, block: int, block_bytes: int) -> NDArray[np.uint8]:
         """Return the bytes of a tensor, [rows, bytes per row], whose blocks of `block` values take `block_bytes`."""
         columns, rows = tensor.shape[-1], math.prod(tensor.shape[:-1])
         if columns % block:
-            raise damaged(self.path, f"rows of {columns} values in {tensor.name} are not whole blocks of {block}")
+            name = short(tensor.name)
+            raise damaged(self.path, f"rows of {columns} values in {name} are not whole blocks of {block}")
         width = columns // block * block_bytes
         if tensor.start + rows * width > len(self.data):
-            raise damaged(self.path, f"it ends in the middle of {tensor.name}")
+            raise damaged(self.path, f"it ends in the middle of {short(tensor.name)}")
         return self.data[tensor.start : tensor.start + rows * width].reshape(rows, width)
 
     def read(self, tensor: Tensor, dtype: mx.Dtype, minus: float = 0.0) -> dict[str, mx.array]:
@@ -128,22 +145,30 @@ class GgufFile:
             from gguf.quants import dequantize  # an optional package
         except ImportError as error:
             raise ConfigError(
-                f"{tensor.name} of {str(self.path)!r} is stored in a kind that needs the gguf package. "
+                f"{short(tensor.name)} of {str(self.path)!r} is stored in a kind that needs the gguf package. "
                 "Run: pip install 'mlx-tq[gguf]'."
             ) from error
         try:
             kind = GGMLQuantizationType(tensor.kind)
             rows = self.rows(tensor, *GGML_QUANT_SIZES[kind])
-            return mx.array(dequantize(rows, kind).astype(np.float32, copy=False))
+            with np.errstate(all="ignore"):  # scales may be infinite, as in any other kind
+                return mx.array(dequantize(rows, kind).astype(np.float32, copy=False))
         except (ValueError, NotImplementedError) as error:
             raise UnsupportedModelError(
-                f"{tensor.name} of {str(self.path)!r} cannot be dequantized by the gguf package: {error}. "
+                f"{short(tensor.name)} of {str(self.path)!r} cannot be dequantized by the gguf package: {error}. "
                 "Take a file of a more common kind, such as Q4_K_M or Q8_0."
             ) from error
 
 
 def damaged(path: Path, reason: str) -> ConfigError:
     return ConfigError(f"the model {str(path)!r} cannot be loaded: {reason}. Download or convert it again.")
+
+
+def short(value: object) -> str:
+    """Return the first characters of a value of a file, for a message."""
+    text = str(value)
+    shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text[:_MAX_QUOTED])
+    return shown if len(text) <= _MAX_QUOTED else f"{shown}..."
 
 
 class _Reader:
@@ -181,8 +206,11 @@ class _Reader:
         """Return the next tensor, with its start relative to the first one's."""
         name, dims = self.string(), self.number("I")
         if not 0 < dims <= _MAX_DIMS:
-            raise ValueError(f"{name} has {dims} dimensions")
-        return Tensor(name, self.numbers("Q", dims)[::-1], self.number("I"), self.number("Q"))
+            raise ValueError(f"{short(name)} has {dims} dimensions")
+        shape = self.numbers("Q", dims)[::-1]
+        if not all(0 < size <= _MAX_INTEGER for size in shape):
+            raise ValueError(f"{short(name)} has the shape {shape}")
+        return Tensor(name, shape, self.number("I"), self.number("Q"))
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -201,11 +229,13 @@ def read_gguf(path: Path) -> GgufFile:
         tensor_count, key_count = reader.number("Q"), reader.number("Q")
         metadata = {reader.string(): reader.value(reader.number("I")) for _ in range(key_count)}
         tensors = [reader.tensor() for _ in range(tensor_count)]
-        alignment = int(metadata.get("general.alignment", _ALIGNMENT))
+        alignment = metadata.get("general.alignment", _ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"its alignment is {short(alignment)}")
         first = math.ceil(reader.position / alignment) * alignment
     except struct.error as error:
         raise damaged(path, "it ends in the middle of its header") from error
-    except (KeyError, ValueError, TypeError, ZeroDivisionError) as error:  # such as an unknown kind of value
+    except (KeyError, ValueError) as error:  # such as an unknown kind of value
         raise damaged(path, f"its header is damaged ({error})") from error
     return GgufFile(
         path, metadata, {tensor.name: replace(tensor, start=first + tensor.start) for tensor in tensors}, data

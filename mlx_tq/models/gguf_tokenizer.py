@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_tq.errors import UnsupportedModelError
-from mlx_tq.models.gguf_file import GgufFile, damaged
+from mlx_tq.models.gguf_file import GgufFile, damaged, short
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"
+_MAX_CHARACTERS = 1024  # of a token; SentencePiece's own limit for a learned one is 16 by default
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # types of tokens
 _SPACE = "▁"  # what SentencePiece writes for a space
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -50,6 +51,8 @@ def write_tokenizer(file: GgufFile, folder: Path) -> list[int]:
         **{name: vocabulary.tokens[id_] for name, role in _ROLES.items() if (id_ := vocabulary.id(role)) is not None},
     }
     if template := file.metadata.get("tokenizer.chat_template"):
+        if not isinstance(template, str):
+            raise damaged(file.path, f"its chat template is {short(template)}, not a text")
         config["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     ends = {vocabulary.id("eos"), vocabulary.id("eot"), vocabulary.id("eom")}
@@ -63,16 +66,19 @@ class _Vocabulary:
 
     def __init__(self, file: GgufFile) -> None:
         self.file = file
-        self.kind, tokens, types = self.get("model"), self.get("tokens"), self.get("token_type")
+        self.kind = self.get("model")
         if self.kind not in (_BYTE_LEVEL, _SENTENCEPIECE):
             raise UnsupportedModelError(
-                f"the model {str(file.path)!r} has an unknown tokenizer {str(self.kind)[:40]!r}; valid are "
+                f"the model {str(file.path)!r} has an unknown tokenizer {short(self.kind)!r}; valid are "
                 f"{_BYTE_LEVEL} (byte level) and {_SENTENCEPIECE} (SentencePiece)."
             )
-        if not tokens or not types or len(tokens) != len(types):
-            raise damaged(file.path, f"it has {len(tokens or ())} tokens and {len(types or ())} types of tokens")
-        self.tokens: list[str] = tokens
-        self.types: list[int] = types
+        self.tokens: list[str] = self.list_of("tokens", str)
+        self.types: list[int] = self.list_of("token_type", int)
+        tokens, types, rows = self.tokens, self.types, file.tensors["token_embd.weight"].shape[0]
+        if not tokens or len(tokens) != len(types):
+            raise damaged(file.path, f"it has {len(tokens)} tokens and {len(types)} types of tokens")
+        if len(tokens) > rows:
+            raise damaged(file.path, f"it has {len(tokens)} tokens and {rows} rows of token_embd.weight")
         self.ids = {token: number for number, token in enumerate(self.tokens)}
         if len(self.ids) != len(tokens):
             raise damaged(file.path, "a token occurs twice in its vocabulary")
@@ -80,11 +86,18 @@ class _Vocabulary:
     def get(self, key: str, default: Any = None) -> Any:
         return self.file.metadata.get(f"tokenizer.ggml.{key}", default)
 
+    def list_of(self, key: str, kind: type) -> list[Any]:
+        """Return a list of values of one type, which is empty if it is missing."""
+        values = self.get(key, [])
+        if not isinstance(values, list) or not all(type(value) is kind for value in values):
+            raise damaged(self.file.path, f"its tokenizer.ggml.{key} is {short(values)}, not a list of {kind.__name__}")
+        return values
+
     def id(self, role: str) -> int | None:
         """Return the id of the token that has a role, such as bos, or None."""
         id_ = self.get(f"{role}_token_id")
-        if id_ is not None and not (isinstance(id_, int) and id_ < len(self.tokens)):
-            raise damaged(self.file.path, f"its {role} token is {id_} of {len(self.tokens)}")
+        if id_ is not None and not (type(id_) is int and 0 <= id_ < len(self.tokens)):
+            raise damaged(self.file.path, f"its {role} token is {short(id_)} of {len(self.tokens)}")
         return id_
 
     def of_type(self, *types: int) -> list[str]:
@@ -96,16 +109,16 @@ def _byte_level(vocabulary: _Vocabulary) -> "Tokenizer":
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers  # comes with transformers
 
     pre = vocabulary.get("pre")
-    if pre not in _PRE_TOKENIZERS:
+    if not isinstance(pre, str) or pre not in _PRE_TOKENIZERS:
         raise UnsupportedModelError(
-            f"the model {str(vocabulary.file.path)!r} has an unknown pre-tokenizer {str(pre)[:40]!r}: with another one "
+            f"the model {str(vocabulary.file.path)!r} has an unknown pre-tokenizer {short(pre)!r}: with another one "
             f"it would read other tokens than it was trained on. Valid are {', '.join(_PRE_TOKENIZERS)}."
         )
-    merges = [tuple(merge.split(" ", 1)) for merge in vocabulary.get("merges", [])]
-    if broken := [
-        merge for merge in merges if len(merge) != 2 or not {*merge, "".join(merge)} <= vocabulary.ids.keys()
-    ]:
-        raise damaged(vocabulary.file.path, f"the merge {' '.join(broken[0])!r} is not of tokens in its vocabulary")
+    merges = [tuple(pair.split(" ", 1)) for pair in vocabulary.list_of("merges", str)]
+    if broken := [pair for pair in merges if len(pair) != 2 or not {*pair, "".join(pair)} <= vocabulary.ids.keys()]:
+        raise damaged(
+            vocabulary.file.path, f"the merge {short(' '.join(broken[0]))!r} is not of tokens in its vocabulary"
+        )
     # Llama 3 keeps a word that is a token, whatever its merges would make of it.
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary.ids, merges=merges, ignore_merges=pre == _LLAMA3))
     if pre == _QWEN2:
@@ -124,11 +137,13 @@ def _sentencepiece(vocabulary: _Vocabulary) -> "Tokenizer":
     """Return SentencePiece's BPE: two tokens merge if their union is a token, that with the highest score first."""
     from tokenizers import Tokenizer, decoders, models, normalizers  # comes with transformers
 
-    scores, ids = vocabulary.get("scores", []), vocabulary.ids
+    scores, ids, normal = vocabulary.list_of("scores", float), vocabulary.ids, vocabulary.of_type(_NORMAL)
     if len(scores) != len(ids):
         raise damaged(vocabulary.file.path, f"it has {len(ids)} tokens and {len(scores)} scores")
+    if (longest := max(map(len, normal), default=0)) > _MAX_CHARACTERS:
+        raise damaged(vocabulary.file.path, f"a token has {longest:,} characters, above {_MAX_CHARACTERS:,}")
     merges = []
-    for token in sorted(vocabulary.of_type(_NORMAL), key=lambda token: -scores[ids[token]]):
+    for token in sorted(normal, key=lambda token: -scores[ids[token]]):
         cuts = [cut for cut in range(1, len(token)) if token[:cut] in ids and token[cut:] in ids]
         merges += sorted(((token[:cut], token[cut:]) for cut in cuts), key=lambda pair: (ids[pair[0]], ids[pair[1]]))
     unknown = vocabulary.id("unknown")

@@ -14,10 +14,11 @@ from mlx.utils import tree_flatten
 
 from mlx_tq.codec.formats.base import dtype_of
 from mlx_tq.distributed.group import ALONE, Ranks
-from mlx_tq.errors import ConfigError, UnsupportedModelError, unknown_name
+from mlx_tq.errors import ConfigError, MlxTqError, UnsupportedModelError, unknown_name
 from mlx_tq.models.fingerprint import WHOLE, fingerprint
 from mlx_tq.models.gguf import load_gguf, make_config
 from mlx_tq.models.gguf_file import read_gguf
+from mlx_tq.models.tokenizer_limits import limit_tokenizer, report_panics
 
 DTYPES = ("float32", "float16", "bfloat16")
 # A 7M-parameter model that finds facts in long text; see the README.md next to its weights.
@@ -34,6 +35,8 @@ _REMEDY = (
     f"{SMOLLM2}, or nothing for the embedded model."
 )
 _MAX_MESSAGE = 240  # characters of another library's message
+_MAX_LAYERS = 10_000  # mlx-lm makes as many objects before it compares them with the weights
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _GGUF = ".gguf"
 _RANKS = "_mlx_tq_ranks"  # the attribute of a rank's part of a model
 
@@ -72,18 +75,14 @@ def load(
         raise unknown_name("dtype", dtype, DTYPES)
     source = str(embedded_path() if model is None else smollm2_path() if model == SMOLLM2 else model)
     _check_source(source, options.get("adapter_path"))
+    _check_config(source)
     if not ranks.is_alone:
         check_heads(source, ranks)
-    if Path(source).suffix == _GGUF:
-        options["dtype"] = "float32" if dequantize else dtype  # so that dense weights are rounded once
-        try:
-            loaded, tokenizer, config = load_gguf(Path(source), **options)
-        except ConfigError:  # which is a ValueError too
-            raise
-        except ValueError as error:
-            raise _not_loaded(source, str(error), "Download or convert it again.") from error
-    else:
-        loaded, tokenizer, config = _load_folder(source, {**options, "lazy": not ranks.is_alone})
+    with report_panics(f"the tokenizer of {source!r} cannot be loaded"):
+        if Path(source).suffix == _GGUF:  # where dense weights are rounded once
+            loaded, tokenizer, config = _load_file(source, {**options, "dtype": "float32" if dequantize else dtype})
+        else:
+            loaded, tokenizer, config = _load_folder(source, {**options, "lazy": not ranks.is_alone})
     if dequantize:
         _make_dense(loaded)
         config.pop("quantization", None)
@@ -91,6 +90,7 @@ def load(
         loaded.set_dtype(dtype_of(dtype))
     if not ranks.is_alone:
         divide(loaded, ranks)
+    limit_tokenizer(tokenizer, source)
     tokenizer.model_max_length = sys.maxsize  # mlx_tq reports prompts that are too long; transformers would warn too
     return (loaded, tokenizer, config) if return_config else (loaded, tokenizer)
 
@@ -131,6 +131,30 @@ def _check_source(source: str, adapter: str | Path | None) -> None:
         )
 
 
+def _check_config(source: str) -> None:
+    """Raise ConfigError for numbers in a local config.json with which mlx-lm would never end, or fail in use."""
+    path = Path(source)
+    config = _read_json(path / "config.json") if path.is_dir() else {}
+    text = config.get("text_config")
+    for part in (config, text) if isinstance(text, dict) else (config,):
+        for name in _LAYER_COUNTS:
+            count = part.get(name)
+            if isinstance(count, int | float) and count > _MAX_LAYERS:
+                raise _not_loaded(source, f"its config.json has {name} = {count}, above {_MAX_LAYERS:,}")
+        base = part.get("rope_theta")
+        if base is not None and not isinstance(base, int | float):
+            raise _not_loaded(source, f"its config.json has rope_theta = {base!r}, not a number")
+
+
+def _load_file(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    try:
+        return load_gguf(Path(source), **options)
+    except MlxTqError:
+        raise
+    except Exception as error:
+        raise _not_loaded(source, _describe(error), "Download or convert it again.") from error
+
+
 def _load_folder(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, StrictDataclassError  # takes 0.1 s
     from mlx_lm import load as load_model  # imports transformers, which takes a second
@@ -152,11 +176,17 @@ def _load_folder(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[s
         raise _not_loaded(source, str(error), "Download or convert it again.") from error
     except ValueError as error:
         raise UnsupportedModelError(f"the model {source!r} cannot be loaded: {_one_line(str(error))}.") from error
+    except Exception as error:
+        raise _not_loaded(source, f"its files do not fit together ({_describe(error)})") from error
     return loaded, tokenizer, config
 
 
 def _not_loaded(source: str, reason: str, remedy: str = _REMEDY) -> ConfigError:
     return ConfigError(f"the model {source!r} cannot be loaded: {_one_line(reason)}. {remedy}")
+
+
+def _describe(error: Exception) -> str:
+    return str(error) if isinstance(error, ValueError) else repr(error)
 
 
 def _make_dense(model: Any) -> None:
@@ -185,9 +215,10 @@ def ranks_of(model: Any) -> Ranks:
 def check_heads(source: str, ranks: Ranks) -> None:
     """Raise ConfigError, before weights are read, if `ranks` do not divide the model's KV heads."""
     config = _read_config(source)
-    config = {**config, **config.get("text_config", {})}
+    text = config.get("text_config")
+    config = {**config, **text} if isinstance(text, dict) else config
     heads = config.get("num_key_value_heads") or config.get("num_attention_heads")
-    if heads and heads % ranks.size:
+    if isinstance(heads, int) and heads > 0 and heads % ranks.size:
         valid = [str(count) for count in range(1, heads + 1) if heads % count == 0]
         raise ConfigError(
             f"{Path(source).name} ({config.get('model_type')}) has {heads} KV heads, which {ranks.size} ranks do not "
@@ -205,10 +236,18 @@ def _read_config(source: str) -> dict[str, Any]:
             from huggingface_hub import hf_hub_download  # takes 0.1 s to import
 
             path = Path(hf_hub_download(source, "config.json")).parent
-        config: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return config
+    return _read_json(path / "config.json")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, or {} if there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def divide(model: Any, ranks: Ranks) -> None:

@@ -139,6 +139,20 @@ class Calibrator:
         """Continue from a `state`, which lacks empty lists if it comes from a file."""
         self.stats = QueryStats(*state["stats"]) if state.get("stats") else None
         self._sums, self._count, self._next = list(state.get("sums", [])), state["count"], state["next"]
+        numbers = (self._count, self._next)
+        is_open = all(type(number) is int and number >= 0 for number in numbers) and self._count < max(self.warmup, 1)
+        if not is_open or bool(self._sums) != (self._count > 0):
+            raise CacheFormatError("a calibration contradicts itself")
+
+    def set_rope(self, rope: Rope | None) -> None:
+        """Set the RoPE, which files do not store; raise CacheFormatError if it is not that of the statistics."""
+        for arrays in (self._sums, self.stats.arrays() if self.stats else []):
+            heads = arrays[0].shape[0] if arrays else 0
+            dim, pairs = (0, 0) if rope is None else (rope.dim, rope.gain.size)
+            shapes = [(heads, dim), (heads, pairs), (heads, dim, dim)][: 3 if self.covariance else 2]
+            if rope is not None and arrays and [array.shape for array in arrays] != shapes:
+                raise CacheFormatError("the statistics of a calibration are of another model")
+        self.rope = rope
 
 
 @dataclass(frozen=True)
@@ -171,8 +185,10 @@ class Calibration:
         if len(ropes) != len(self.layers):
             return f"has {len(self.layers)} layers, the model {len(ropes)}"
         for number, (rope, stats, expected) in enumerate(zip(ropes, self.layers, self.ropes, strict=True)):
-            same_dim = stats.center.shape[-1] == rope.dim
-            if not same_dim or float(mx.abs(rope.fingerprint() - expected).max()) > _ROPE_TOLERANCE:
+            is_same_size = (stats.center.shape[1], stats.amplitude.shape[1]) == (rope.dim, rope.gain.size)
+            fingerprint = rope.fingerprint()
+            is_same_size = is_same_size and expected.shape == fingerprint.shape
+            if not is_same_size or float(mx.abs(fingerprint - expected).max()) > _ROPE_TOLERANCE:
                 return f"was made under another RoPE than layer {number} has"
         return ""
 
@@ -217,6 +233,12 @@ def load_calibration(path: str | Path, model: str) -> Calibration:
         layers = [
             QueryStats(arrays[f"{n}.center"], arrays[f"{n}.amplitude"], arrays.get(f"{n}.moment")) for n in numbers
         ]
-        return Calibration(str(path), layers, [arrays[f"{n}.rope"] for n in numbers])
-    except (KeyError, ValueError) as error:
+        calibration = Calibration(str(path), layers, [arrays[f"{n}.rope"] for n in numbers])
+        for stats in layers:
+            heads, dim, pairs = (*stats.center.shape, stats.amplitude.shape[1])
+            shapes = [(heads, dim), (heads, pairs), (heads, dim, dim)][: len(stats.arrays())]
+            if [array.shape for array in stats.arrays()] != shapes:
+                raise ValueError("arrays of other shapes")
+        return calibration
+    except Exception as error:
         raise CacheFormatError(f"{path} is damaged ({error!r}). {_REMEDY}") from error

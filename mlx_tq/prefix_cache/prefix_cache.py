@@ -94,14 +94,17 @@ def decode_checkpoint(data: bytes, read_block: Callable[[str], bytes | None]) ->
         for name in header["growing"] if blocks else ():
             arrays[name] = mx.concatenate([*(block[name] for block in blocks), arrays[name]], axis=2)
         return join_caches(CacheParts(header["classes"], header["scalars"], arrays)), header["blocks"]
-    except (KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+    except Exception as error:
         raise CacheFormatError(f"a checkpoint is incomplete ({error!r}). Its tokens are prefilled again.") from error
 
 
 def describe_checkpoint(data: bytes) -> dict[str, int]:
-    """Return how many tokens and blocks the record of a checkpoint has."""
-    _, header = _from_bytes(data)
-    return {"tokens": header["tokens"], "blocks": len(header["blocks"])}
+    """Return how many tokens and blocks the record of a checkpoint has; raise CacheFormatError if it is damaged."""
+    try:
+        _, header = _from_bytes(data)
+        return {"tokens": int(header["tokens"]), "blocks": len(header["blocks"])}
+    except Exception as error:
+        raise CacheFormatError(f"a checkpoint is damaged ({error!r}). Run mlx_tq.store clear.") from error
 
 
 def _to_bytes(arrays: dict[str, mx.array], header: dict[str, Any]) -> bytes:
@@ -123,8 +126,8 @@ def open_folder(name: str | Folder | None, limit: int = LIMIT, ranks: Ranks = AL
         return name
     if name in (None, OFF):
         return None
-    path = cache_folder() / "prefix_cache" if name == AUTO else Path(name).expanduser()
-    return Folder(path if ranks.is_alone else path / f"{RANK}{ranks.rank}-of-{ranks.size}", limit)
+    folder = Folder(cache_folder() / "prefix_cache" if name == AUTO else Path(name).expanduser(), limit)
+    return folder if ranks.is_alone else Folder(folder.path / f"{RANK}{ranks.rank}-of-{ranks.size}", limit)
 
 
 def derive_key(parent: str, content: bytes) -> str:
@@ -291,13 +294,13 @@ class CachedPrompt:
             return None
         try:
             caches, block_keys = decode_checkpoint(data, partial(self._folder.read, BLOCKS))
+            sequence = layer_group_of(caches)
+            if sequence is not None:
+                sequence.ranks = self._ranks  # which no file has
+                sequence.set_ropes(layer.rope for layer in self._cache.plan.layers)
         except CacheFormatError:
             self._folder.remove(CHECKPOINTS, key)
             return None
-        sequence = layer_group_of(caches)
-        if sequence is not None:
-            sequence.ranks = self._ranks  # which no file has
-            sequence.set_ropes(layer.rope for layer in self._cache.plan.layers)
         return RestoredCheckpoint(caches, block_keys)
 
     def follow(self, other: "CachedPrompt", stop: int) -> bool:

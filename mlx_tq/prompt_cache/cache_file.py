@@ -8,10 +8,12 @@ Archived blocks follow the arrays, as one more array of bytes that is never in m
 checksum of its own, and a damaged one is left out.
 """
 
+import copy
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -21,13 +23,15 @@ import mlx_lm.models.cache as native
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
+from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.config import SCHEDULE, KVConfig
-from mlx_tq.errors import CacheFormatError
+from mlx_tq.errors import CacheFormatError, UnsupportedModelError
 from mlx_tq.files import atomic_write, check_kind
-from mlx_tq.integration.probe import model_facts
-from mlx_tq.models import fingerprint
-from mlx_tq.prompt_cache.compressed import plan_caches
-from mlx_tq.prompt_cache.layer_group import compressed_caches, evicting_layers, layer_group_of
+from mlx_tq.integration.probe import model_facts, native_caches
+from mlx_tq.models import fingerprint, ranks_of
+from mlx_tq.policies.policy import CalibratedPolicy
+from mlx_tq.prompt_cache.compressed import compressed, plan_caches
+from mlx_tq.prompt_cache.layer_group import cache_parts, compressed_caches, evicting_layers, layer_group_of
 from mlx_tq.prompt_cache.plan import learn_ropes
 
 CONVERSATION = "session"  # a metadata key that only conversations have
@@ -36,6 +40,10 @@ _FORMAT = "mlx_tq prompt cache"
 _REMEDY = "Take another copy of it, or start again without it."  # it may hold a prompt or a conversation
 _HEADER_KEY = "mlx_tq"  # in the metadata of a file that mlx-lm can read
 _CHECKED_FIELDS = ("version", "model", "config", "classes", "scalars", "metadata")
+_MAX_REASON = 240  # characters
+_MAX_INDEX = 10_000  # of a layer, or in a list of a state; as many elements are made
+_MAX_BATCH = 256
+_IN_PLACE_OF_PLAIN = (native.QuantizedKVCache, native.RotatingKVCache, CompressedKVCache)
 _BLOCKS = "attached"  # the array of archived blocks, and the metadata key of their sizes
 
 
@@ -129,12 +137,25 @@ def load_prompt_cache(path: str | Path, *, model: Any, config: KVConfig | None =
     loaded = _read(Path(path), model)
     if config is not None:
         check_config(path, loaded.config, with_formats(model, config))
-    group = layer_group_of(loaded.caches)
-    if group is not None and group.calibrators:
-        group.set_ropes(learn_ropes(model_facts(model)))
-    if group is not None and group.plan.config.recalls:
-        group.restore_archive(evicting_layers(loaded.caches), _read_blocks(Path(path)))
+    with refuse_damaged(path):
+        group = layer_group_of(loaded.caches)
+        if group is not None and isinstance(group.plan.config.policy, CalibratedPolicy):
+            group.set_ropes(learn_ropes(model_facts(model)))
+        if group is not None and group.plan.config.recalls:
+            group.restore_archive(evicting_layers(loaded.caches), _read_blocks(Path(path)))
     return loaded
+
+
+@contextmanager
+def refuse_damaged(path: str | Path) -> Iterator[None]:
+    """Raise CacheFormatError for whatever the content of a file leads to."""
+    try:
+        yield
+    except UnsupportedModelError:  # of the model, not of the file
+        raise
+    except Exception as error:
+        reason = " ".join((str(error) if isinstance(error, CacheFormatError) else repr(error)).split())
+        raise CacheFormatError(f"{path} is damaged ({reason[:_MAX_REASON].rstrip('.')}). {_REMEDY}") from error
 
 
 def _read(path: Path, model: Any) -> LoadedCache:
@@ -146,17 +167,49 @@ def _read(path: Path, model: Any) -> LoadedCache:
     if header.get("checksum") != checksum(arrays, header):
         raise CacheFormatError(f"{path} is damaged (its checksum differs). {_REMEDY}")
     if header.get("model") != fingerprint(model):
-        name = read_header(path).model_name or "the embedded model"
+        with refuse_damaged(path):
+            name = read_header(path).model_name or "the embedded model"
         raise CacheFormatError(
             f"{path} was made with {name}, whose weights are not this model's, or not in this type (--dtype, "
             "--dequantize). Pass that model."
         )
-    try:
+    with refuse_damaged(path):
         config = KVConfig.from_dict(json.loads(header["config"]))
         caches = join_caches(CacheParts(json.loads(header["classes"]), json.loads(header["scalars"]), arrays))
-        return LoadedCache(caches, config, json.loads(header["metadata"]))
-    except (KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-        raise CacheFormatError(f"{path} is damaged ({error!r}). {_REMEDY}") from error
+        metadata = json.loads(header["metadata"])
+        if not all(isinstance(text, str) for text in metadata.values()):
+            raise CacheFormatError("its metadata are not texts")
+        if hasattr(model, "layers"):
+            _check_classes(caches, native_caches(model))
+            try_out(caches, model)
+        return LoadedCache(caches, config, metadata)
+
+
+def try_out(caches: list[Any], model: Any) -> None:
+    """Run the model on copies if some caches are its own, whose states nothing else checks; raises what that raises."""
+    parts = cache_parts(caches)
+    if all(isinstance(part, CompressedKVCache) for part in parts) or not ranks_of(model).is_alone:
+        return
+    leaves: list[tuple[str, Any]] = tree_flatten([part.state for part in parts])  # type: ignore[assignment]
+    batch = next((leaf.shape[0] for _, leaf in leaves if isinstance(leaf, mx.array) and leaf.ndim > 2), 1)
+    lengths = {part.offset for part in parts if isinstance(getattr(part, "offset", None), int)}
+    if not 0 < batch <= _MAX_BATCH or len(lengths) > 1:
+        raise CacheFormatError(f"its caches are of {batch} sequences, and hold {sorted(lengths)[:4]} tokens")
+    copies = copy.deepcopy(caches)
+    with compressed(model):
+        for count in (1, 2):  # which caches with a window treat differently
+            mx.eval(model(mx.zeros((batch, count), mx.int32), cache=copies))
+
+
+def _check_classes(caches: Sequence[Any], natives: Sequence[Any]) -> None:
+    """Raise CacheFormatError unless each cache is of the class of the model's own, or one that may replace that."""
+    if len(caches) != len(natives):
+        raise CacheFormatError(f"it has {len(caches)} caches, the model {len(natives)}")
+    for cache, own in zip(caches, natives, strict=True):
+        if type(cache) is not type(own) and not (type(own) is native.KVCache and isinstance(cache, _IN_PLACE_OF_PLAIN)):
+            raise CacheFormatError(f"it has a {type(cache).__name__}, the model a {type(own).__name__}")
+        if isinstance(own, native.CacheList):
+            _check_classes(cache.caches, own.caches)
 
 
 def split_caches(caches: list[Any]) -> CacheParts:
@@ -168,7 +221,10 @@ def split_caches(caches: list[Any]) -> CacheParts:
 
 
 def join_caches(parts: CacheParts) -> list[Any]:
-    """Return the caches that were split, evaluated."""
+    """Return the caches that were split, evaluated; parts of a file may raise any exception."""
+    indices = (int(part) for name in (*parts.scalars, *parts.arrays) for part in name.split(".") if part.isdecimal())
+    if max(indices, default=0) > _MAX_INDEX:
+        raise CacheFormatError("the path of an array has a number that is too large")
     states = tree_unflatten(list({**parts.scalars, **parts.arrays}.items()))
     classes = [getattr(native, name) for name in parts.classes]
     caches = [cls.from_state(state) for cls, state in zip(classes, states, strict=True)]
@@ -204,7 +260,8 @@ def read_header(path: str | Path) -> Header:
     """Return who wrote a cache file; raise CacheFormatError if neither mlx_tq nor mlx-lm did."""
     _, header = _load(Path(path))
     if header.get("format") == _FORMAT:
-        return Header(True, json.loads(header.get("metadata", "{}")).get("model", ""))
+        with refuse_damaged(path):
+            return Header(True, str(json.loads(header.get("metadata", "{}")).get("model", "")))
     if "1.0" in header:  # mlx-lm flattens [metadata, class names, scalars]
         return Header(False, header.get("0.model", ""))
     raise CacheFormatError(f"{path} is not a prompt cache. Make one with mlx_tq.cache_prompt.")
@@ -230,12 +287,10 @@ def _load(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
     except (RuntimeError, ValueError) as error:
         raise CacheFormatError(f"{path} is damaged or no cache file ({error}). {_REMEDY}") from error
     arrays.pop(_BLOCKS, None)
-    try:
+    with refuse_damaged(path):
         header = _own_header(header)
         for name in json.loads(header.get("scalars", "{}")):  # which mlx-lm writes as arrays
             arrays.pop(name, None)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise CacheFormatError(f"{path} is damaged ({error!r}). {_REMEDY}") from error
     return arrays, header
 
 
@@ -269,8 +324,12 @@ def _read_blocks(path: Path) -> Iterator[bytes]:
         header = _read_safetensors_header(file)
         if _BLOCKS not in header:
             return
-        file.seek(header[_BLOCKS]["data_offsets"][0], 1)
-        for size in json.loads(header["__metadata__"][_BLOCKS]):
+        start, stop = header[_BLOCKS]["data_offsets"]
+        sizes = json.loads(header["__metadata__"][_BLOCKS])
+        if not all(type(size) is int and 0 <= size <= stop - start for size in sizes):
+            raise CacheFormatError("the sizes of its archived blocks")
+        file.seek(start, 1)
+        for size in sizes:
             yield file.read(size)
 
 

@@ -37,6 +37,7 @@ from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.files import cache_folder
 from mlx_tq.policies.calibration import Calibrator
+from mlx_tq.policies.options import check_options
 from mlx_tq.policies.policy import CalibratedPolicy, PackedLayer, PackedTokens
 from mlx_tq.policies.rope import Rope
 from mlx_tq.policies.selection import PositionRange, select
@@ -329,6 +330,7 @@ class LayerGroup:
             archive = self._open_archive(layers)
             try:
                 block = from_bytes(data, archive.shapes)
+                self._check_evicted(block.positions, layers[0].spec.sinks)
             except CacheFormatError:
                 num_damaged += 1
                 continue
@@ -340,6 +342,13 @@ class LayerGroup:
         self.archived = tuple(block for block in restored if not block.lost)
         if self.archive is not None:
             self.archive.warn_of_damage(num_damaged)
+
+    def _check_evicted(self, positions: np.ndarray, sinks: int) -> None:
+        """Raise CacheFormatError unless these are evicted positions of one block, ascending."""
+        blocks = (positions - sinks) // BLOCK
+        is_one = len(positions) > 0 and (np.diff(positions) > 0).all() and blocks[0] == blocks[-1]
+        if not is_one or not np.isin(positions, self.evicted).all():
+            raise CacheFormatError("a block has other positions than those that were evicted")
 
     # What a layer knows of its group; see `cache.layer.Group`.
 
@@ -406,20 +415,30 @@ class LayerGroup:
         header = json.loads(state["header"])
         config = EvictConfig.from_dict(header["plan"]["config"])
         plan = EvictionPlan(**{**header["plan"], "config": config, "budget": Budget(*header["plan"]["budget"])})
+        stats, recalled = EvictionStats(**header["stats"]), np.array(header["recalled"], np.int64)
+        check_options(plan)
+        check_options(stats)
+        is_budget = type(plan.budget.tokens) is int if plan.budget.share is None else type(plan.budget.share) is float
+        if not is_budget or recalled.ndim != 1 or (np.diff(recalled, prepend=-1) <= 0).any():
+            raise CacheFormatError("the state of an eviction contradicts itself")
         calibrators = {}
         if "calibrator" in state and isinstance(config.policy, CalibratedPolicy):
             calibrators[number] = config.policy.make_calibrator()
             calibrators[number].restore(state["calibrator"])
-        group = cls(plan, calibrators, EvictionStats(**header["stats"]))
+        group = cls(plan, calibrators, stats)
         group._saved_recalls = {int(index): count for index, count in header["recalls"].items()}
-        group.recalled = np.array(header["recalled"], np.int64)
+        group.recalled = recalled
         return group
 
     def set_ropes(self, ropes: Iterable[Rope | None]) -> None:
-        """Set the RoPE of each layer, which files do not store."""
-        for number, rope in enumerate(ropes):
-            if number in self.calibrators:
-                self.calibrators[number].rope = rope
+        """Set the RoPE of each layer, which files do not store; raise CacheFormatError if they have other layers."""
+        if not isinstance(self.plan.config.policy, CalibratedPolicy):
+            return
+        by_layer = dict(enumerate(ropes))
+        if self.calibrators.keys() != by_layer.keys():
+            raise CacheFormatError(f"it has calibrations of layers {[*self.calibrators]}, not of {[*by_layer]}")
+        for number, rope in by_layer.items():
+            self.calibrators[number].set_rope(rope)
 
 
 def _drop_rows(layers: list[CompressedKVCache], index: np.ndarray) -> None:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from importlib.resources import files
 from math import isfinite
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import mlx.core as mx
@@ -70,11 +71,9 @@ def find_calibration(fingerprint: str, *, covariance: bool = False) -> Path | No
 
 def make_folder(path: Path) -> None:
     """Make the folder of a file; raise ConfigError if no file can be made in it."""
-    trial = path.with_suffix(".trial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        trial.touch()
-        trial.unlink(missing_ok=True)
+        TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise ConfigError(
             f"no statistics can be kept in {path.parent}: {error.strerror}. Set XDG_CACHE_HOME to a folder that can be "

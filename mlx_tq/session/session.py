@@ -1,12 +1,11 @@
 """`Session`: a conversation over one cache, in which evicted context is recalled when a turn needs it."""
 
-import json
 import secrets
 import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,6 +29,7 @@ from mlx_tq.prompt_cache.statistics import CacheStats, cache_stats
 from mlx_tq.rescue import AUTO, OFF, RescueClient, open_service
 from mlx_tq.rescue.wire import Range
 from mlx_tq.session.restore import live_positions, take_archive_warning
+from mlx_tq.session.saved_conversation import SavedConversation
 from mlx_tq.session.shadow_mode import make_shadow
 from mlx_tq.session.text import SESSION_ID, PlainText, PromptLengthLimit, TurnTemplate, check_max_tokens, check_text
 from mlx_tq.session.transcript import Quotation, Transcript, quotation_limit
@@ -316,14 +316,11 @@ class Session:
         if not self._transcript.ids:
             raise ConfigError("there is nothing to save; say something first.")
         self._check_no_shadow()
-        session = {
-            "id": self.session_id,
-            "ids": self._transcript.ids,
-            "quoted": self._transcript.quoted,
-            "rescue": asdict(self.rescue),
-            "last_question": self._last_question,
-        }
-        metadata = {"model": str(getattr(self.tokenizer, "name_or_path", "")), CONVERSATION: json.dumps(session)}
+        transcript = self._transcript
+        conversation = SavedConversation(
+            self.session_id, transcript.ids, transcript.quoted, self.rescue, self._last_question
+        )
+        metadata = {"model": str(getattr(self.tokenizer, "name_or_path", "")), CONVERSATION: conversation.to_json()}
         options: dict[str, Any] = {"model": self.model, "config": self.config, "metadata": metadata}
         self._worker.run(lambda: save_prompt_cache(path, self.cache, **options))
         self._keeps_text = True
@@ -344,8 +341,11 @@ class Session:
         loaded = self._worker.run(lambda: load_prompt_cache(path, model=self.model))
         if CONVERSATION not in loaded.metadata:
             raise CacheFormatError(f"{path} is a prompt cache, not a conversation. Take it for mlx_tq.generate.")
-        saved = json.loads(loaded.metadata[CONVERSATION])
-        ids, rescue, (start, stop) = saved["ids"], RescueConfig(**saved["rescue"]), saved["last_question"]
+        try:
+            saved = SavedConversation.from_json(loaded.metadata[CONVERSATION])
+        except Exception as error:
+            raise CacheFormatError(f"{path} is damaged ({error!r:.240}). Take another copy of it.") from error
+        ids, rescue = saved.ids, saved.rescue
         lengths = {part.offset for part in cache_parts(loaded.caches) if hasattr(part, "offset")}
         if lengths - {len(ids)}:
             raise CacheFormatError(f"{path} holds {len(ids)} tokens and a cache of {lengths}; it is damaged.")
@@ -360,10 +360,10 @@ class Session:
                 f"{rescue.service} to use it."
             )
         self.turns, self.config, self.plan, self._keeps_text = [], loaded.config, plan, True
-        self._begin(saved["id"], loaded.caches)
+        self._begin(saved.id, loaded.caches)
         self._transcript.ids = ids
-        self._transcript.quoted = [(first, last) for first, last in saved["quoted"]]
-        self._last_question = (start, stop)
+        self._transcript.quoted = saved.quoted
+        self._last_question = saved.last_question
         self._transcript.send_evicted(np.setdiff1d(np.arange(len(ids)), self._live_positions()))
         if self._transcript.has_sent and self.client is not None and not self.client.flush(_FLUSH_S):
             self._warn_once(

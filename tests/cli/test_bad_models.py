@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_tq import load
-from mlx_tq.errors import ConfigError
+from mlx_tq.errors import ConfigError, MlxTqError
 
 from .tools import EMBEDDED, copy_model, refused, zoo_model
 
@@ -45,6 +45,28 @@ def test_damaged(cli, tmp_path, name):
             file.write_bytes(content)
     line = refused(cli("generate", *HI, "--model", folder), says)
     assert f"the model '{folder}' cannot be loaded" in line or content is None
+
+
+# Values of config.json that mlx-lm does not check.
+WRONG = [
+    {"vocab_size": 0}, {"vocab_size": 2**31}, {"num_attention_heads": 0}, {"num_key_value_heads": 0},
+    {"hidden_size": 0}, {"hidden_size": 2**40}, {"head_dim": -1}, {"rope_scaling": 5}, {"rope_theta": "x"},
+    {"num_hidden_layers": 10**9}, {"num_hidden_layers": 1e300}, {"text_config": {"num_hidden_layers": 10**9}},
+    {"text_config": 7}, {"rms_norm_eps": "x" * 5000}, {"model_type": "base"}, {"model_type": "../x"},
+    {"quantization": 4},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", WRONG, ids=str)
+def test_config_with_a_wrong_value(tmp_path, config):
+    with pytest.raises(MlxTqError, match=r"^the model .{15,600}\.$"):
+        load(copy_model(tmp_path / "model", **config))
+
+
+@pytest.mark.parametrize("config", [{"model_type": "__init__"}, {"num_hidden_layers": 10**9}, {"rope_scaling": 5}])
+def test_a_command_with_a_wrong_value_in_the_config(cli, tmp_path, config):
+    result = cli("generate", *HI, "--model", copy_model(tmp_path / "model", **config))
+    refused(result, "cannot be loaded: its ", code=2)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +118,41 @@ def test_template_that_refuses_a_system_prompt(cli, tmp_path):
     words = ("generate", *HI, "--model", copy_model(tmp_path / "model", template=lambda text: refusal + text))
     refused(cli(*words, "--system-prompt", "Be brief."), "System role not supported", "Drop --system-prompt")
     assert cli(*words).code == 0
+
+
+ENDLESS = {
+    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{{ a }}{% endfor %}{% endfor %}",
+    "a loop in a filter": "{{ lipsum(n=10**9) }}",
+    "a chain of filters": "{% for a in range(99999) %}{{ range(99999)|map('string')|join }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
+def test_template_without_end(cli, tmp_path, template):
+    words = ("generate", *HI, "--model", copy_model(tmp_path / "model", template=lambda _: template))
+    refused(cli(*words), "chat template refuses this conversation: rendering it takes more than 20,000,000 steps")
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ messages[7].content.x }}", "{{ [1] | sum(9) }}"])
+def test_template_that_fails(cli, tmp_path, template):
+    refused(
+        cli("generate", *HI, "--model", copy_model(tmp_path / "model", template=lambda _: template)),
+        "the model's chat template refuses this conversation",
+        "--ignore-chat-template",
+    )
+
+
+def test_regular_expression_of_a_tokenizer_that_fails_on_a_text(cli, tmp_path):
+    path = copy_model(tmp_path / "model") / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
+    tokenizer["pre_tokenizer"]["pretokenizers"].insert(0, split)
+    path.write_text(json.dumps(tokenizer))
+    words = ("--model", path.parent, "-m", 2, "--verbose", "F", "--ignore-chat-template")
+    refused(
+        cli("generate", "-p", "x" * 40, *words), "fails on this text (Onig: Regex search error: retry-limit", code=1
+    )
+    assert cli("generate", "-p", "hi", *words).code == 0
 
 
 def test_draft_model_with_another_vocabulary(cli, tmp_path):

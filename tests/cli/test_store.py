@@ -2,7 +2,11 @@
 
 import json
 
-from .tools import facts
+import pytest
+
+from mlx_tq.prefix_cache.folder import CHECKPOINTS, Folder
+
+from .tools import facts, refused
 
 PROMPT = "".join(facts(40))
 
@@ -25,3 +29,25 @@ def test_a_second_run_reuses_the_first(quick, tmp_path):
     assert quick("store", "list", *folder).out.count("\n") > len(listed["checkpoints"])
     assert quick("store", "clear", *folder, "--json").out == json.dumps({"bytes_removed": listed["nbytes"]}) + "\n"
     assert generate(*folder)["stats"]["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize("action", ["list", "check", "clear"])
+def test_a_folder_that_only_looks_like_a_prefix_cache(cli, tmp_path, action):
+    for name in ("blocks", "checkpoints"):
+        (tmp_path / name).mkdir()
+    survey = tmp_path / "checkpoints" / "survey.csv"
+    survey.write_text("x")
+    tmp_path.chmod(0o755)
+    refused(cli("store", action, "--prefix-cache", tmp_path), "it holds other files (blocks). Name an empty or a new")
+    assert survey.read_text() == "x"
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_checkpoint_that_was_forged_is_named(cli, tmp_path):
+    folder = Folder(tmp_path)
+    with folder.writing():
+        folder.write(CHECKPOINTS, "0" * 64, b"forged")
+    words = ("--prefix-cache", tmp_path)
+    refused(cli("store", "list", *words), "a checkpoint is damaged (", "Run mlx_tq.store clear", code=1)
+    assert cli("store", "clear", *words).code == 0
+    assert cli("store", "list", *words).code == 0

@@ -105,6 +105,7 @@ def test_a_cached_prefix_is_restored_as_far_as_all_ranks_have_it(tmp_path):
     words += ("--prefix-cache", tmp_path / "store")
     reports = [generate(tmp_path / "first", 2, None, *words)[1], generate(tmp_path / "again", 2, None, *words)[1]]
     folders = [Folder(tmp_path / "store" / f"rank-{rank}-of-2") for rank in range(2)]
+    assert Folder(tmp_path / "store").records() == [], "one process can use the same folder"
     stops = []
     for folder in folders:
         records = [record.path.name for record in folder.records() if record.path.parent.name == CHECKPOINTS]

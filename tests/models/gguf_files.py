@@ -2,6 +2,7 @@
 
 import json
 import math
+import struct
 from importlib import import_module
 
 import mlx.core as mx
@@ -152,3 +153,38 @@ def write_gguf(path, name="llama", kind="F32", model=None, keys=None, tensors=No
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+# GGUF's numbers of types of values, with the codes of `struct`.
+TYPES = {"B": 0, "b": 1, "H": 2, "h": 3, "I": 4, "i": 5, "f": 6, "?": 7, "str": 8, "list": 9, "Q": 10, "q": 11, "d": 12}
+
+
+def encode_text(text):
+    data = text if isinstance(text, bytes) else text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def encode_value(code, value):
+    """Encode a value, with its type; a list is the code of its elements and these."""
+    if code == "list":
+        inner, elements = value
+        encoded = [encode_value(inner, element)[4:] for element in elements]
+        return struct.pack("<IIQ", TYPES[code], TYPES[inner], len(elements)) + b"".join(encoded)
+    return struct.pack("<I", TYPES[code]) + (encode_text(value) if code == "str" else struct.pack(f"<{code}", value))
+
+
+def encode_file(keys, tensors, data):
+    """Encode a file of keys {name: (code, value)}, tensors [(name, shape, kind, offset)] and their bytes."""
+    parts = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(keys))]
+    parts += [encode_text(name) + encode_value(*typed) for name, typed in keys.items()]
+    for name, shape, kind, offset in tensors:
+        parts += [encode_text(name), struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], kind, offset)]
+    header = b"".join(parts)
+    return header + bytes(-len(header) % 32) + data
+
+
+def typed(value):
+    """Return a value with the code of its type, as the converter writes it."""
+    if isinstance(value, list):
+        return "list", (typed(value[0])[0], value)
+    return {bool: "?", int: "I", float: "f", str: "str"}[type(value)], value

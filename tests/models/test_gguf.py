@@ -1,5 +1,6 @@
 """GGUF files load as mlx-lm's models with the same weights and logits, or say why they cannot."""
 
+import math
 import random
 from contextlib import suppress
 
@@ -82,7 +83,18 @@ REFUSED = {
     "experts": ({"llama.expert_count": 8}, U, "llama.expert_count = 8"),
     "partial RoPE": ({"llama.rope.dimension_count": 8}, U, "dimension_count = 8 and heads of 16"),
     "lack": ({"llama.block_count": None}, C, "it has no llama.block_count"),
-    "text for a number": ({"llama.embedding_length": "wide"}, C, "embedding_length is wide, not one number"),
+    "text for a number": ({"llama.embedding_length": "wide"}, C, "embedding_length is wide, not a number above 0"),
+    "no whole number": ({"llama.embedding_length": 3.5}, C, "embedding_length is 3.5, not a whole number up to 2"),
+    "too wide": ({"llama.embedding_length": 2**31}, C, "embedding_length is 2147483648, not a whole number"),
+    "infinite": ({"llama.rope.freq_base": math.inf}, C, "rope.freq_base is inf, not a number above 0"),
+    "other heads": ({"llama.attention.head_count_kv": [2, 1]}, U, r"head_count_kv = \[2, 1\], .* one number for all"),
+    "heads of text": ({"llama.attention.head_count_kv": ["2", "2"]}, C, "head_count_kv is 2, not a number above 0"),
+    "scaling of a list": ({"llama.rope.scaling.type": ["yarn"]}, U, r"unknown RoPE scaling \"\['yarn'\]\""),
+    "tokens of numbers": ({"tokenizer.ggml.tokens": [1, 2]}, C, r"tokens is \[1, 2\], not a list of str"),
+    "merges of text": ({"tokenizer.ggml.merges": "a b"}, C, "merges is a b, not a list of str"),
+    "template of numbers": ({"tokenizer.chat_template": 7}, C, "its chat template is 7, not a text"),
+    "a long merge": ({"tokenizer.ggml.merges": ["x" * 50_000]}, C, r"the merge 'x{60}\.\.\.' is not"),
+    "a long name": ({"x" * 50_000 + ".weight": np.zeros((1, 1), np.float32)}, U, r"its tensor x{60}\.\.\.\."),
     "other width": ({"llama.embedding_length": 128}, C, "Expected shape"),
     "more layers": ({"llama.block_count": 10**9}, C, "has 1000000000 layers, and has 2"),
     "other tokens": ({"tokenizer.ggml.token_type": [1]}, C, "4096 tokens and 1 types"),
@@ -100,6 +112,7 @@ def test_unsupported_and_damaged_parts_are_named(tmp_path, changes, error, messa
     with pytest.raises(error, match=message) as raised:
         mlx_tq.load(write_gguf(tmp_path / "model.gguf", **{kind: changes}))
     assert "model.gguf" in str(raised.value)
+    assert len(str(raised.value)) < 500
 
 
 def test_truncated_and_changed_files_raise_errors_of_mlx_tq(tmp_path):
@@ -123,3 +136,11 @@ def test_versions(tmp_path, version):
     path.write_bytes(b"GGUF" + version + path.read_bytes()[8:])
     with pytest.raises(ConfigError, match=r"of version \d+; valid are"):
         mlx_tq.load(path)
+
+
+def test_a_number_for_each_layer_that_is_the_same_in_all(tmp_path):
+    """As llama.cpp's converter writes it for some models."""
+    keys = {"llama.attention.head_count_kv": [2, 2], "llama.feed_forward_length": [96, 96]}
+    each, _ = mlx_tq.load(write_gguf(tmp_path / "each.gguf", keys=keys))
+    all_, _ = mlx_tq.load(write_gguf(tmp_path / "all.gguf"))
+    assert vars(each.args) == vars(all_.args)

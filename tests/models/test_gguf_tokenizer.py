@@ -12,6 +12,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import mlx_tq
 from mlx_tq.cli.haystack import load_text
+from mlx_tq.errors import ConfigError
 
 from .gguf_files import vocabulary, write_gguf
 
@@ -142,3 +143,12 @@ def test_tokens_that_end_a_completion(tmp_path, keys, ends):
     _, tokenizer = mlx_tq.load(write_gguf(tmp_path / "model.gguf", keys=keys))
     assert tokenizer.eos_token_ids == ends
     assert tokenizer.chat_template == vocabulary()["tokenizer.chat_template"]
+
+
+def test_a_token_that_is_too_long_to_be_one(tmp_path):
+    """Its merges would take time that grows with the square of its length."""
+    _, keys = trained(False)
+    tokens = keys["tokenizer.ggml.tokens"]
+    tokens[keys["tokenizer.ggml.token_type"].index(1)] = "ab" * 100_000
+    with pytest.raises(ConfigError, match=r"a token has 200,000 characters, above 1,024"):
+        mlx_tq.load(write_gguf(tmp_path / "model.gguf", keys=keys))

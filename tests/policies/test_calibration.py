@@ -116,6 +116,27 @@ def test_foreign_calibration_files_are_refused(tmp_path):
             load_calibration(file, model).check(**options)
 
 
+SHAPES = {
+    "0.center": (2, 3, 4), "0.amplitude": (7,), "0.moment": (1, 1), "0.rope": (), "layers": "x", "1.center": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_forged_calibration_files_are_refused(tmp_path, name):
+    path, shape = tmp_path / "stats.safetensors", SHAPES[name]
+    save_calibration(path, "model", [ROPE], [stats()])
+    arrays, header = mx.load(str(path), return_metadata=True)
+    if name == "layers":
+        header[name] = shape
+    elif shape is None:
+        header["layers"] = "1000000000000"
+    else:
+        arrays[name] = mx.zeros(shape)
+    mx.save_safetensors(str(path), arrays, header)
+    with pytest.raises(CacheFormatError, match=r"(is damaged \(|another RoPE).*Make it again with mlx_tq\.calibrate"):
+        load_calibration(path, "model").check([ROPE])
+
+
 def test_only_calibration_files_are_replaced(tmp_path):
     path, theirs = tmp_path / "stats.safetensors", tmp_path / "weights.safetensors"
     for model in ("one", "two"):

@@ -1,5 +1,6 @@
 """What a prefix cache restores has the bits of a fresh prefill; damaged files are at most a miss."""
 
+import io
 import json
 import random
 import resource
@@ -116,6 +117,41 @@ def test_a_damaged_record_is_a_miss_and_is_replaced(kind, restored, tmp_path):
     assert run_prompt(LLAMA, SMALL, PROMPT, tmp_path)["restored"] == LENGTH - 1
 
 
+FORGED = {
+    "no safetensors": b"forged",
+    "no header": {},
+    "other fields": {"header": "{}"},
+    "no JSON": {"header": "{"},
+    "deep": {"header": "[" * 100_000},
+    "other blocks": {"blocks": ["../../../etc/passwd"]},
+    "a number of blocks": {"blocks": 7},
+    "a number for a name": {"blocks": [7]},
+    "classes": {"classes": ["os", "os"]},
+    "arrays that grow": {"growing": ["nothing"]},
+    "scalars": {"scalars": {"0.length": 2**62, "1.length": 2**62}},
+}
+
+
+@pytest.mark.parametrize("forged", FORGED.values(), ids=FORGED)
+def test_a_forged_record_with_the_right_checksum_is_a_miss(tmp_path, forged):
+    run_prompt(LLAMA, SMALL, PROMPT, tmp_path)
+    folder, key = Folder(tmp_path), step_keys(root_key(LLAMA, plan_caches(LLAMA, SMALL)), [PROMPT[:-1]], STEP)[400]
+    content = folder.read(CHECKPOINTS, key)
+    if isinstance(forged, dict):
+        arrays, metadata = mx.load(io.BytesIO(content), format="safetensors", return_metadata=True)
+        is_field = forged and "header" not in forged
+        metadata = {"header": json.dumps({**json.loads(metadata["header"]), **forged})} if is_field else forged
+        file = io.BytesIO()
+        mx.save_safetensors(file, arrays, metadata)
+        forged = file.getvalue()
+    folder.remove(CHECKPOINTS, key)
+    with folder.writing():
+        folder.write(CHECKPOINTS, key, forged)
+    result = run_prompt(LLAMA, SMALL, PROMPT[:450], tmp_path)
+    assert result["restored"] == 200
+    assert without_hits(result) == without_hits(run_prompt(LLAMA, SMALL, PROMPT[:450]))
+
+
 @pytest.mark.parametrize("times", [10, pytest.param(1000, marks=pytest.mark.full)])
 def test_changed_truncated_and_exchanged_files_are_at_most_a_miss(tmp_path, times):
     folder, chance = Folder(tmp_path), random.Random(times)
@@ -177,7 +213,7 @@ def test_shared_prefixes_stay_longest(tmp_path):
     before = folder.records()
     folder.limit = sum(record.size for record in before) // 3
     with folder.writing():
-        folder.write(BLOCKS, "last", b"a")
+        folder.write(BLOCKS, "f" * 64, b"a")
     remaining = {record.path.name for record in folder.records()}
     assert {system_message, *protected} <= remaining
     assert len(remaining) < len(before) / 2

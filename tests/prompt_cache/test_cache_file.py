@@ -176,6 +176,7 @@ def test_a_second_save_takes_the_place_of_the_first(saved):
 FIELDS = ["version", "model", "config", "classes", "scalars", "metadata"]
 EDITS = [{name: value} for name in FIELDS for value in (None, "", "{")]
 EDITS += [{"classes": json.dumps(names)} for names in (["KVCache", "KVCache"], ["os", "os"], ["CompressedKVCache"])]
+EDITS += [{"metadata": json.dumps(value)} for value in ([], {"model": 7})]
 EDITS += [{"config": json.dumps(config)} for config in ({"key": "q9"}, {"color": 1}, {"window": -1})]
 
 
@@ -185,6 +186,36 @@ def test_headers_that_say_something_else(saved, fields):
     path, _ = saved
     edited(path, **fields)
     refuse(path, r"\. (Take another copy of it, or start again without it|Pass that model)\.$")
+
+
+# Numbers by which memory would be allocated, or rows read that are not there, by their path in the state.
+HUGE = [
+    {"0.length": 2**33}, {"1.originals": 2**26, "1.length": 2**26}, {"0.evicted": 2**40, "0.floor": 2**40},
+    {"0.evicted": 1, "0.floor": 2**26}, {"0.number": 2**63}, {"0.originals": 36}, {"0.spec.window": 2**33},
+    {"0.spec.window": 2**25}, {"0.spec.sinks": 2**40}, {"0.spec.key": "tq4"}, {"0.spec.normalize": 0},
+    {"0.spec.key_options.pairs": [[0, 2**31], [1, 5]]}, {"99999999999.length": 1}, {"0.keys.99999999999": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("numbers", HUGE, ids=str)
+def test_numbers_that_the_arrays_contradict(tmp_path, numbers):
+    path, config = tmp_path / "cache.safetensors", replace(CONFIG, normalize=False)  # packed after 56 tokens
+    with compressed(MODEL):
+        caches = make_prompt_cache(MODEL, config)
+        run(MODEL, caches, 150)
+        assert caches[0].packed_tokens
+        save_prompt_cache(path, caches, model=MODEL, config=config)
+    scalars = json.loads(mx.load(str(path), return_metadata=True)[1]["scalars"])
+    for name, value in numbers.items():
+        layer, *fields = name.split(".")
+        if fields[0] != "spec":
+            scalars[name] = value
+            continue
+        spec = json.loads(scalars[f"{layer}.spec"])
+        (spec[fields[1]] if len(fields) > 2 else spec)[fields[-1]] = value
+        scalars[f"{layer}.spec"] = json.dumps(spec)
+    edited(path, scalars=json.dumps(scalars))
+    refuse(path, r"is damaged .*Take another copy of it, or start again without it\.$")
 
 
 def test_a_save_that_fails_leaves_the_old_file(saved, monkeypatch):

@@ -1,5 +1,6 @@
 """Sessions: prefill, eviction, recall, interruptions, files, and the prefix cache."""
 
+import json
 import signal
 import threading
 from dataclasses import replace
@@ -14,6 +15,7 @@ from mlx_tq.cli.haystack import load_text
 from mlx_tq.config import PROFILES, RescueConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.prefix_cache.folder import Folder
+from mlx_tq.prompt_cache.cache_file import checksum
 from mlx_tq.prompt_cache.layer_group import compressed_caches, layer_group_of
 from mlx_tq.prompt_cache.recall import MAX_QUESTION
 
@@ -308,6 +310,29 @@ def test_a_loaded_session_keeps_its_rescue_service(chat, service, tmp_path, monk
         resumed.load(tmp_path / name)
         assert resumed.client is None
         assert any(f"Give --rescue {service.url}" in words for words in chat.warnings) == warns
+
+
+FORGED = [
+    [], {"ids": 7}, {"ids": [2**70]}, {"ids": ["a"]}, {"quoted": [[0, 10**9]]}, {"quoted": 5}, {"rescue": {"color": 1}},
+    {"last_question": [1, 2, 3]}, {"last_question": "ab"}, {"id": "../x"}, {"id": 7}, {"rescue": {"top_k": 10**9}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", FORGED, ids=str)
+def test_a_conversation_that_was_forged(chat, tmp_path, fields):
+    path, first = tmp_path / "chat.safetensors", chat()
+    say(first, "hello")
+    first.save(path)
+    arrays, header = mx.load(str(path), return_metadata=True)
+    metadata = json.loads(header["metadata"])
+    conversation = fields and {**json.loads(metadata["session"]), **fields}
+    header["metadata"] = json.dumps({**metadata, "session": json.dumps(conversation)})
+    header["checksum"] = checksum(arrays, header)
+    mx.save_safetensors(str(path), arrays, header)
+    before = list(first.ids)
+    with pytest.raises(CacheFormatError, match=r"chat\.safetensors is damaged .*Take another copy of it\.$"):
+        first.load(path)
+    assert first.ids == before
 
 
 def test_other_files_are_not_loaded_or_replaced(chat, tmp_path, exact):
