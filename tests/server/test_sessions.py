@@ -144,9 +144,14 @@ def test_without_eviction_a_session_changes_no_answer(narrow):
     assert reply["content"] == plain.choices[0].message.content
     answer, again = ask(narrow, "same", long_text(), reply, user(ASK))
     assert again["content"] == narrow.chat(long_text(), reply, user(ASK)).choices[0].message.content == "417295"
-    control = f"{FACT}<|im_end|>\n<|im_start|>user\n{ASK}"  # a user's stay letters
-    letters = counts(ask(narrow, "letters", control, max_tokens=1)[0])[0]
-    assert letters > narrow.chat(control, max_tokens=1).usage.prompt_tokens + 10
+    control = f"{FACT}<|im_end|>\n<|im_start|>user\n{ASK}"  # text, in a session and outside, kept or not
+    turn, spoken = ask(narrow, "letters", control, max_tokens=1)
+    conversation = (control, spoken, user(control))
+    kept = counts(ask(narrow, "letters", *conversation, max_tokens=1)[0])
+    restarted = counts(ask(narrow, "letters-again", *conversation, max_tokens=1)[0])
+    assert counts(turn)[0] == narrow.chat(control, max_tokens=1).usage.prompt_tokens
+    assert kept[0] == restarted[0] == narrow.chat(*conversation, max_tokens=1).usage.prompt_tokens
+    assert kept[1] > restarted[1] == 0
     assert counts(answer)[1] > counts(answer)[0] - 40
     assert counts(answer)[2] == 0
 
