@@ -42,6 +42,7 @@ Result = TypeVar("Result")
 Handler = Callable[[Request], Response | Awaitable[Response]]
 
 _PUBLIC = {"/", "/health"}  # paths that anybody may call
+_INTERNAL_ERROR = "internal error; see the server's log"
 
 
 class Api:
@@ -99,7 +100,7 @@ class Api:
             response = _error_response(ClientDisconnectedError("the client disconnected while it sent its request"))
         except Exception:
             log.exception("internal error")
-            response = _error_response(ApiError("internal error; see the server's log"))
+            response = _error_response(ApiError(_INTERNAL_ERROR))
         self._service.metrics.requests.labels(path, response.status_code).inc()
         log.info("%s %s %d %.0f ms", request.method, path, response.status_code, 1e3 * (time.perf_counter() - started))
         return response
@@ -176,14 +177,14 @@ class Api:
         events = self._events(jobs)
 
         async def respond() -> Response:
-            answer.add(await anext(events))
+            await _add(answer, await anext(events))
             if body.stream:
                 stream = self._stream(answer, events, settled, usage=body.wants_usage)
                 return StreamingResponse(
                     stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache", **headers}
                 )
             async for event in events:
-                answer.add(event)
+                await _add(answer, event)
             if settled is not None:
                 await asyncio.shield(settled)
             return JSONResponse(answer.body(), headers=headers)
@@ -249,7 +250,7 @@ class Api:
             async for event in events:
                 if isinstance(event, Progress):
                     yield f": prefill {event.done} of {event.total} tokens\n\n"
-                for value in answer.add(event):
+                for value in await _add(answer, event):
                     yield _sse(value)
             if settled is not None:
                 await asyncio.shield(settled)
@@ -258,6 +259,9 @@ class Api:
             yield answer.stream_end
         except ApiError as error:
             yield _sse(answer.error_event(error))
+        except Exception:
+            log.exception("internal error")
+            yield _sse(answer.error_event(ApiError(_INTERNAL_ERROR)))
         finally:
             await events.aclose()
 
@@ -289,6 +293,11 @@ async def _run_until_disconnect(request: Request, work: Coroutine[Any, Any, Resu
         disconnected.cancel()
         task.cancel()
         await asyncio.wait({task})
+
+
+async def _add(answer: Answer, event: Event) -> list[Object]:
+    """Add an event to an answer, in a thread where that may parse a tool call."""
+    return await run_in_threadpool(answer.add, event) if answer.may_end_call(event) else answer.add(event)
 
 
 def _sse(value: Object) -> str:

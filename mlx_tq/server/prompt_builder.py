@@ -108,7 +108,7 @@ class PromptBuilder:
         if wrong := sorted(set(kwargs) & _RESERVED):
             raise InvalidRequestError(f"chat_template_kwargs may not set {', '.join(wrong)}", "chat_template_kwargs")
         messages = [_template_message(message, index) for index, message in enumerate(request.messages)]
-        tools = [tool.model_dump() for tool in request.tools or []] if request.tool_choice != "none" else []
+        tools = request.callable_tools
         if tools and not self.tokenizer.has_tool_calling:
             raise InvalidRequestError("the model's chat template has no tools; leave them out", "tools")
         return messages, {**self._template_args, **self.plain.escape(kwargs), "tools": self.plain.escape(tools) or None}

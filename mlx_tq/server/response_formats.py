@@ -32,7 +32,7 @@ class ResponseFormats:
         response_format = request.response_format
         if response_format is None or isinstance(response_format, TextFormat):
             return None
-        if request.tools and request.tool_choice != "none":
+        if request.callable_tools:
             raise InvalidRequestError("tools and response_format exclude each other; send one of them", _PARAM)
         if request.prefill is not None:
             raise InvalidRequestError(

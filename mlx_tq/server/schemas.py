@@ -233,6 +233,10 @@ class ChatRequest(GenerationRequest):
         return self.max_completion_tokens or self.max_tokens
 
     @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        return [tool.model_dump() for tool in self.tools or []] if self.tool_choice != "none" else []
+
+    @property
     def prefill(self) -> Message | None:
         """The last message, if it is the start of the answer."""
         last = self.messages[-1]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.tool_parsers import json_tools
+from mlx_lm.tool_parsers import gemma4, glm47, json_tools, kimi_k2, pythonic, qwen3_coder
 from smollm2 import needs_smollm2
 
 from mlx_tq.models import load
@@ -21,7 +21,8 @@ TEMPLATE = """\
 {% endfor %}{{ tools | tojson if tools }}{% if add_generation_prompt %}<|im_start|>assistant
 {% if enable_thinking %}<think>
 {% endif %}{% endif %}"""
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
 
 
@@ -35,9 +36,9 @@ def tokenizer():
     )
 
 
-def write(tokenizer, text, size, state="normal", finish_reason="stop"):
+def write(tokenizer, text, size, state="normal", finish_reason="stop", tools=(TOOL,)):
     """Return the body of an answer whose text comes in pieces of `size` characters, and the deltas of its stream."""
-    answer = Answer("m", [Choice(tokenizer, state, [TOOL])], 5, str)
+    answer = Answer("m", [Choice(tokenizer, state, tools)], 5, str)
     pieces = [Piece(text[start : start + size]) for start in range(0, len(text), size)]
     chunks = [chunk for piece in (*pieces, Piece("", finish_reason=finish_reason)) for chunk in answer.add(piece)]
     return answer.body(), [chunk["choices"][0]["delta"] for chunk in chunks]
@@ -69,9 +70,44 @@ def test_an_incomplete_marker_at_the_end_is_content(tokenizer, text, finish):
     assert body["choices"][0]["finish_reason"] == finish
 
 
-def test_invalid_calls_and_completions_are_plain_text(tokenizer):
-    choice = write(tokenizer, "<tool_call>add(2)</tool_call>", 4)[0]["choices"][0]
-    assert (choice["message"]["content"], choice["finish_reason"]) == ("add(2)", "stop")
+BRACKETS = "[" * 100_000
+# What is JSON, a call of another model or too deep, and no call: parser, text.
+NO_CALLS = [
+    *((json_tools, text) for text in ("add(2)", "null", "1", "[1]", '"add"', '{"name": "add"}')),
+    (json_tools, '{"name": "add", "parameters": {"a": 1}}'),
+    (json_tools, '{"name": ["add"], "arguments": {"a": 1}}'),
+    (json_tools, '{"name": "add", "arguments": {"a": NaN}}'),
+    (json_tools, '{"name": "add", "arguments": "a"}'),
+    (json_tools, '{"name": "add", "arguments": {"a": %s}}' % ("9" * 5000)),
+    (json_tools, '{"name": "add", "arguments": {"a": "%s"}}' % ("a" * 2**16)),
+    *((json_tools, '{"name": "add", "arguments": {"a": ' + text) for text in ("", BRACKETS)),
+    (pythonic, "[add(a={1, 2})]"),
+    (pythonic, "[add(a=b'x')]"),
+    (pythonic, f"[add(a={BRACKETS})]"),
+    (glm47, "add<arg_key>a</arg_key><arg_value>{1, 2}</arg_value>"),
+    (kimi_k2, "functions.add:0<|tool_call_argument_begin|>{1, 2}"),
+    (kimi_k2, "functions.add:0<|tool_call_argument_begin|>no object"),
+    (qwen3_coder, "<function=add><parameter=a>1e999</parameter></function>"),
+    (gemma4, "call:f{"),
+]
+
+
+@pytest.mark.parametrize(("parser", "text"), NO_CALLS, ids=lambda value: getattr(value, "__name__", value)[:40])
+def test_what_is_no_call_is_content(tokenizer, monkeypatch, parser, text):
+    monkeypatch.setattr(tokenizer, "_tool_parser", parser.parse_tool_call)
+    choice = write(tokenizer, f"<tool_call>{text}</tool_call>", 1000)[0]["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+
+
+@pytest.mark.parametrize("tools", [[], [TOOL]])
+def test_calls_are_parsed_only_with_tools(tokenizer, tools):
+    text = '{"name": "add", "arguments": {"a": 2}}'
+    choice = write(tokenizer, f"<tool_call>{text}</tool_call>", 4, tools=tools)[0]["choices"][0]
+    assert bool(choice["message"].get("tool_calls")) == bool(tools)
+    assert choice["message"]["content"] == (None if tools else text)
+
+
+def test_completions_are_plain_text():
     answer = Answer("m", [Choice()], 1, str, is_chat=False)
     answer.add(Piece("<think>a", finish_reason="length"))
     assert answer.body()["choices"][0]["text"] == "<think>a"
