@@ -122,7 +122,7 @@ class Api:
         return JSONResponse(self._service.model_object())
 
     async def _drop_session(self, request: Request) -> Response:
-        await self._service.sessions.drop(request.path_params["name"])
+        await _run_until_disconnect(request, self._service.sessions.drop(request.path_params["name"]))
         await run_in_threadpool(self._service.sessions.forget_dropped)
         return Response(status_code=204)
 
@@ -136,7 +136,8 @@ class Api:
         content = await self._guard.read_body(request)
         request.state.nbytes = len(content)
         # Parsing a large body holds the GIL; several in turn would block the event loop.
-        return await self._service.large_requests.run(len(content), schemas.parse, kind, content)
+        work = self._service.large_requests.run(len(content), schemas.parse, kind, content)
+        return await _run_until_disconnect(request, work)
 
     async def _complete(self, kind: type[ChatRequest] | type[CompletionRequest], request: Request) -> Response:
         body = await self._parse_body(request, kind)
@@ -164,7 +165,8 @@ class Api:
                 client = request.client.host if request.client else ""
                 grammar = await _run_until_disconnect(request, service.response_formats.compile(body, client))
             preparation = (service.prepare, body, make_answer, session, grammar)
-            jobs, answer, turn = await service.large_requests.run(request.state.nbytes, *preparation)
+            work = service.large_requests.run(request.state.nbytes, *preparation)
+            jobs, answer, turn = await _run_until_disconnect(request, work)
             service.engine.submit(*jobs)
         except BaseException:
             if session is not None:

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import openai
 import pytest
-from http_harness import wait_for
+from http_harness import connections, wait_for
 
 from mlx_tq.cli.haystack import load_text
 
@@ -198,6 +198,35 @@ def test_limits(narrow):
     stream.close()
     second.join()
     assert ask(narrow, "other", QUESTION)[1]["content"] == "417295"
+
+
+WAITS = "POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 49\r\n"
+DELETES = "DELETE /v1/sessions/left HTTP/1.1\r\n"
+BODY = '{"messages": [{"role": "user", "content": "hi"}]}'
+
+
+@pytest.mark.parametrize(("head", "body"), [(WAITS, BODY), (DELETES, "")], ids=["a question", "its deletion"])
+def test_clients_that_left_do_not_wait(narrow, head, body):
+    session = {"X-Session-Id": "left"}
+    stream = narrow.chat("Hello", stream=True, extra_headers=session, logit_bias=ENDLESS, max_tokens=1200)
+    read_first_text(stream)
+    sent = f"{head}Host: localhost\r\nX-Session-Id: left\r\n\r\n{body}".encode()
+    with connections(narrow.url, 1, sent):
+        wait_for(lambda: is_full(narrow, "left"))
+    wait_for(lambda: not is_full(narrow, "left"))
+    assert narrow.metrics()["mlx_tq_running"] == 1, "the answer that they waited for goes on"
+    stream.close()
+
+
+def is_full(server, session):
+    """Return whether requests of a session are refused, because as many as the limit wait for it."""
+    try:
+        ask(server, session, "Hello", timeout=1)
+    except openai.RateLimitError as error:
+        return "wait for their session" in str(error)
+    except openai.APITimeoutError:
+        return False
+    return False
 
 
 def test_names_and_routes(narrow):
