@@ -76,7 +76,7 @@ class Api:
         }
         methods = ["GET", "POST", "DELETE"]
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
-        return Starlette(
+        app = Starlette(
             routes=[
                 Route(path, partial(self._handle, path, handler), methods=[method])
                 for (method, path), handler in handlers.items()
@@ -85,6 +85,8 @@ class Api:
             middleware=[cors] if origins else [],
             exception_handlers={HTTPException: _refused_by_starlette},
         )
+        app.router.redirect_slashes = False  # a redirect would go to any host that the request names, before the guard
+        return app
 
     async def _handle(self, path: str, handler: Handler, request: Request) -> Response:
         """Run a handler; whatever it raises becomes a response in OpenAI's shape."""

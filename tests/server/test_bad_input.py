@@ -26,6 +26,7 @@ def error_of(response):
 def test_wrong_argument(server, path, line):
     body, param, words = line.split("  =>  ")
     content = body.replace("<5000>", "yes " * 5000).replace("<digits>", "9" * 5000)
+    content = content.replace("<brackets>", "[" * 100_000)
     if "chat" in path and '"messages"' not in content:
         content = '{"messages": [{"role": "user", "content": "hi"}], ' + content[1:]
     for streamed in (content, content[:-1] + ', "stream": true}'):
@@ -77,10 +78,17 @@ def test_huge_body(server):
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/v1/chat/completions", 405), ("POST", "/v1/models", 405), ("GET", "/v2", 404), ("GET", "/docs", 404)],
+    [
+        ("GET", "/v1/chat/completions", 405),
+        ("POST", "/v1/models", 405),
+        ("GET", "/v2", 404),
+        ("GET", "/docs", 404),
+        ("GET", "/v1/plan/", 404),
+        ("POST", "/v1/completions/", 404),
+    ],
 )
 def test_wrong_route(server, method, path, status):
-    response = server.http.request(method, path)
+    response = server.http.request(method, path, headers={"Host": "evil.example"})  # to which nothing redirects
     assert response.status_code == status
     assert error_of(response)["type"] == "invalid_request_error"
 
