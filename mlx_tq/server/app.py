@@ -49,6 +49,13 @@ class Api:
     def __init__(self, service: ModelService, guard: Guard) -> None:
         self._service, self._guard = service, guard
         self._tasks: set[asyncio.Task[None]] = set()
+        self._unfinished: set[asyncio.Queue[Event]] = set()  # of answers
+
+    def stop(self) -> None:
+        """End all answers with an error, also while an engine step takes long; from the event loop's thread."""
+        self._service.engine.stop()
+        for events in self._unfinished:
+            events.put_nowait(UnavailableError("the server is stopping"))
 
     def app(self, origins: list[str]) -> Starlette:
         """Return the ASGI application. It starts the engine; the caller ends it."""
@@ -224,10 +231,11 @@ class Api:
     async def _events(self, jobs: list[Job]) -> AsyncGenerator[Event]:
         """Yield the events of jobs, which share a queue, and raise their errors. Closing it early cancels the jobs."""
         metrics, started, first_token, ended = self._service.metrics, time.perf_counter(), True, False
-        unfinished = sum(len(job.answers) for job in jobs)
+        unfinished, queue = sum(len(job.answers) for job in jobs), jobs[0].events
+        self._unfinished.add(queue)
         try:
             while not ended:
-                event = await jobs[0].events.get()
+                event = await queue.get()
                 if isinstance(event, ApiError):
                     ended = True
                     raise event
@@ -238,6 +246,7 @@ class Api:
                     ended = not unfinished
                 yield event
         finally:
+            self._unfinished.discard(queue)
             for job in jobs:
                 job.events_closed.set()
                 self._service.engine.cancel(job)

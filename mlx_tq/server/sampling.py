@@ -17,7 +17,7 @@ Sampler = Callable[[mx.array], mx.array]  # log-probabilities [B, V] -> tokens [
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of a sampler. Temperatures below `LOWEST_TEMPERATURE` are greedy; the other defaults allow all tokens."""
+    """Settings of a sampler. Temperatures below `LOWEST_TEMPERATURE` are greedy; other defaults allow all tokens."""
 
     temperature: float = 0.0
     top_p: float = 1.0

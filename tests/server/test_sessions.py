@@ -1,17 +1,20 @@
 """Sessions by header: one cache between requests, with evicted text quoted from a real rescue service."""
 
+import signal
 import threading
 import time
 from contextlib import suppress
 
 import openai
 import pytest
+from cli.tools import PACKED
 from http_harness import connections, wait_for
+from processes import hangup_set_to
 
 from mlx_tq.cli.haystack import load_text
 
 from .conftest import ENDLESS, FACT, QUESTION
-from .harness import read_first_text, text_of_stream, together
+from .harness import Server, read_first_text, text_of_stream, together
 
 ASK = "What is the access code?"
 # Prefill in steps of 64 tokens evicts all but the newest.
@@ -109,6 +112,19 @@ def test_an_edited_conversation_restarts_the_session_and_its_text_is_forgotten(e
     assert not rescued
     assert "417295" in reply["content"]
     wait_for(lambda: stored(service) <= before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_deletes_the_text_at_the_service(folder, tmp_path, service, number):
+    before = stored(service)
+    with hangup_set_to(signal.SIG_DFL):
+        server = Server(folder, tmp_path / "log", *PACKED, *EVICTS, "--rescue", service.url)
+    try:
+        ask(server, "ended", long_text())
+        wait_for(lambda: stored(service) - before)
+    finally:
+        code = server.stop(number)
+    assert (code, stored(service) - before) == (0, set())
 
 
 def test_sessions_are_separate_and_run_at_once(evicting):
