@@ -3,7 +3,7 @@
 import asyncio
 import ipaddress
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -29,13 +29,6 @@ def host_name(header: str) -> str:
     except ValueError:
         return ""
     return (parts.hostname or "") if parts.netloc == header else ""
-
-
-def check_length(request: "Request", max_bytes: int, too_large: Exception) -> None:
-    """Raise `too_large` for a body whose announced length exceeds `max_bytes`."""
-    length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > max_bytes:
-        raise too_large
 
 
 @dataclass(eq=False)
@@ -77,14 +70,16 @@ class Uploads:
 
 
 async def read_body(
-    request: "Request", max_bytes: int, *, too_large: Exception, too_slow: Exception, uploads: Uploads | None = None
+    request: "Request", max_bytes: int, *, too_large: Exception, too_slow: Exception, uploads: Uploads
 ) -> bytes:
     """Read a body; raise `too_large` beyond `max_bytes`, and `too_slow` after BODY_TIMEOUT_S or if it is dropped."""
-    check_length(request, max_bytes, too_large)
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > max_bytes:
+        raise too_large
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S) as deadline:
-            with uploads.counted(body, deadline) if uploads else nullcontext():
+            with uploads.counted(body, deadline):
                 async for part in request.stream():
                     body += part
                     if len(body) > max_bytes:
