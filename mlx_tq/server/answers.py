@@ -291,7 +291,10 @@ class ResponseAnswer(Answer):
             "status": {None: "in_progress", "length": "incomplete"}.get(finish_reason, "completed"),
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if finish_reason == "length" else None,
-            **request.model_dump(include={"instructions", "max_output_tokens", "temperature", "top_p"}),
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
             "metadata": request.metadata or {},
             "model": self._model,
             "output": list(self._items),
@@ -300,7 +303,7 @@ class ResponseAnswer(Answer):
             "store": False,
             "text": {"format": {"type": "text"}, **text},
             "tool_choice": request.tool_choice or "auto",
-            "tools": [tool.model_dump() for tool in request.tools or []],
+            "tools": [dict(tool) for tool in request.tools or []],
             "truncation": "disabled",
             "usage": finish_reason
             and {

@@ -179,17 +179,19 @@ class PromptBuilder:
 
 
 def _template_message(message: schemas.Message, index: int) -> Message:
-    converted = message.model_dump(exclude_none=True)
+    converted = schemas.without_none(message)
     if message.role == "developer":
         converted["role"] = "system"
     if isinstance(message.content, list):
         converted["content"] = "".join(part.text for part in message.content)
     converted.setdefault("content", "")
-    for call in converted.get("tool_calls", []):
-        arguments = call["function"]["arguments"]
+    for call in converted.pop("tool_calls", []):
+        arguments = call.function.arguments
         try:
-            call["function"]["arguments"] = from_json(arguments or "{}") if isinstance(arguments, str) else arguments
+            parsed = from_json(arguments or "{}") if isinstance(arguments, str) else arguments
         except ValueError as error:
             param = f"messages.{index}.tool_calls"
             raise InvalidRequestError(f"{param}: the arguments of a call are not JSON ({error})", param) from error
+        function = {"name": call.function.name, "arguments": parsed}
+        converted.setdefault("tool_calls", []).append({**schemas.without_none(call), "function": function})
     return converted

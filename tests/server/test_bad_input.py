@@ -115,6 +115,7 @@ MANY_FAULTS = {
     "a long name": (PATH, CHAT | {"k" * 1_000_000: 1}),
     "a long type": (PATH, CHAT | {"response_format": {"type": "k" * 1_000_000}}),
     "a long key of a schema": (PATH, CHAT | {"response_format": schema_format(LONG_KEY)}),
+    "large metadata": ("/v1/responses", {"input": "hi", "metadata": {"a": [[]] * 600_000}}),
     "a type that is a list": ("/v1/responses", {"input": [{"type": LISTS}]}),
 }
 
@@ -122,7 +123,7 @@ MANY_FAULTS = {
 @pytest.mark.parametrize(("path", "body"), MANY_FAULTS.values(), ids=MANY_FAULTS)
 def test_many_faults(server, path, body):
     """The error names a few of them, and other requests are not delayed."""
-    content = json.dumps(body)
+    content = json.dumps(body, separators=(",", ":"))
     with polled(server, "/health") as health:
         started = time.monotonic()
         response = server.http.post(path, content=content)
