@@ -2,6 +2,7 @@
 
 import os
 import select
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -19,6 +20,16 @@ def killed_on_failure(process: subprocess.Popen) -> Iterator[None]:
         process.kill()
         process.wait()
         raise
+
+
+@contextmanager
+def hangup_set_to(handler: signal.Handlers) -> Iterator[None]:
+    """Start processes with SIGHUP as in a terminal (SIG_DFL) or under nohup (SIG_IGN), however the tests run."""
+    previous = signal.signal(signal.SIGHUP, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, previous)
 
 
 def read_until(stream: int, mark: str, text: str = "") -> str:

@@ -29,6 +29,8 @@ DTYPES = ("float32", "float16", "bfloat16")
 OFF, AUTO, NONE = "off", "auto", "none"
 STDOUT = "-"  # in place of a file
 API_KEY_VARIABLE = "MLX_TQ_API_KEY"
+# Lower temperatures choose the likeliest token: dividing by them would overflow in float16, and all tokens be alike.
+LOWEST_TEMPERATURE = 1e-3
 _PREFIX = "MLX_TQ_"
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9}
 _QUOTABLE_BLOCK = 64  # tokens evicted together, so that their text can be found again
@@ -59,6 +61,14 @@ def parse_size(text: str) -> int:
     if size < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it like 800MB or 4GB, above zero")
     return size
+
+
+def parse_temperature(text: str) -> float:
+    try:
+        temperature = float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a temperature; write a number such as 0.7") from error
+    return 0.0 if 0 < temperature < LOWEST_TEMPERATURE else temperature
 
 
 class Option(NamedTuple):

@@ -3,7 +3,18 @@
 import argparse
 from typing import Any
 
-from mlx_tq.cli.options import BACKEND, CACHE, DTYPES, MAIN_FLAGS, PREFIX_CACHE, RECALL, RESCUE, SHADOW, Option
+from mlx_tq.cli.options import (
+    BACKEND,
+    CACHE,
+    DTYPES,
+    MAIN_FLAGS,
+    PREFIX_CACHE,
+    RECALL,
+    RESCUE,
+    SHADOW,
+    Option,
+    parse_temperature,
+)
 
 _DEFAULT_MARK = "(default: "  # begins a default that a help text states itself
 
@@ -107,7 +118,7 @@ def add_model_arguments(parser: argparse._ActionsContainer, *, adapter: bool = T
 
 def add_sampling_arguments(group: argparse._ActionsContainer) -> None:
     add = group.add_argument
-    add("--temp", type=float, default=0.0, metavar="T", help="sampling temperature; 0 is greedy")
+    add("--temp", type=parse_temperature, default=0.0, metavar="T", help="sampling temperature; 0 is greedy")
     top_p = "sample from the most likely tokens of this total probability"
     add("--top-p", type=float, default=1.0, metavar="P", help=top_p)
     add("--top-k", type=int, default=0, metavar="N", help="sample from the N most likely tokens; 0 is all")

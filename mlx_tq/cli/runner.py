@@ -2,10 +2,13 @@
 
 import argparse
 import os
+import signal
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from threading import current_thread, main_thread
 
 from mlx_tq.cli.options import check_environment, choose_backend
 from mlx_tq.cli.terminal_text import readable
@@ -15,6 +18,7 @@ from mlx_tq.errors import ConfigError, MlxTqError, RankError
 Run = Callable[[argparse.Namespace], int]
 DONE, FAILED, USAGE_ERROR, INTERRUPTED = 0, 1, 2, 130
 _DISTRIBUTED = ("generate", "chat", "server")  # commands that several processes run together
+_END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _MLX_BACKENDS = ("[ring]", "[jaccl]", "[mpi]", "[nccl]")  # begin mlx's errors about other processes
 
 
@@ -43,7 +47,8 @@ def run_command(parser: argparse.ArgumentParser, run: Run, words: Sequence[str] 
         choose_backend(args)
         format_warning, warnings.formatwarning = warnings.formatwarning, lambda text, *_, **__: f"warning: {text}\n"
         try:
-            return run(args)
+            with nullcontext() if is_launched() else _exit_on_signals():
+                return run(args)
         finally:
             warnings.formatwarning = format_warning
 
@@ -76,6 +81,32 @@ def guarded(command: str, run: Callable[[], int]) -> int:
         _discard_output()
         _report(command, str(error))
         return FAILED
+
+
+@contextmanager
+def _exit_on_signals() -> Iterator[None]:
+    """Exit with 128 + N on SIGTERM and SIGHUP, so that the text of a conversation is deleted where it was sent.
+
+    A signal that is ignored stays so. When the process ends, both are: a shell and its terminal both send SIGHUP.
+    """
+    if current_thread() is not main_thread():  # which alone may set handlers
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in _END_SIGNALS}
+    numbers = [number for number, handler in handlers.items() if handler != signal.SIG_IGN]
+
+    def end(number: int, _: object) -> None:
+        for other in numbers:
+            signal.signal(other, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    for number in numbers:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, handlers[number])
 
 
 def end_rank(command: str, error: Exception) -> None:

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from mlx_tq.cli.options import Request, parse_json_object
+from mlx_tq.cli.options import Request, parse_json_object, parse_temperature
 from mlx_tq.cli.parser import (
     CommandParser,
     add_cache_arguments,
@@ -110,7 +110,8 @@ def _add_questions(
         text = "samples of each task and length" if parser is ruler else "maximum number of samples"
         numbers = {"samples": (samples, text), "max_tokens": (tokens, "maximum tokens per answer"), "step": _STEP}
         _add_numbers(parser, **numbers)
-        parser.add_argument("--temp", type=float, default=0.0, metavar="T", help="sampling temperature; 0 is greedy")
+        temperature = "sampling temperature; 0 is greedy"
+        parser.add_argument("--temp", type=parse_temperature, default=0.0, metavar="T", help=temperature)
 
 
 def _add_lm_eval(parser: argparse.ArgumentParser) -> None:

@@ -44,7 +44,7 @@ class GrammarSource:
 
     def __post_init__(self) -> None:
         if len(self.text) > MAX_TEXT:
-            raise GrammarError(f"it has {len(self.text):,} characters; the limit is {MAX_TEXT:,}")
+            raise GrammarError(f"it has more than {MAX_TEXT:,} characters, the limit")
         if self.syntax == "lark" and "%llguidance" in self.text:
             raise GrammarError("%llguidance options are not allowed; remove them")
         schema = json.loads(self.text) if self.syntax == "json_schema" else None
@@ -63,7 +63,13 @@ class GrammarSource:
 
     @classmethod
     def of_schema(cls, schema: dict[str, Any]) -> "GrammarSource":
-        return cls("json_schema", json.dumps(schema))
+        """Make the source of a schema; raise `GrammarError` as soon as its text is too long."""
+        text = ""
+        for part in json.JSONEncoder().iterencode(schema):
+            text += part
+            if len(text) > MAX_TEXT:
+                raise GrammarError(f"it has more than {MAX_TEXT:,} characters, the limit")
+        return cls("json_schema", text)
 
     def to_llguidance(self) -> str:
         """Return llguidance's format; raise `ValueError` if the schema is nested too deeply."""

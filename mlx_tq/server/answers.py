@@ -16,6 +16,8 @@ from mlx_tq.session.transcript import to_ranges
 
 Object = dict[str, Any]
 
+_MAX_CALL = 2**16  # characters; some models' parsers take quadratic time, here about that of generating the text
+
 
 @dataclass
 class Delta:
@@ -31,7 +33,8 @@ class Choice:
     """One answer of a request, as far as it was generated, split into content, reasoning and tool calls.
 
     Without `tokenizer`, all text is content. `state` is "reasoning" where the prompt ended inside the model's
-    reasoning. If the answer is `constrained` to a grammar, all text after the reasoning is content.
+    reasoning. If the answer is `constrained` to a grammar, all text after the reasoning is content. Calls are parsed
+    only if the request has `tools`; a call that is not valid is content.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class Choice:
             segments = [*segments, (state, rest), ("normal", "")]  # the last one ends a call
         delta, message = Delta(), self.message
         for state, text in segments:
-            if state == "tool":
+            if state == "tool" and self._tools:
                 self._call_text = (self._call_text or "") + text
                 continue
             self._end_call(delta)
@@ -87,21 +90,36 @@ class Choice:
             }
         return delta
 
+    @property
+    def is_in_call(self) -> bool:
+        return self._call_text is not None
+
     def _end_call(self, delta: Delta) -> None:
         """Parse a complete call; one that cannot be parsed becomes content."""
         if self._call_text is None:
             return
         text, self._call_text = self._call_text, None
+        first_index = len(self.message.tool_calls) + len(delta.tool_calls)
         try:
-            parsed = self._tokenizer.tool_parser(text, self._tools)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError):  # parsers of many models
+            calls = self._parse_calls(text, first_index)
+        except Exception:  # noqa: BLE001 - whatever the parsers of many models raise
             delta.content += text
-            return
-        for call in parsed if isinstance(parsed, list) else [parsed]:
-            function = {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
-            call_id = call.get("id") or f"call_{uuid.uuid4().hex[:24]}"
-            index = len(self.message.tool_calls) + len(delta.tool_calls)
-            delta.tool_calls.append({"index": index, "id": call_id, "type": "function", "function": function})
+        else:
+            delta.tool_calls += calls
+
+    def _parse_calls(self, text: str, first_index: int) -> list[Object]:
+        if len(text) > _MAX_CALL:
+            raise ValueError(f"the call has {len(text):,} characters; at most {_MAX_CALL:,} are parsed")
+        parsed, calls = self._tokenizer.tool_parser(text, self._tools), []
+        for index, call in enumerate(parsed if isinstance(parsed, list) else [parsed], first_index):
+            name, arguments, call_id = call["name"], call["arguments"], call.get("id")
+            if not isinstance(name, str) or not isinstance(arguments, dict):
+                raise TypeError("a call needs a name and an object of arguments")
+            function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False, allow_nan=False)}
+            if not isinstance(call_id, str):
+                call_id = f"call_{uuid.uuid4().hex[:24]}"
+            calls.append({"index": index, "id": call_id, "type": "function", "function": function})
+        return calls
 
 
 class Answer:
@@ -127,6 +145,10 @@ class Answer:
         self.choices, self.prompt_tokens, self.rescued_tokens = choices, prompt_tokens, rescued_tokens
         self.cached_tokens = self.completion_tokens = 0
         self.session: Object | None = None  # report of the session, once that is known
+
+    def may_end_call(self, event: Event) -> bool:
+        """Return whether `add` may parse a tool call, which can take long."""
+        return isinstance(event, Piece) and self.choices[event.index].is_in_call
 
     def add(self, event: Event) -> list[Object]:
         """Add an event; return what a stream shows of it."""
@@ -269,7 +291,10 @@ class ResponseAnswer(Answer):
             "status": {None: "in_progress", "length": "incomplete"}.get(finish_reason, "completed"),
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if finish_reason == "length" else None,
-            **request.model_dump(include={"instructions", "max_output_tokens", "temperature", "top_p"}),
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
             "metadata": request.metadata or {},
             "model": self._model,
             "output": list(self._items),
@@ -278,7 +303,7 @@ class ResponseAnswer(Answer):
             "store": False,
             "text": {"format": {"type": "text"}, **text},
             "tool_choice": request.tool_choice or "auto",
-            "tools": [tool.model_dump() for tool in request.tools or []],
+            "tools": [dict(tool) for tool in request.tools or []],
             "truncation": "disabled",
             "usage": finish_reason
             and {

@@ -42,12 +42,20 @@ Result = TypeVar("Result")
 Handler = Callable[[Request], Response | Awaitable[Response]]
 
 _PUBLIC = {"/", "/health"}  # paths that anybody may call
+_INTERNAL_ERROR = "internal error; see the server's log"
 
 
 class Api:
     def __init__(self, service: ModelService, guard: Guard) -> None:
         self._service, self._guard = service, guard
         self._tasks: set[asyncio.Task[None]] = set()
+        self._unfinished: set[asyncio.Queue[Event]] = set()  # of answers
+
+    def stop(self) -> None:
+        """End all answers with an error, also while an engine step takes long; from the event loop's thread."""
+        self._service.engine.stop()
+        for events in self._unfinished:
+            events.put_nowait(UnavailableError("the server is stopping"))
 
     def app(self, origins: list[str]) -> Starlette:
         """Return the ASGI application. It starts the engine; the caller ends it."""
@@ -75,7 +83,7 @@ class Api:
         }
         methods = ["GET", "POST", "DELETE"]
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
-        return Starlette(
+        app = Starlette(
             routes=[
                 Route(path, partial(self._handle, path, handler), methods=[method])
                 for (method, path), handler in handlers.items()
@@ -84,6 +92,8 @@ class Api:
             middleware=[cors] if origins else [],
             exception_handlers={HTTPException: _refused_by_starlette},
         )
+        app.router.redirect_slashes = False  # a redirect would go to any host that the request names, before the guard
+        return app
 
     async def _handle(self, path: str, handler: Handler, request: Request) -> Response:
         """Run a handler; whatever it raises becomes a response in OpenAI's shape."""
@@ -99,7 +109,7 @@ class Api:
             response = _error_response(ClientDisconnectedError("the client disconnected while it sent its request"))
         except Exception:
             log.exception("internal error")
-            response = _error_response(ApiError("internal error; see the server's log"))
+            response = _error_response(ApiError(_INTERNAL_ERROR))
         self._service.metrics.requests.labels(path, response.status_code).inc()
         log.info("%s %s %d %.0f ms", request.method, path, response.status_code, 1e3 * (time.perf_counter() - started))
         return response
@@ -121,7 +131,7 @@ class Api:
         return JSONResponse(self._service.model_object())
 
     async def _drop_session(self, request: Request) -> Response:
-        await self._service.sessions.drop(request.path_params["name"])
+        await _run_until_disconnect(request, self._service.sessions.drop(request.path_params["name"]))
         await run_in_threadpool(self._service.sessions.forget_dropped)
         return Response(status_code=204)
 
@@ -135,7 +145,8 @@ class Api:
         content = await self._guard.read_body(request)
         request.state.nbytes = len(content)
         # Parsing a large body holds the GIL; several in turn would block the event loop.
-        return await self._service.large_requests.run(len(content), schemas.parse, kind, content)
+        work = self._service.large_requests.run(len(content), schemas.parse, kind, content)
+        return await _run_until_disconnect(request, work)
 
     async def _complete(self, kind: type[ChatRequest] | type[CompletionRequest], request: Request) -> Response:
         body = await self._parse_body(request, kind)
@@ -163,7 +174,8 @@ class Api:
                 client = request.client.host if request.client else ""
                 grammar = await _run_until_disconnect(request, service.response_formats.compile(body, client))
             preparation = (service.prepare, body, make_answer, session, grammar)
-            jobs, answer, turn = await service.large_requests.run(request.state.nbytes, *preparation)
+            work = service.large_requests.run(request.state.nbytes, *preparation)
+            jobs, answer, turn = await _run_until_disconnect(request, work)
             service.engine.submit(*jobs)
         except BaseException:
             if session is not None:
@@ -176,14 +188,14 @@ class Api:
         events = self._events(jobs)
 
         async def respond() -> Response:
-            answer.add(await anext(events))
+            await _add(answer, await anext(events))
             if body.stream:
                 stream = self._stream(answer, events, settled, usage=body.wants_usage)
                 return StreamingResponse(
                     stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache", **headers}
                 )
             async for event in events:
-                answer.add(event)
+                await _add(answer, event)
             if settled is not None:
                 await asyncio.shield(settled)
             return JSONResponse(answer.body(), headers=headers)
@@ -219,10 +231,11 @@ class Api:
     async def _events(self, jobs: list[Job]) -> AsyncGenerator[Event]:
         """Yield the events of jobs, which share a queue, and raise their errors. Closing it early cancels the jobs."""
         metrics, started, first_token, ended = self._service.metrics, time.perf_counter(), True, False
-        unfinished = sum(len(job.answers) for job in jobs)
+        unfinished, queue = sum(len(job.answers) for job in jobs), jobs[0].events
+        self._unfinished.add(queue)
         try:
             while not ended:
-                event = await jobs[0].events.get()
+                event = await queue.get()
                 if isinstance(event, ApiError):
                     ended = True
                     raise event
@@ -233,6 +246,7 @@ class Api:
                     ended = not unfinished
                 yield event
         finally:
+            self._unfinished.discard(queue)
             for job in jobs:
                 job.events_closed.set()
                 self._service.engine.cancel(job)
@@ -249,7 +263,7 @@ class Api:
             async for event in events:
                 if isinstance(event, Progress):
                     yield f": prefill {event.done} of {event.total} tokens\n\n"
-                for value in answer.add(event):
+                for value in await _add(answer, event):
                     yield _sse(value)
             if settled is not None:
                 await asyncio.shield(settled)
@@ -258,6 +272,9 @@ class Api:
             yield answer.stream_end
         except ApiError as error:
             yield _sse(answer.error_event(error))
+        except Exception:
+            log.exception("internal error")
+            yield _sse(answer.error_event(ApiError(_INTERNAL_ERROR)))
         finally:
             await events.aclose()
 
@@ -289,6 +306,11 @@ async def _run_until_disconnect(request: Request, work: Coroutine[Any, Any, Resu
         disconnected.cancel()
         task.cancel()
         await asyncio.wait({task})
+
+
+async def _add(answer: Answer, event: Event) -> list[Object]:
+    """Add an event to an answer, in a thread where that may parse a tool call."""
+    return await run_in_threadpool(answer.add, event) if answer.may_end_call(event) else answer.add(event)
 
 
 def _sse(value: Object) -> str:

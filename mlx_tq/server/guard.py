@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
-from http_limits.request_checks import BODY_TIMEOUT_S, check_length, host_name, is_loopback, read_body
+from http_limits.request_checks import BODY_TIMEOUT_S, Uploads, host_name, is_loopback, read_body
 from mlx_tq.server.api_errors import InvalidRequestError, QueueFullError
 
 LARGE_REQUEST_BYTES = 2**16  # tokenizing takes about 0.1 s
@@ -32,7 +32,7 @@ class Guard:
         self._api_key = api_key.encode() if api_key else None
         self._origins = set(origins)
         self._max_body, self._max_bodies = max_body, max_bodies
-        self._arriving = 0  # bodies
+        self._uploads = Uploads(max_bodies)
 
     def check_caller(self, request: Request) -> None:
         """Refuse foreign web pages, wrong keys and, without a key, foreign names of this machine.
@@ -53,17 +53,12 @@ class Guard:
             raise InvalidRequestError("the API key is missing or wrong; send `Authorization: Bearer KEY`", status=401)
 
     async def read_body(self, request: Request) -> bytes:
+        """Read a body. Only requests whose body has arrived count in the queue: slow clients keep nobody out."""
         message = f"the body is over {self._max_body} bytes; shorten it, or raise --max-body"
         too_large = InvalidRequestError(message, status=413)
-        check_length(request, self._max_body, too_large)
-        if self._arriving >= self._max_bodies:
-            raise QueueFullError(f"{self._max_bodies} requests are arriving, the limit; try again in a second")
-        too_slow = InvalidRequestError(f"the body took longer than {BODY_TIMEOUT_S:.0f} s to arrive", status=408)
-        self._arriving += 1
-        try:
-            return await read_body(request, self._max_body, too_large=too_large, too_slow=too_slow)
-        finally:
-            self._arriving -= 1
+        slow = f"took longer than {BODY_TIMEOUT_S:.0f} s to arrive, or was the slowest of {self._max_bodies}"
+        too_slow = InvalidRequestError(f"the body {slow}; send it at once", status=408)
+        return await read_body(request, self._max_body, too_large=too_large, too_slow=too_slow, uploads=self._uploads)
 
 
 class LargeRequests:

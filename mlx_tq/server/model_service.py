@@ -96,7 +96,7 @@ class ModelService:
         if isinstance(request, ChatRequest):
             prompts = [prompt := self._prompt_builder.chat_prompt(request) if turn is None else turn.prompt]
             logprobs = (request.top_logprobs or 0) if request.logprobs else None
-            tools = [tool.model_dump() for tool in request.tools or []]
+            tools = request.callable_tools
             make_choice = partial(Choice, self._tokenizer, prompt.state, tools, constrained=grammar is not None)
             if grammar is not None:
                 constraint = self._grammars.constraint(grammar, thinks=prompt.state == "reasoning")

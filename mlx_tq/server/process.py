@@ -51,15 +51,18 @@ def serve(request: Request, api_key: str | None, folder: Folder | None, listener
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:
-            service.engine.stop()  # ends running answers, and with them their connections
+            api.stop()  # ends running answers, and with them their connections
             super().handle_exit(sig, frame)
 
-    console.print(f"listening on {url_of(listener)}")
     slots = args.max_queue + args.decode_concurrency
     guard = Guard(api_key, args.allowed_origins, args.max_body or default_max_body(service.positions), slots)
-    config = server_config(Api(service, guard).app(args.allowed_origins), slots, timeout_graceful_shutdown=_GRACE_S)
+    api = Api(service, guard)
+    config = server_config(api.app(args.allowed_origins), slots, timeout_graceful_shutdown=_GRACE_S)
     # uvicorn stops at a signal and then raises it again; this turns it into an exit that passes through `finally`.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
+    console.print(f"listening on {url_of(listener)}")
     try:
         Server(config).run(sockets=[listener])
     finally:

@@ -1,25 +1,25 @@
 """`PromptBuilder`: from messages or text to token ids, split where later requests are likely to share the prefix."""
 
 import inspect
-import json
 import secrets
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
+from pydantic_core import from_json
 from transformers import PreTrainedTokenizerBase
 
 from mlx_tq.errors import ConfigError
 from mlx_tq.server import schemas
 from mlx_tq.server.api_errors import ContextLengthError, InvalidRequestError
 from mlx_tq.server.schemas import ChatRequest
-from mlx_tq.session.text import TEMPLATE_ERRORS, PromptLengthLimit
+from mlx_tq.session.text import TEMPLATE_ERRORS, PlainText, PromptLengthLimit, unescape
 
 Message = dict[str, Any]  # as templates expect it
 
 _TAIL = 11  # the last tokens of a template, among which it may open the model's reasoning
-_RESERVED = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+_RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class PromptBuilder:
     """Renders and tokenizes prompts; thread-safe. `positions` is the model's context length, or None."""
 
     def __init__(self, tokenizer: Any, template_args: dict[str, Any], positions: int | None = None) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.plain = tokenizer, PlainText(tokenizer)
         self._template_args = template_args
         self._limit = PromptLengthLimit(tokenizer, positions)
         # A fast tokenizer is thread-safe unless its truncation or padding changes, which the first call may do; hence
@@ -75,13 +75,13 @@ class PromptBuilder:
             raise InvalidRequestError("the only message is the start of the answer; add a user message", "messages")
         if prefill:  # the prompt ends with it, as the template shows any answer
             marker = f"Q{secrets.token_hex(8)}A"
-            text = self._render([*messages, {"role": "assistant", "content": marker}], **options)
+            text = self._render([*messages, {"role": "assistant", "content": marker}], options)
             before, separator, _ = text.partition(marker)
             if not separator:
                 raise InvalidRequestError("the model's chat template does not show assistant messages", "messages")
-            text = before + prefill
+            text = before + self.plain.escape_answer(prefill)
         else:
-            text = self._render(messages, add_generation_prompt=True, **options)
+            text = self._render(messages, options, add_generation_prompt=True)
         ids = self._encode(text, "messages")
         if not ids:
             raise InvalidRequestError("the tokenizer makes no tokens of the messages", "messages")
@@ -108,10 +108,10 @@ class PromptBuilder:
         if wrong := sorted(set(kwargs) & _RESERVED):
             raise InvalidRequestError(f"chat_template_kwargs may not set {', '.join(wrong)}", "chat_template_kwargs")
         messages = [_template_message(message, index) for index, message in enumerate(request.messages)]
-        tools = [tool.model_dump() for tool in request.tools or []] if request.tool_choice != "none" else []
+        tools = request.callable_tools
         if tools and not self.tokenizer.has_tool_calling:
             raise InvalidRequestError("the model's chat template has no tools; leave them out", "tools")
-        return messages, {**self._template_args, **kwargs, "tools": tools or None}
+        return messages, {**self._template_args, **self.plain.escape(kwargs), "tools": self.plain.escape(tools) or None}
 
     def split_turn(
         self, messages: list[Message], options: dict[str, Any], cached_messages: int
@@ -128,7 +128,7 @@ class PromptBuilder:
         if messages[-1]["role"] == "user":
             words = messages[-1]["content"]
             marked[-1] = {**marked[-1], "content": f"Q{marker}W"}
-        text = self._render(marked, add_generation_prompt=True, **options)
+        text = self._render(marked, options, add_generation_prompt=True)
         if cached_messages:
             _, separator, text = text.partition(f"Q{marker}H")
             if not separator:
@@ -147,15 +147,17 @@ class PromptBuilder:
             raise ContextLengthError(str(error), param) from error
 
     def _encode(self, text: str, param: str, *, special: bool = False) -> list[int]:
-        self._check_length(len(text), param)
+        self._check_length(len(unescape(text)), param)
         with self._lock:
-            return list(self.tokenizer.encode(text, add_special_tokens=special))
+            return self.plain.encode_rendered(text, special=special)
 
-    def _render(self, messages: list[Message], **options: Any) -> str:
+    def _render(self, messages: list[Message], options: dict[str, Any], *, add_generation_prompt: bool = False) -> str:
+        escaped = self.plain.escape_messages(messages)
+        options = {**options, "add_generation_prompt": add_generation_prompt, "tokenize": False}
         try:
-            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
+            return str(self.tokenizer.apply_chat_template(escaped, **options))
         except TEMPLATE_ERRORS as error:
-            message = f"the model's chat template refuses this conversation: {error}"
+            message = f"the model's chat template refuses this conversation: {unescape(str(error))}"
             raise InvalidRequestError(message, "messages") from error
 
     def _system_end(self, messages: list[Message], ids: list[int], options: dict[str, Any]) -> int:
@@ -164,7 +166,7 @@ class PromptBuilder:
         if not 0 < count < len(messages):
             return 0
         try:
-            text = self._render([*messages[:count], {"role": "user", "content": ""}], **options)
+            text = self._render([*messages[:count], {"role": "user", "content": ""}], options)
             other = self._encode(text, "messages")
         except InvalidRequestError:
             return 0
@@ -177,17 +179,19 @@ class PromptBuilder:
 
 
 def _template_message(message: schemas.Message, index: int) -> Message:
-    converted = message.model_dump(exclude_none=True)
+    converted = schemas.without_none(message)
     if message.role == "developer":
         converted["role"] = "system"
     if isinstance(message.content, list):
         converted["content"] = "".join(part.text for part in message.content)
     converted.setdefault("content", "")
-    for call in converted.get("tool_calls", []):
-        arguments = call["function"]["arguments"]
+    for call in converted.pop("tool_calls", []):
+        arguments = call.function.arguments
         try:
-            call["function"]["arguments"] = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-        except json.JSONDecodeError as error:
+            parsed = from_json(arguments or "{}") if isinstance(arguments, str) else arguments
+        except ValueError as error:
             param = f"messages.{index}.tool_calls"
             raise InvalidRequestError(f"{param}: the arguments of a call are not JSON ({error})", param) from error
+        function = {"name": call.function.name, "arguments": parsed}
+        converted.setdefault("tool_calls", []).append({**schemas.without_none(call), "function": function})
     return converted

@@ -1,14 +1,16 @@
 """`ResponseFormats`: compiles the `response_format` of requests, with fair shares for all clients."""
 
 import asyncio
-import json
 from collections import Counter
+from typing import Any
 from weakref import WeakSet, WeakValueDictionary
+
+from starlette.concurrency import run_in_threadpool
 
 from mlx_tq.grammar.constraint import CompiledGrammar, Grammars
 from mlx_tq.grammar.grammar_source import GrammarError, GrammarSource, Syntax
 from mlx_tq.server.api_errors import InvalidRequestError, QueueFullError
-from mlx_tq.server.schemas import ChatRequest, GrammarFormat, ObjectFormat, TextFormat
+from mlx_tq.server.schemas import ChatRequest, GrammarFormat, ObjectFormat, SchemaFormat, TextFormat
 
 _PARAM = "response_format"
 _SLOTS = 4  # grammars compiled at once
@@ -32,7 +34,7 @@ class ResponseFormats:
         response_format = request.response_format
         if response_format is None or isinstance(response_format, TextFormat):
             return None
-        if request.tools and request.tool_choice != "none":
+        if request.callable_tools:
             raise InvalidRequestError("tools and response_format exclude each other; send one of them", _PARAM)
         if request.prefill is not None:
             raise InvalidRequestError(
@@ -45,15 +47,11 @@ class ResponseFormats:
                 "or restart the server with --allow-lark",
                 f"{_PARAM}.syntax",
             )
-        syntax: Syntax = "json_schema"
-        if isinstance(response_format, GrammarFormat):
-            param, syntax, text = "definition", response_format.syntax, response_format.definition
-        elif isinstance(response_format, ObjectFormat):
-            param, text = "schema", json.dumps(response_format.schema_ or {"type": "object"})
-        else:
-            param, text = "json_schema.schema", json.dumps(response_format.json_schema.schema_)
+        param, syntax, definition = _parts_of(response_format)
         try:
-            return await self._compile(GrammarSource(syntax, text), client)
+            # In a thread, because it may be megabytes.
+            source = await run_in_threadpool(_source_of, syntax, definition)
+            return await self._compile(source, client)
         except GrammarError as error:
             path = ".".join([_PARAM, param, *(key[:_MAX_KEY] for key in error.path)])
             raise InvalidRequestError(f"{path}: {error}", path) from error
@@ -73,3 +71,16 @@ class ResponseFormats:
         finally:
             self._pending[client] -= 1
             self._pending += Counter()  # forgets clients without requests
+
+
+def _parts_of(response_format: ObjectFormat | SchemaFormat | GrammarFormat) -> tuple[str, Syntax, str | dict[str, Any]]:
+    """Return the argument that defines the grammar, its syntax and its value."""
+    if isinstance(response_format, GrammarFormat):
+        return "definition", response_format.syntax, response_format.definition
+    if isinstance(response_format, ObjectFormat):
+        return "schema", "json_schema", response_format.schema_ or {"type": "object"}
+    return "json_schema.schema", "json_schema", response_format.json_schema.schema_
+
+
+def _source_of(syntax: Syntax, definition: str | dict[str, Any]) -> GrammarSource:
+    return GrammarSource(syntax, definition) if isinstance(definition, str) else GrammarSource.of_schema(definition)

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, greedy_sampler, make_logits_processors
 
+from mlx_tq.cli.options import LOWEST_TEMPERATURE
 from mlx_tq.server.api_errors import InvalidRequestError
 from mlx_tq.server.schemas import GenerationRequest
 
@@ -16,7 +17,7 @@ Sampler = Callable[[mx.array], mx.array]  # log-probabilities [B, V] -> tokens [
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of a sampler. Temperature 0 is greedy; the other defaults allow all tokens."""
+    """Settings of a sampler. Temperatures below `LOWEST_TEMPERATURE` are greedy; other defaults allow all tokens."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -33,7 +34,7 @@ class Sampling:
 
         A seeded sampler is not shared: its choices do not depend on the rest of the batch.
         """
-        if self.temperature == 0:
+        if self.temperature < LOWEST_TEMPERATURE:
             return greedy_sampler  # type: ignore[no-any-return]
         return _shared_sampler(self, vocabulary) if seed is None else _random_sampler(self, vocabulary, seed)
 

@@ -66,6 +66,7 @@ Temperature = Annotated[float, Field(ge=0, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Field(ge=0, le=10), AfterValidator(_check_repetition_penalty)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
+MetadataText = Annotated[str, Field(max_length=512)]
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]
 
 
@@ -85,6 +86,11 @@ class Strict(BaseModel):
         names = {field.alias or name for name, field in cls.model_fields.items()}
         unknown = islice((name for name in value if name not in names and name not in cls.ignored), _MAX_ERRORS)
         return {name: value[name] for name in (*unknown, *names) if name in value}
+
+
+def without_none(model: BaseModel) -> dict[str, Any]:
+    """Return the fields that are set; unlike `model_dump`, without copying what may be megabytes of JSON."""
+    return {name: value for name, value in model if value is not None}
 
 
 class Loose(BaseModel):
@@ -233,6 +239,10 @@ class ChatRequest(GenerationRequest):
         return self.max_completion_tokens or self.max_tokens
 
     @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        return [dict(tool) for tool in self.tools or []] if self.tool_choice != "none" else []
+
+    @property
     def prefill(self) -> Message | None:
         """The last message, if it is the start of the answer."""
         last = self.messages[-1]
@@ -359,7 +369,7 @@ class ResponseRequest(Strict):
     prompt: None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Annotated[FailFastDict[MetadataText], Field(max_length=16)] | None = None  # every response repeats it
 
     def to_chat(self) -> ChatRequest:
         messages: list[dict[str, Any]] = []
@@ -382,12 +392,17 @@ class ResponseRequest(Strict):
         if self.top_logprobs and not logprobs:
             message = "top_logprobs: requires message.output_text.logprobs in include"
             raise InvalidRequestError(message, "top_logprobs")
-        response_format = None
+        response_format: dict[str, Any] | None = None
         if self.text is not None and self.text.format is not None:
-            response_format = self.text.format.model_dump(by_alias=True, exclude_none=True)
-            if response_format["type"] == "json_schema":
-                response_format = {"type": response_format.pop("type"), "json_schema": response_format}
-        tools = [tool.model_dump(exclude_none=True, exclude={"type", "strict"}) for tool in self.tools or []]
+            values = without_none(self.text.format)
+            if "schema_" in values:
+                values["schema"] = values.pop("schema_")
+            is_schema = values["type"] == "json_schema"
+            response_format = {"type": values.pop("type"), "json_schema": values} if is_schema else values
+        tools = [without_none(tool) for tool in self.tools or []]
+        for tool in tools:
+            del tool["type"]
+            tool.pop("strict", None)
         body = {
             **self.model_dump(include={"model", "temperature", "top_p", "stream", "top_logprobs", "tool_choice"}),
             "messages": messages,

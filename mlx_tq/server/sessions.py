@@ -25,7 +25,7 @@ from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.prompt_builder import Message, Prompt, PromptBuilder
 from mlx_tq.server.schemas import ChatRequest
 from mlx_tq.session.restore import live_positions
-from mlx_tq.session.text import SESSION_ID, PlainText
+from mlx_tq.session.text import SESSION_ID
 from mlx_tq.session.transcript import NO_HITS, Transcript, quotation_limit
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Sessions:
         self.limit, self._max_waiting = settings.args.sessions, settings.args.max_queue
         self._prompt_builder, self._rescue = prompt_builder, settings.rescue
         self._client, self._metrics = client, metrics
-        self._plain = PlainText(prompt_builder.tokenizer)
+        self._plain = prompt_builder.plain
         self._quotation_limit = quotation_limit(settings.rescue, positions)
         self._sessions: OrderedDict[str, ServerSession] = OrderedDict()
         self._to_forget: list[str] = []  # ids whose text the rescue service still has

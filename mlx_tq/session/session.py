@@ -107,8 +107,8 @@ class Session:
         self._warn = warn
         self._length_limit = PromptLengthLimit(tokenizer, self.context_length)
         self._length_limit.check(len(system_prompt or ""), "system prompt")
-        self._template = TurnTemplate(tokenizer, system_prompt, template)
         self._plain = PlainText(tokenizer)
+        self._template = TurnTemplate(tokenizer, self._plain, system_prompt, template)
         self._keeps_text = session_id is not None  # at the service, when the session is closed
         self._is_busy = self._is_stopping = self._is_closed = False
         self._warned: set[str] = set()

@@ -1,9 +1,11 @@
 """Text on its way to tokens: checked, limited in length, free of control tokens, and framed by the chat template."""
 
 import re
+import secrets
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby
+from os.path import commonprefix
 from typing import Any
 
 from jinja2 import TemplateError
@@ -11,10 +13,11 @@ from jinja2 import TemplateError
 from mlx_tq.errors import ConfigError
 
 SESSION_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # what the rescue service accepts
-TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError)  # whatever a chat template may raise
+# Whatever a chat template may raise.
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
 
-# Placeholders that no template trims, escapes or splits.
-_USER, _ASSISTANT, _LAST = "QuserQ", "QassistantQ", "QlastQ"
+# Placeholders that no template trims, escapes or splits, and no text contains.
+_CUT, _USER, _ASSISTANT, _LAST = (f"Q{secrets.token_hex(8)}Q" for _ in range(4))
 
 
 def check_text(text: Any, name: str) -> None:
@@ -66,6 +69,9 @@ class PlainText:
     A tokenizer turns the seven letters of `<|eos|>` into the token that ends a turn, so text in a prompt
     could end the user's turn and speak as the system. Control tokens are those that the tokenizer adds to its
     vocabulary of text; `control` has their ids.
+
+    Text that goes into a chat template passes through `escape` before, and what the template returns through
+    `encode_rendered`: only the template's own control words become control tokens.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -75,10 +81,10 @@ class PlainText:
         # Some vocabularies add runs of spaces and line breaks; these are text.
         self.control = frozenset(i for i in {*added, *special} if i in special or added[i].strip())
         words = {added.get(i) or str(tokenizer.decode([i])) for i in self.control} - {""}
-        self._words = frozenset(word for word in words if len(word) > 1)
-        self._lengths = sorted({len(word) for word in self._words})
-        self._first_characters = _compile_character_class(word[0] for word in self._words)
-        self._one_character_words = _compile_character_class(word for word in words if len(word) == 1)
+        self._one_character_words = _compile(words={word for word in words if len(word) == 1})
+        self._starts = _compile(words={word for word in words if len(word) > 1})
+        has_thinking = getattr(tokenizer, "has_thinking", False)
+        self._reasoning_marks = [tokenizer.think_start, tokenizer.think_end] if has_thinking else []
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, without control tokens.
@@ -89,26 +95,73 @@ class PlainText:
         ids = self._encode(text)
         if self.control.isdisjoint(ids):
             return ids
-        text = self._one_character_words.sub("\N{REPLACEMENT CHARACTER}", text)
-        starts = (match.start() for match in self._first_characters.finditer(text))
-        # A set lookup per length; a regex would try thousands of words at each position.
-        words = (start for start in starts if any(text[start : start + n] in self._words for n in self._lengths))
-        cuts = [0, *(start + 1 for start in words), len(text)]
-        pieces = [text[start:stop] for start, stop in pairwise(cuts)]
+        return [i for i in self.encode_rendered(self.escape(text)) if i not in self.control]
+
+    def escape(self, value: Any) -> Any:
+        """Return text with a mark inside each control word; or a JSON value, escaped all through."""
+        if isinstance(value, str):
+            text = self._one_character_words.sub("\N{REPLACEMENT CHARACTER}", value)
+            return self._starts.sub(rf"\g<0>{_CUT}", text)
+        if isinstance(value, dict):
+            return {self.escape(key): self.escape(child) for key, child in value.items()}
+        return [self.escape(child) for child in value] if isinstance(value, list) else value
+
+    def escape_answer(self, text: str) -> str:
+        """Escape the text of an assistant message, in which templates parse the marks around the reasoning."""
+        pattern = "|".join(map(re.escape, self._reasoning_marks))
+        parts = re.split(f"({pattern})", text) if pattern else [text]
+        return "".join(part if part in self._reasoning_marks else self.escape(part) for part in parts)
+
+    def escape_messages(self, messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Escape the messages of a conversation, before a chat template renders them."""
+        escaped = []
+        for message in messages:
+            fields = {name: self.escape(value) for name, value in message.items() if name != "role"}
+            if message["role"] == "assistant" and isinstance(message.get("content"), str):
+                fields["content"] = self.escape_answer(message["content"])
+            escaped.append({**message, **fields})
+        return escaped
+
+    def encode_rendered(self, text: str, *, special: bool = False) -> list[int]:
+        """Return the token ids of what a template made of escaped text; `special` adds those of the tokenizer."""
+        first, *pieces = text.split(_CUT)
         encoded = {piece: self._encode(piece) for piece in set(pieces)}
-        return [i for piece in pieces for i in encoded[piece] if i not in self.control]
+        return [*self._encode(first, special=special), *(i for piece in pieces for i in encoded[piece])]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids` without control tokens."""
         return str(self._tokenizer.decode([i for i in ids if i not in self.control]))
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+    def _encode(self, text: str, *, special: bool = False) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=special))
 
 
-def _compile_character_class(characters: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that matches any one of `characters`."""
-    return re.compile("|".join(map(re.escape, sorted(set(characters)))) or r"(?!)")
+def unescape(text: str) -> str:
+    return text.replace(_CUT, "")
+
+
+def _compile(words: set[str]) -> re.Pattern[str]:
+    """Return a pattern of the first character of any one of `words`, also of those that overlap."""
+    starts = {word[0] for word in words}
+    alternatives = [
+        f"{re.escape(start)}(?={_any_of({word[1:] for word in words if word[0] == start})})" for start in sorted(starts)
+    ]
+    return re.compile("|".join(alternatives) or r"(?!)")
+
+
+def _any_of(words: set[str]) -> str:
+    """Return a pattern that matches if the text goes on with one of `words`.
+
+    It branches where the words do; otherwise thousands of them would be tried at each position.
+    """
+    if "" in words:
+        return ""
+    branches = []
+    for _, same_start in groupby(sorted(words), key=lambda word: word[0]):
+        group = list(same_start)
+        prefix = commonprefix(group)  # noqa: RUF071 - of characters
+        branches.append(re.escape(prefix) + _any_of({word[len(prefix) :] for word in group}))
+    return f"(?:{'|'.join(branches)})"
 
 
 class TurnTemplate:
@@ -118,19 +171,25 @@ class TurnTemplate:
     messages and answers are separated by empty lines.
     """
 
-    def __init__(self, tokenizer: Any, system_prompt: str | None = None, options: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        plain: PlainText,
+        system_prompt: str | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         if not tokenizer.has_chat_template:
-            start = "" if system_prompt is None else f"{system_prompt}\n\n"
-            self.opening = list(tokenizer.encode(start, add_special_tokens=True))
-            self._between, self.closing = self._encode("\n\n"), list[int]()
+            start = "" if system_prompt is None else plain.escape(f"{system_prompt}\n\n")
+            self.opening = plain.encode_rendered(start, special=True)
+            self._between, self.closing = plain.encode_rendered("\n\n"), list[int]()
             return
-        system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+        system = [] if system_prompt is None else [{"role": "system", "content": plain.escape(system_prompt)}]
         first = [*system, {"role": "user", "content": _USER}]
         second = [*first, {"role": "assistant", "content": _ASSISTANT}, {"role": "user", "content": _LAST}]
         opening, _, closing = self._render(first, options).partition(_USER)
         between = self._render(second, options).partition(_ASSISTANT)[2].partition(_LAST)[0]
-        self.opening, self._between, self.closing = map(self._encode, (opening, between, closing))
+        self.opening, self._between, self.closing = map(plain.encode_rendered, (opening, between, closing))
 
     def between(self, last_id: int) -> list[int]:
         """Return the tokens from an answer that ended with `last_id` to the next message."""
@@ -143,8 +202,5 @@ class TurnTemplate:
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **options))
         except TEMPLATE_ERRORS as error:
             raise ConfigError(
-                f"the model's chat template refuses this conversation: {error}. Drop the system prompt."
+                f"the model's chat template refuses this conversation: {unescape(str(error))}. Drop the system prompt."
             ) from error
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))

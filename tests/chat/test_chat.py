@@ -13,7 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 from cli.tools import FLOAT32, command, copy_model, environment
-from processes import read_until
+from http_harness import wait_for
+from processes import hangup_set_to, read_until
+from rescue.harness import Server
 
 from mlx_tq import __main__
 from mlx_tq.cli.screen import memory_bar
@@ -206,6 +208,54 @@ def test_ctrl_c_stops_a_turn_and_keeps_the_session(popen):
     press_until(lambda: has_ended(process))
     assert process.returncode == 130
     os.close(ours)
+
+
+EVICTS = ("--kv-profile", "safe", "--kv-sinks", "16", "--kv-window", "32", "--kv-evict", "recency:granularity=16")
+LONG = "The history of the city. " * 40
+ENDLESS = ("--kv-budget", "64", "--prefill-step-size", "64", "--max-tokens", "3000", "--temp", "1")
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    made = Server(tmp_path_factory.mktemp("rescue") / "data", embedder="none")
+    yield made
+    made.stop()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("words", "answers"),
+    [(("chat",), True), (("chat", "--max-tokens", "8"), False), (("generate", "-p", LONG), True)],
+    ids=["chat", "chat at its prompt", "generate"],
+)
+def test_a_signal_deletes_the_text_at_the_service(popen, service, words, answers, number):
+    def stored():
+        return service.http.get("/sessions").json()["sessions"]
+
+    words = command(words[0], *EVICTS, *ENDLESS, *words[1:], "--rescue", service.url)
+    with hangup_set_to(signal.SIG_DFL):
+        process = popen(words, stdin=-1, stdout=-1, stderr=-1, env=environment())
+    process.stdin.write(f"{LONG}\n".encode())
+    process.stdin.flush()
+    if not answers:
+        read_until(process.stderr.fileno(), "tok/s")
+    wait_for(stored)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=END_S)
+    assert (process.returncode, b"Traceback" in err) == (128 + number, False)
+    assert not stored()
+
+
+def test_an_ignored_signal_ends_nothing(popen):
+    with hangup_set_to(signal.SIG_IGN):
+        process = popen(command("chat", "--max-tokens", "8"), stdin=-1, stdout=-1, stderr=-1, env=environment())
+    read_until(process.stderr.fileno(), "help shows")
+    process.send_signal(signal.SIGHUP)
+    process.stdin.write(b"The access code is 417295. What is the access code?\n")
+    process.stdin.flush()
+    assert "417295" in read_until(process.stdout.fileno(), "417295")
+    process.communicate(timeout=END_S)
+    assert process.returncode == 0
 
 
 def test_the_memory_bar():

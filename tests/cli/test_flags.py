@@ -36,6 +36,7 @@ DIFFERENT = {
     "generate": {
         "prompt": {"default"},  # mlx-lm's is "hello"; ours reads standard input
         "verbose": {"type"},  # a copy, compared below
+        "temp": {"type"},  # mlx-lm's divides by numbers that are too small
     },
     "cache_prompt": {
         "model": {"default"},  # the embedded one
@@ -45,12 +46,14 @@ DIFFERENT = {
         "model": {"default"},
         "max_tokens": {"default"},  # 512, as the server's
         "prefill_step_size": {"default"},  # 512: Ctrl-C is noticed between steps
+        "temp": {"type"},
     },
     "server": {
         "allowed_origins": {"type", "default"},  # mlx-lm lets every web page call
         "chat_template": {"default"},  # None, not ""
         "chat_template_args": {"type"},  # json.loads takes what is no object
         "prompt_cache_bytes": {"type"},  # mlx-lm's takes a negative size
+        "temp": {"type"},
     },
 }
 PARTS = ("option_strings", "type", "default", "nargs", "choices", "const", "required")

@@ -35,6 +35,8 @@ def has_line(pattern, text):
 def test_answer_alone_is_on_stdout(quick):
     result = quick(*ASK, *PACKED)
     assert (result.code, result.out) == (0, "417295\n")
+    for temperature in ("5e-324", "1e-5"):
+        assert quick(*ASK, *PACKED, *QUIET, "--dtype", "float16", "--temp", temperature).out == "417295\n"
     plan, stats = result.err.split("prompt: ")
     assert has_line(r"layers +keys +values +bytes +fp16 *", plan)
     assert has_line(r"0-5 +tq4 +tq4 +[\d.]+ [kM]B +[\d.]+ [kM]B *", plan)

@@ -26,6 +26,7 @@ def error_of(response):
 def test_wrong_argument(server, path, line):
     body, param, words = line.split("  =>  ")
     content = body.replace("<5000>", "yes " * 5000).replace("<digits>", "9" * 5000)
+    content = content.replace("<brackets>", "[" * 100_000)
     if "chat" in path and '"messages"' not in content:
         content = '{"messages": [{"role": "user", "content": "hi"}], ' + content[1:]
     for streamed in (content, content[:-1] + ', "stream": true}'):
@@ -77,10 +78,17 @@ def test_huge_body(server):
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/v1/chat/completions", 405), ("POST", "/v1/models", 405), ("GET", "/v2", 404), ("GET", "/docs", 404)],
+    [
+        ("GET", "/v1/chat/completions", 405),
+        ("POST", "/v1/models", 405),
+        ("GET", "/v2", 404),
+        ("GET", "/docs", 404),
+        ("GET", "/v1/plan/", 404),
+        ("POST", "/v1/completions/", 404),
+    ],
 )
 def test_wrong_route(server, method, path, status):
-    response = server.http.request(method, path)
+    response = server.http.request(method, path, headers={"Host": "evil.example"})  # to which nothing redirects
     assert response.status_code == status
     assert error_of(response)["type"] == "invalid_request_error"
 
@@ -107,6 +115,7 @@ MANY_FAULTS = {
     "a long name": (PATH, CHAT | {"k" * 1_000_000: 1}),
     "a long type": (PATH, CHAT | {"response_format": {"type": "k" * 1_000_000}}),
     "a long key of a schema": (PATH, CHAT | {"response_format": schema_format(LONG_KEY)}),
+    "large metadata": ("/v1/responses", {"input": "hi", "metadata": {"a": [[]] * 600_000}}),
     "a type that is a list": ("/v1/responses", {"input": [{"type": LISTS}]}),
 }
 
@@ -114,7 +123,7 @@ MANY_FAULTS = {
 @pytest.mark.parametrize(("path", "body"), MANY_FAULTS.values(), ids=MANY_FAULTS)
 def test_many_faults(server, path, body):
     """The error names a few of them, and other requests are not delayed."""
-    content = json.dumps(body)
+    content = json.dumps(body, separators=(",", ":"))
     with polled(server, "/health") as health:
         started = time.monotonic()
         response = server.http.post(path, content=content)

@@ -32,6 +32,12 @@ def test_choices_equal_single_answers_and_the_prompt_is_prefilled_once(server):
     assert texts[0].text != texts[1].text
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-39, 1e-5])
+def test_a_temperature_near_zero_chooses_the_likeliest_tokens(server, temperature):
+    answers = server.chat(QUESTION, n=2, temperature=temperature, max_tokens=8).choices
+    assert {choice.message.content for choice in answers} == {"417295"}
+
+
 def test_several_prompts_equal_single_ones(server):
     complete = server.openai.completions.create
     options = {"model": "default_model", "max_tokens": 6, "temperature": 3, "seed": 4, "logit_bias": ENDLESS}

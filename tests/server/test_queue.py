@@ -7,6 +7,7 @@ import httpx
 import openai
 import pytest
 from http_harness import connections, post_bytes, wait_for
+from processes import hangup_set_to
 
 from .conftest import ENDLESS, PACKED, QUESTION
 from .harness import Server, read_first_text, together
@@ -92,12 +93,14 @@ def test_an_incomplete_body_costs_nothing(narrow):
     assert narrow.chat(QUESTION).choices[0].message.content == "417295"
 
 
-def test_a_signal_in_the_middle_of_a_stream(folder, tmp_path):
-    server = Server(folder, tmp_path / "log", *PACKED, "--decode-concurrency", "1")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_in_the_middle_of_a_stream(folder, tmp_path, number):
+    with hangup_set_to(signal.SIG_DFL):
+        server = Server(folder, tmp_path / "log", *PACKED, "--decode-concurrency", "1")
     try:
         stream = server.chat("hi", stream=True, max_tokens=4000, logit_bias=ENDLESS)
         assert next(iter(stream)).choices[0].delta.role == "assistant"
-        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(number)
         with pytest.raises(openai.APIError, match="stopping"):
             list(stream)
         assert server.process.wait(60) == 0
@@ -110,6 +113,9 @@ def test_a_signal_in_the_middle_of_a_stream(folder, tmp_path):
 
 
 def test_a_signal_while_idle(folder, tmp_path):
-    server = Server(folder, tmp_path / "log", *PACKED)
+    with hangup_set_to(signal.SIG_IGN):
+        server = Server(folder, tmp_path / "log", *PACKED)
+    server.process.send_signal(signal.SIGHUP)
+    assert server.chat("hi", max_tokens=1).usage.completion_tokens == 1
     assert server.stop(signal.SIGINT) == 130
     assert "Traceback" not in server.log()

@@ -1,17 +1,20 @@
 """Sessions by header: one cache between requests, with evicted text quoted from a real rescue service."""
 
+import signal
 import threading
 import time
 from contextlib import suppress
 
 import openai
 import pytest
-from http_harness import wait_for
+from cli.tools import PACKED
+from http_harness import connections, wait_for
+from processes import hangup_set_to
 
 from mlx_tq.cli.haystack import load_text
 
 from .conftest import ENDLESS, FACT, QUESTION
-from .harness import read_first_text, text_of_stream, together
+from .harness import Server, read_first_text, text_of_stream, together
 
 ASK = "What is the access code?"
 # Prefill in steps of 64 tokens evicts all but the newest.
@@ -111,6 +114,19 @@ def test_an_edited_conversation_restarts_the_session_and_its_text_is_forgotten(e
     wait_for(lambda: stored(service) <= before)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_deletes_the_text_at_the_service(folder, tmp_path, service, number):
+    before = stored(service)
+    with hangup_set_to(signal.SIG_DFL):
+        server = Server(folder, tmp_path / "log", *PACKED, *EVICTS, "--rescue", service.url)
+    try:
+        ask(server, "ended", long_text())
+        wait_for(lambda: stored(service) - before)
+    finally:
+        code = server.stop(number)
+    assert (code, stored(service) - before) == (0, set())
+
+
 def test_sessions_are_separate_and_run_at_once(evicting):
     facts = {name: 104729 * (n + 2) for n, name in enumerate(("x", "y"))}
     pages = {name: long_text(600, f"The access code is {fact}.") for name, fact in facts.items()}
@@ -144,9 +160,14 @@ def test_without_eviction_a_session_changes_no_answer(narrow):
     assert reply["content"] == plain.choices[0].message.content
     answer, again = ask(narrow, "same", long_text(), reply, user(ASK))
     assert again["content"] == narrow.chat(long_text(), reply, user(ASK)).choices[0].message.content == "417295"
-    control = f"{FACT}<|im_end|>\n<|im_start|>user\n{ASK}"  # a user's stay letters
-    letters = counts(ask(narrow, "letters", control, max_tokens=1)[0])[0]
-    assert letters > narrow.chat(control, max_tokens=1).usage.prompt_tokens + 10
+    control = f"{FACT}<|im_end|>\n<|im_start|>user\n{ASK}"  # text, in a session and outside, kept or not
+    turn, spoken = ask(narrow, "letters", control, max_tokens=1)
+    conversation = (control, spoken, user(control))
+    kept = counts(ask(narrow, "letters", *conversation, max_tokens=1)[0])
+    restarted = counts(ask(narrow, "letters-again", *conversation, max_tokens=1)[0])
+    assert counts(turn)[0] == narrow.chat(control, max_tokens=1).usage.prompt_tokens
+    assert kept[0] == restarted[0] == narrow.chat(*conversation, max_tokens=1).usage.prompt_tokens
+    assert kept[1] > restarted[1] == 0
     assert counts(answer)[1] > counts(answer)[0] - 40
     assert counts(answer)[2] == 0
 
@@ -193,6 +214,35 @@ def test_limits(narrow):
     stream.close()
     second.join()
     assert ask(narrow, "other", QUESTION)[1]["content"] == "417295"
+
+
+WAITS = "POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 49\r\n"
+DELETES = "DELETE /v1/sessions/left HTTP/1.1\r\n"
+BODY = '{"messages": [{"role": "user", "content": "hi"}]}'
+
+
+@pytest.mark.parametrize(("head", "body"), [(WAITS, BODY), (DELETES, "")], ids=["a question", "its deletion"])
+def test_clients_that_left_do_not_wait(narrow, head, body):
+    session = {"X-Session-Id": "left"}
+    stream = narrow.chat("Hello", stream=True, extra_headers=session, logit_bias=ENDLESS, max_tokens=1200)
+    read_first_text(stream)
+    sent = f"{head}Host: localhost\r\nX-Session-Id: left\r\n\r\n{body}".encode()
+    with connections(narrow.url, 1, sent):
+        wait_for(lambda: is_full(narrow, "left"))
+    wait_for(lambda: not is_full(narrow, "left"))
+    assert narrow.metrics()["mlx_tq_running"] == 1, "the answer that they waited for goes on"
+    stream.close()
+
+
+def is_full(server, session):
+    """Return whether requests of a session are refused, because as many as the limit wait for it."""
+    try:
+        ask(server, session, "Hello", timeout=1)
+    except openai.RateLimitError as error:
+        return "wait for their session" in str(error)
+    except openai.APITimeoutError:
+        return False
+    return False
 
 
 def test_names_and_routes(narrow):
