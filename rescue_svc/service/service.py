@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from typing import Literal
 
 from rescue_svc.embed import EmbedWorker, choose_embedder
@@ -37,12 +38,12 @@ class RescueService:
 
     def close(self) -> None:
         """End the embedder, save the indexes and seal the store."""
-        if self.embedder:
-            self.embedder.close()
-            self.indexer.close()
-            self.index.save_all()
-        self._bm25_pool.shutdown()
-        self.store.close()
+        with closing(self.store):
+            self._bm25_pool.shutdown()
+            if self.embedder:
+                self.embedder.close()
+                self.indexer.close()
+                self.index.save_all()
 
     def write(self, session: str, spans: list[NewSpan]) -> tuple[int, int]:
         """Store spans; return how many are new and how many the session has. They are on disk when this returns."""

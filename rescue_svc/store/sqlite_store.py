@@ -65,7 +65,7 @@ class SqliteStore(Store):
                     files.seal_open(directory)
                     (directory / files.INDEXES).mkdir(exist_ok=True, mode=0o700)
                     for _ in range(READERS):
-                        self._readers.put(files.connect(path))
+                        self._readers.put(on_failure.enter_context(closing(files.connect(path))))
             except OSError as error:
                 raise StoreUnavailableError(f"data directory {directory} cannot be used: {error}") from error
             on_failure.pop_all()
@@ -74,16 +74,13 @@ class SqliteStore(Store):
         return str(self.directory)
 
     def close(self) -> None:
-        with self._writing:
-            try:
-                with files.sqlite_errors():
-                    self._purge_log()
-                    for _ in range(READERS):
-                        self._readers.get().close()
-                    self._writer.close()
-                    files.seal_closed(self.directory)
-            finally:
-                self._lock.release()
+        with self._writing, ExitStack() as closed_last, files.sqlite_errors():
+            closed_last.callback(self._lock.release)
+            with closing(self._writer), ExitStack() as readers:
+                for _ in range(READERS):
+                    readers.enter_context(closing(self._readers.get()))
+                self._purge_log()
+            files.seal_closed(self.directory)
 
     @contextmanager
     def _write(self) -> Iterator[sqlite3.Connection]:

@@ -1,16 +1,18 @@
 """Stores without a service: the embedding queue, resident indexes, and keyword search within its budget."""
 
 import random
+import sqlite3
 from contextlib import closing
 
 import numpy as np
 import pytest
 
+from rescue_svc.errors import RescueServiceError
 from rescue_svc.index import Residents
 from rescue_svc.store import NewSpan, fts
-from rescue_svc.store.files import DATABASE, connect
+from rescue_svc.store.files import DATABASE, INDEXES, connect
 
-from .harness import EACH_STORE, open_store
+from .harness import EACH_STORE, command, open_store
 
 MODEL, DIM = "test-1", 4
 # Each word is in about half as many spans as the one before.
@@ -85,6 +87,60 @@ def test_a_failed_span_stays_in_the_queue_until_it_is_given_up(store):
     store.give_up(MODEL, 1)
     assert embed(store) == [2]
     assert store.count_pending(MODEL) == 1
+
+
+# Connections to SQLite; Python 3.13 warns of those that nobody closes.
+
+
+@pytest.fixture
+def connections(monkeypatch):
+    """Return a list that gets every connection that is opened."""
+    opened, real = [], sqlite3.connect
+
+    def connect_and_remember(*args, **options):
+        opened.append(real(*args, **options))
+        return opened[-1]
+
+    monkeypatch.setattr(sqlite3, "connect", connect_and_remember)
+    return opened
+
+
+def is_open(connection):
+    try:
+        connection.total_changes  # noqa: B018  raises if it is closed
+    except sqlite3.ProgrammingError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("words", [("doctor",), ("sessions",), ("rebuild",), ("backup", "copy"), ("forget", "a")])
+def test_commands_close_the_connections_to_a_damaged_database(connections, opening, tmp_path, words):
+    opening(data_dir=tmp_path / "data")[0].write("a", spans(0))
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / DATABASE).write_bytes(b"no database" * 1000)
+    connections.clear()
+    words = [tmp_path / word if word == "copy" else word for word in words]
+    assert command(*words, "--embedder", "none", "--data-dir", tmp_path / "damaged").code == 1
+    assert connections
+    assert not [*filter(is_open, connections)]
+
+
+def test_a_store_that_cannot_be_opened_or_sealed_closes_its_connections(connections, opening, tmp_path):
+    (tmp_path / INDEXES).touch()  # a file, where a folder is needed
+    with pytest.raises(RescueServiceError, match="cannot be used"):
+        open_store(data_dir=tmp_path)
+    assert connections
+    assert not [*filter(is_open, connections)]
+    (tmp_path / INDEXES).unlink()
+    store, _ = open_store(data_dir=tmp_path)
+    store.write("a", spans(0))
+    with closing(sqlite3.connect(tmp_path / DATABASE, isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM spans").fetchone()
+        with pytest.raises(RescueServiceError, match="reads the database"):
+            store.close()
+        assert [*filter(is_open, connections)] == [reader]
+    opening(data_dir=tmp_path)  # the lock was released
 
 
 # Resident indexes, which only SQLite needs.
