@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from http_limits.service_socket import SOCKET
 from rescue_svc.errors import SettingsError, StoreUnavailableError
 from rescue_svc.index import remove_snapshots
 from rescue_svc.settings import Settings
@@ -17,6 +18,7 @@ log = logging.getLogger(__name__)
 _MARK = "rescue.ephemeral"  # lets the next service take over the folder of one that was killed
 _WRITTEN = re.compile(
     rf"{re.escape(DATABASE)}(\.rebuilding|\.bad-\d+)?(-wal|-shm|-journal)?|{re.escape(SEAL)}(\.partial)?"
+    rf"|{re.escape(SOCKET)}"
 )
 
 

@@ -1,7 +1,6 @@
 """Settings: a flag wins over a `RESCUE_*` variable, that over `RESCUE_CONFIG`'s TOML file, that over the default."""
 
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,16 +15,10 @@ from pydantic_settings import (
 )
 
 from http_limits.request_checks import is_loopback
+from http_limits.service_socket import default_data_dir
 from rescue_svc.errors import SessionFullError, SettingsError, StoreFullError
 
 CONFIG_VARIABLE = "RESCUE_CONFIG"
-
-
-def default_data_dir() -> Path:
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Application Support" / "mlx-tq-rescue"
-    base = os.environ.get("XDG_DATA_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "share") / "mlx-tq-rescue"
 
 
 Count = Annotated[int, Field(ge=1)]

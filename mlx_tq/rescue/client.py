@@ -89,6 +89,7 @@ class RescueClient(AbstractContextManager["RescueClient"]):
         self._service, self._max_queued = service, max_queued
         self._locating = threading.Lock()  # guards the service and the HTTP client
         self._http: Any = None
+        self._connected: Address | None = None  # where `_http` leads
         self._breaker = CircuitBreaker()
         self._changed = threading.Condition()  # its lock guards what follows
         self._queue: list[tuple[str, TextSpan]] = []
@@ -277,12 +278,12 @@ class RescueClient(AbstractContextManager["RescueClient"]):
         with self._locating:
             if self._is_closed:
                 raise RescueError("the client of the rescue service is closed")
-            if self._http is None:
-                import httpx2  # a quarter of a second, which no caller waits for
-
-                # No proxies or passwords from the environment: the text is for this service alone.
-                self._http = httpx2.Client(trust_env=False)
-            return self._service.address(self._http)
+            address = self._service.address()
+            if address != self._connected:
+                if self._http is not None:
+                    self._http.close()
+                self._http, self._connected = address.connect(), address
+            return address
 
     def _request(
         self,

@@ -93,6 +93,7 @@ def test_backup_rebuild_and_forget(start_service, tmp_path):
     service.write("s", ("after the backup", 5, 9))
     busy = command("rebuild", *where)
     assert (busy.code, "in use" in busy.err) == (1, True)
+    assert "no service of yours answers" in command("forget", "s", *where).err  # it has no socket
     service.wait_until_embedded()
     service.stop()
     assert command("rebuild", *where).out == "kept 2 spans and 2 vectors, lost 0 spans\n"
