@@ -2,6 +2,9 @@
 
 import asyncio
 import ipaddress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -9,6 +12,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
 BODY_TIMEOUT_S = 30.0  # a client that sends slowly must not block others
+_HEAD_START = 2**16  # bytes by which the speed of a new upload is taken to be higher
 
 
 def is_loopback(host: str) -> bool:
@@ -34,16 +38,57 @@ def check_length(request: "Request", max_bytes: int, too_large: Exception) -> No
         raise too_large
 
 
-async def read_body(request: "Request", max_bytes: int, *, too_large: Exception, too_slow: Exception) -> bytes:
-    """Read a body; raise `too_large` beyond `max_bytes`, and `too_slow` after BODY_TIMEOUT_S."""
+@dataclass(eq=False)
+class _Upload:
+    body: bytearray
+    deadline: asyncio.Timeout
+    start: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+
+    def speed(self) -> float:
+        elapsed = asyncio.get_running_loop().time() - self.start
+        return (len(self.body) + _HEAD_START) / max(elapsed, 1e-6)
+
+
+class Uploads:
+    """Bodies that arrive, at most `limit` at once: the slowest is dropped for a further one. On one event loop."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._arriving: set[_Upload] = set()
+
+    @contextmanager
+    def counted(self, body: bytearray, deadline: asyncio.Timeout) -> Iterator[None]:
+        """Count the body as arriving in the block; its deadline passes at once if it has to make room."""
+        upload = _Upload(body, deadline)
+        self._arriving.add(upload)
+        # Later, because a body that is here already is read before that, and needs no room.
+        asyncio.get_running_loop().call_soon(self._make_room)
+        try:
+            yield
+        finally:
+            self._arriving.discard(upload)
+
+    def _make_room(self) -> None:
+        while len(self._arriving) > self._limit:
+            slowest = min(self._arriving, key=_Upload.speed)
+            self._arriving.discard(slowest)
+            if not slowest.deadline.expired():
+                slowest.deadline.reschedule(0)
+
+
+async def read_body(
+    request: "Request", max_bytes: int, *, too_large: Exception, too_slow: Exception, uploads: Uploads | None = None
+) -> bytes:
+    """Read a body; raise `too_large` beyond `max_bytes`, and `too_slow` after BODY_TIMEOUT_S or if it is dropped."""
     check_length(request, max_bytes, too_large)
     body = bytearray()
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for part in request.stream():
-                body += part
-                if len(body) > max_bytes:
-                    raise too_large
+        async with asyncio.timeout(BODY_TIMEOUT_S) as deadline:
+            with uploads.counted(body, deadline) if uploads else nullcontext():
+                async for part in request.stream():
+                    body += part
+                    if len(body) > max_bytes:
+                        raise too_large
     except TimeoutError:
         raise too_slow from None
     return bytes(body)

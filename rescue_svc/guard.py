@@ -17,8 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from http_limits import request_checks
-from http_limits.request_checks import BODY_TIMEOUT_S, host_name, is_loopback
+from http_limits.request_checks import BODY_TIMEOUT_S, Uploads, host_name, is_loopback, read_body
 from rescue_svc.errors import BodyTooLargeError, BodyTooSlowError, BusyError, ForeignOriginError, UnauthorizedError
 from rescue_svc.settings import Settings
 from rescue_svc.validation import ValidatedRequest
@@ -34,7 +33,8 @@ class Gate:
         self._hosts = {name.lower() for name in (settings.host, *settings.allowed_hosts)} - {""}
         self._max_body = settings.max_body_bytes
         self._max_in_flight = settings.max_in_flight
-        self._in_flight = 0
+        self._in_flight = 0  # requests whose body has arrived: slow clients keep nobody out
+        self._uploads = Uploads(settings.max_in_flight)
         self._validation = asyncio.Lock()
 
     def check_origin(self, request: Request) -> None:
@@ -71,16 +71,18 @@ class Gate:
 
     async def admit(self, request: Request, handler: Handler, model: type[BaseModel] | None) -> Response:
         """Run the handler unless too many run. `model` is None if the route has no body."""
+        slowest = f"or was the slowest of {self._max_in_flight} that arrived"
+        body = await read_body(
+            request,
+            self._max_body,
+            too_large=BodyTooLargeError(f"the body is over {self._max_body} bytes; send fewer chunks a call"),
+            too_slow=BodyTooSlowError(f"the body took longer than {BODY_TIMEOUT_S} s, {slowest}; send it at once"),
+            uploads=self._uploads,
+        )
         if self._in_flight >= self._max_in_flight:
             raise BusyError(f"{self._max_in_flight} requests are in progress, the limit; try again in a second")
         self._in_flight += 1
         try:
-            body = await request_checks.read_body(
-                request,
-                self._max_body,
-                too_large=BodyTooLargeError(f"the body is over {self._max_body} bytes; send fewer chunks a call"),
-                too_slow=BodyTooSlowError(f"the body took longer than {BODY_TIMEOUT_S} s to arrive; send it at once"),
-            )
 
             async def replay() -> Message:
                 return {"type": "http.request", "body": body, "more_body": False}

@@ -9,9 +9,11 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import uvicorn
 from http_harness import connections, wait_for
+from starlette.requests import Request
 
 from http_limits.connections import limited_connection
 from http_limits.log_limit import MAX_LINES, LogLimit
+from http_limits.request_checks import Uploads, read_body
 
 HALF = b"GET / HTTP/1.1\r\nHost: x\r\n"
 CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
@@ -21,6 +23,20 @@ LARGE = 2**23
 
 def get(path, *headers):
     return b"\r\n".join([b"GET %s HTTP/1.1" % path, b"Host: x", *headers, b"", b""])
+
+
+class TooSlowError(Exception):
+    pass
+
+
+async def read_upload(scope, receive, uploads=Uploads(2)):  # noqa: B008  one for all requests
+    try:
+        body = await read_body(
+            Request(scope, receive), LARGE, too_large=ValueError(), too_slow=TooSlowError(), uploads=uploads
+        )
+    except TooSlowError:
+        return b"too slow"
+    return b"%d" % len(body)
 
 
 async def answer(scope, receive, send):
@@ -37,6 +53,8 @@ async def answer(scope, receive, send):
                 break
             message = await receive()
         body = b"%d" % length
+    if path == "/upload":
+        body = await read_upload(scope, receive)
     if path in ("/large", "/broken"):
         body = bytes(LARGE)
     headers = [] if path in ("/stream", "/broken") else [(b"content-length", b"%d" % len(body))]
@@ -250,6 +268,25 @@ def test_longest_blocked_connection_is_closed_first(blocking):
             assert name not in {other.client for other in list(all_connections)}
         waiting.sendall(b"\r\n")
         assert waiting.recv(1000).startswith(b"HTTP/1.1 200")
+
+
+def upload(length):
+    return HALF.replace(b"GET /", b"POST /upload") + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % length
+
+
+def test_the_slowest_of_too_many_uploads_is_dropped():
+    with serving() as (connect, _):
+        large, slow = connect(upload(10**6) + b"x" * (10**6 - 1)), connect(upload(2) + b"x")
+        wait_for(lambda: len(connect.tasks) == 2)
+        time.sleep(0.2)
+        for _ in range(3):  # what has arrived does not wait, and drops nothing
+            assert read_to_end(connect(upload(2) + b"xx")).endswith(b"\r\n\r\n2")
+        wait_for(lambda: len(connect.tasks) == 2)
+        newest = connect(upload(2) + b"x")
+        assert read_to_end(slow).endswith(b"\r\n\r\ntoo slow")
+        for client, length in ((large, b"1000000"), (newest, b"2")):
+            client.sendall(b"x")
+            assert read_to_end(client).endswith(b"\r\n\r\n" + length)
 
 
 def test_log_lines_of_one_place_are_limited_and_counted():

@@ -135,7 +135,7 @@ def test_half_sent_heads(flooded, divisor):
 
 
 def test_slow_bodies(flooded, divisor):
-    """The server accepts as many clients as its capacity, and refuses the next one."""
+    """As many bodies as the capacity may arrive. The next one makes the rescue service drop the slowest."""
     head = f"POST {flooded.path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
     head += "Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
     with connections(flooded.server.url, 200 // divisor, head.encode()) as opened:
@@ -143,8 +143,12 @@ def test_slow_bodies(flooded, divisor):
         for connection in opened:
             poller.register(connection, select.POLLIN)
         wait_for(lambda: len(poller.poll(0)) == len(opened) - 40 // divisor)  # that were answered or closed
-        refused = flooded.work(0)
-        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        for n in range(10):
+            answer = flooded.work(n)
+            if flooded.path == "/evict/write":
+                assert answer.is_success
+            else:
+                assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         assert flooded.server.http.get(flooded.health).status_code == 200
     assert len(flooded.server.log()) < MEGABYTE
 
