@@ -1,6 +1,6 @@
 """The interface of a store, and its implementation with SQLite."""
 
-from rescue_svc.store.interface import Index, IndexName, Store
+from rescue_svc.store.interface import Index, IndexName, Store, no_session
 from rescue_svc.store.records import NewSpan, Pending, Session, Span, Vectors
 from rescue_svc.store.sqlite_store import READERS, SqliteStore
 
@@ -15,4 +15,5 @@ __all__ = [
     "SqliteStore",
     "Store",
     "Vectors",
+    "no_session",
 ]

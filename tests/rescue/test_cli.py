@@ -91,15 +91,19 @@ def test_backup_rebuild_and_forget(start_service, tmp_path):
     assert command("backup", folder, *where).code == 0
     assert "exists" in command("backup", folder, *where).err
     service.write("s", ("after the backup", 5, 9))
+    body = {"session_id": "t", "chunks": [{"text": "a text", "token_range": [0, 2]}], "temporary": True}
+    service.http.post("/evict/write", json=body)
+    expires = service.sessions()["t"]["expires"]
     busy = command("rebuild", *where)
     assert (busy.code, "in use" in busy.err) == (1, True)
     assert "no service of yours answers" in command("forget", "s", *where).err  # it has no socket
     service.wait_until_embedded()
     service.stop()
-    assert command("rebuild", *where).out == "kept 2 spans and 2 vectors, lost 0 spans\n"
+    assert command("rebuild", *where).out == "kept 3 spans and 3 vectors, lost 0 spans\n"
     assert start_service(folder, embedder="none").dump("s")["token_ranges"] == [[0, 5]]
     again = start_service(embedder="none")
     assert again.dump("s")["token_ranges"] == [[0, 5], [5, 9]]
+    assert again.sessions()["t"]["expires"] == expires
     again.stop()
     assert command("forget", "s", *where).out == "s: 2 spans forgotten\n"
     unknown = command("forget", "s", *where)

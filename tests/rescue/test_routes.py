@@ -22,6 +22,7 @@ ROUTES = {
     ("GET", "/sessions"): "token",
     ("DELETE", "/sessions/{session_id}"): "token",
     ("GET", "/sessions/{session_id}/spans"): "token",
+    ("POST", "/sessions/{session_id}/renew"): "token",
     ("POST", "/sessions/{session_id}/hibernate"): "token",
     ("POST", "/sessions/{session_id}/resume"): "token",
     ("GET", "/healthz"): "anyone",
@@ -131,5 +132,5 @@ def test_answers_match_the_openapi_document(start_server, tmp_path, times):
         check=False,
     )
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
-    assert "Tested: 14" in run.stdout
+    assert "Tested: 15" in run.stdout
     assert not [line for line in server.lines() if line["level"] == "error"]

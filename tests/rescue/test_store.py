@@ -125,13 +125,18 @@ def test_commands_close_the_connections_to_a_damaged_database(connections, openi
     assert not [*filter(is_open, connections)]
 
 
-def test_a_store_that_cannot_be_opened_or_sealed_closes_its_connections(connections, opening, tmp_path):
+def test_a_store_that_cannot_be_opened_closes_its_connections(connections, opening, tmp_path):
     (tmp_path / INDEXES).touch()  # a file, where a folder is needed
     with pytest.raises(RescueServiceError, match="cannot be used"):
         open_store(data_dir=tmp_path)
     assert connections
     assert not [*filter(is_open, connections)]
     (tmp_path / INDEXES).unlink()
+    opening(data_dir=tmp_path)  # the lock was released
+
+
+@pytest.mark.full  # SQLite waits ten seconds for the reader
+def test_a_store_that_cannot_be_sealed_closes_its_connections(connections, opening, tmp_path):
     store, _ = open_store(data_dir=tmp_path)
     store.write("a", spans(0))
     with closing(sqlite3.connect(tmp_path / DATABASE, isolation_level=None)) as reader:
