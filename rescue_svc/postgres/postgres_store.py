@@ -14,7 +14,7 @@ from rescue_svc.postgres import vectors, words
 from rescue_svc.postgres.connections import Connections, transaction
 from rescue_svc.postgres.schema import create_tables, migrate
 from rescue_svc.settings import Caps
-from rescue_svc.store import NewSpan, Pending, Session, Span, Store, Vectors, no_session
+from rescue_svc.store import NewSpan, Pending, Session, Span, Store, Vectors, no_session, plain_words
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class PostgresStore(Store):
         for span in spans:
             new.setdefault(span.digest(), span)
         unique = list(new.values())
-        plain = [words.plain(span.text) for span in unique]
+        plain = [plain_words(span.text) for span in unique]
         rows = {
             "starts": [span.start for span in unique],
             "stops": [span.stop for span in unique],

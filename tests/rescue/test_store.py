@@ -2,10 +2,15 @@
 
 import random
 import sqlite3
+import unicodedata
 from contextlib import closing
+from functools import partial
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
 
 from rescue_svc.errors import RescueServiceError
 from rescue_svc.index import Residents
@@ -238,6 +243,51 @@ def test_the_commonest_word_is_left_out_beyond_the_budget(budget_of_four, store)
     for _ in range(2):
         assert len(store.bm25(session, "the", 8, set())) == 8  # the question has no other word
         assert set(store.bm25(fits, "zebra cache", 8, set())) == {21, 22, 23, 24}
+
+
+@EACH_STORE
+@pytest.mark.parametrize(
+    ("text", "query"),
+    [
+        ("résumé", "re\u0301sume\u0301"),
+        ("fox", "fo\u0301x"),
+        ("İstanbul", "İSTANBUL".lower()),
+        ("STRASSE", "straße"),
+        ("ΦΙΛΟΣ", "φίλος"),
+        ("ﬁle x²", "file x2"),
+        ("résumé_2", "resume"),
+    ],
+)
+def test_spellings_of_a_word_are_one(store, text, query):
+    store.write("s", texts(text, "another"))
+    assert list(store.bm25(store.session("s"), query, 9, set())) == [1]
+
+
+# Letters with other forms; words of them end in no English suffix, which would be stemmed.
+LETTERS = [*"bfgkBFGKáÁäüÜǗİßφΦςΣфЙй漢ﬀ²①½", "a\u0301"]
+WORDS = st.lists(st.sampled_from(LETTERS), min_size=1, max_size=5).map("".join)
+FORMS = [str.lower, str.upper, *(partial(unicodedata.normalize, form) for form in ("NFC", "NFD"))]
+
+
+def test_both_stores_find_a_word_in_any_form(opening, tmp_path, postgres, times):
+    stores = [opening(data_dir=tmp_path, **options)[0] for options in ({}, {"store": postgres.database()})]
+
+    @examples(max_examples=times(300))
+    @given(st.lists(st.lists(WORDS, min_size=1, max_size=3), min_size=1, max_size=5), st.data())
+    def check(pages, data):
+        word = data.draw(st.sampled_from(data.draw(st.sampled_from(pages))))
+        query = data.draw(st.sampled_from(FORMS))(word)
+        joined = [data.draw(st.sampled_from(" _-.'\u2060")).join(page) for page in pages]
+        results = []
+        for store in stores:
+            store.write("s", texts(*joined))
+            session = store.session("s")
+            found = store.bm25(session, query, 99, set())
+            results.append({span.start for span in store.spans(session, list(found))})
+            store.forget("s")
+        assert results[0] == results[1] >= {number for number, page in enumerate(pages) if word in page}
+
+    check()
 
 
 def test_both_stores_score_alike(opening, tmp_path, postgres):
