@@ -7,7 +7,7 @@ from contextlib import closing, suppress
 from http_harness import wait_for
 
 from rescue_svc.embed.hashing import HashingEmbedder
-from rescue_svc.store import fts
+from rescue_svc.store import NewSpan, fts
 from rescue_svc.store.files import connect
 
 from .harness import EACH_STORE, IN_FULL_EACH_STORE
@@ -74,6 +74,18 @@ def test_a_temporary_session_expires_unless_it_is_renewed(start_service, storage
     for name in ("named", "mixed"):
         service.forget(name)
     assert traces(storage.files(service.data_dir)) == []
+
+
+def test_the_planner_samples_no_names(opening, postgres, tmp_path):
+    """Its statistics would outlive a session."""
+    url = postgres.database()
+    store, _ = opening(store=url)
+    for number in range(20):
+        store.write(f"name-{number}", [NewSpan(0, 1, -1, 0.0, "a text")])
+    postgres.sql("ANALYZE", url)
+    sampled = postgres.sql("SELECT attname FROM pg_stats WHERE tablename = 'sessions'", url)
+    assert ("created",) in sampled
+    assert ("name",) not in sampled
 
 
 @IN_FULL_EACH_STORE
