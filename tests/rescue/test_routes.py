@@ -102,6 +102,12 @@ def test_foreign_hosts_and_origins_are_refused(guarded, route):
     assert call(guarded, route, BEARER | {"Origin": URL}).status_code in (200, 201)
 
 
+def test_no_route_redirects_to_the_host_of_the_request(guarded):
+    for path in ("/sessions/", "/healthz/", "/evict/dump/"):
+        answer = guarded.http.get(path, headers={"Host": "evil.example"}, follow_redirects=False)
+        assert refused(answer) == (404, "no_such_route")
+
+
 def test_a_form_of_another_site_cannot_write(guarded):
     """A browser posts these content types without a preflight request."""
     content = b'{"session_id": "s", "chunks": [{"text": "forged", "token_range": [0, 1]}]}'
