@@ -1,1 +1,1 @@
-"""What `mlx_tq` and `rescue_svc` share: limits of connections, bodies and log lines; the rescue service's socket."""
+"""What `mlx_tq` and `rescue_svc` share: limits of connections, bodies and logs, the rescue socket, process checks."""

@@ -4,7 +4,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -59,11 +58,10 @@ class Shutdown:
 
     def follow_stdin(self) -> None:
         """End with standard input, a pipe whose other end closes when the parent ends or is killed."""
-        is_open = sys.stdin is not None
 
         def watch() -> None:
             with suppress(OSError):  # such as a terminal that was closed
-                while is_open and os.read(0, 4096):
+                while os.read(0, 4096):
                     pass
             self._request()
 

@@ -64,6 +64,23 @@ def test_help_names_every_setting_and_wrong_usage_is_refused(tmp_path):
         assert field.description
 
 
+@pytest.mark.parametrize(
+    "words", [("serve",), ("doctor",), ("sessions",), ("forget", "a"), ("backup", "x"), ("rebuild",)]
+)
+def test_a_user_without_a_home_is_one_line(monkeypatch, words):
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # raises KeyError
+    done = command(*words)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert done.err.startswith("mlx-tq-rescue: HOME is not set")
+
+
+def test_an_ephemeral_service_needs_a_temporary_folder(monkeypatch):
+    monkeypatch.setenv("TMPDIR", "/no/such/folder")
+    done = command("serve", "--ephemeral", "true", "--port", 0)
+    assert (done.code, "cannot be written to /no/such/folder" in done.err) == (2, True)
+
+
 def test_doctor(start_service, tmp_path):
     where = ("--data-dir", tmp_path / "data")
     healthy = command("doctor", "--json", *where, "--embedder", "hashing")
