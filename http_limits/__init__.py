@@ -1,1 +1,1 @@
-"""Limits of HTTP connections, request bodies and log lines, for `mlx_tq.server` and `rescue_svc`."""
+"""What `mlx_tq` and `rescue_svc` share: limits of connections, bodies and logs, the rescue socket, process checks."""

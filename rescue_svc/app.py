@@ -23,7 +23,9 @@ HTTP_CODES = {400: "invalid_body", 404: "no_such_route", 405: "method_not_allowe
 
 def create_app(service: RescueService) -> FastAPI:
     # No docs pages: they load scripts from other sites. The OpenAPI document is a route behind the token.
-    app = FastAPI(title="mlx-tq rescue", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    off: dict[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}
+    # No redirects: they would go to the host that the request names, before that is checked.
+    app = FastAPI(title="mlx-tq rescue", version=__version__, redirect_slashes=False, **off)
     app.state.service = service
     app.state.gate = Gate(service.settings)
     app.include_router(public)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pkgutil import resolve_name
 
+from http_limits.process_checks import home_fault, open_standard_streams
 from rescue_svc.errors import RescueServiceError, SettingsError
 from rescue_svc.settings import Settings, load_settings
 
@@ -48,12 +49,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return 0, 1 for a run error, 2 for wrong usage or settings, 130 for Ctrl-C."""
+    open_standard_streams()
     arguments = vars(build_parser().parse_args(argv))
     flags = {name: arguments.pop(name) for name in list(arguments) if name in Settings.model_fields}
     # Imported late: `--help` is instant, and the embedder's child, which imports this module again, stays small.
     run = resolve_name(f"rescue_svc.commands.{arguments.pop('run')}")
     os.umask(0o077)  # only the user may read what the service writes
     try:
+        if fault := home_fault():
+            raise SettingsError(fault)
         run(load_settings(**flags), **arguments)
     except RescueServiceError as error:
         print(f"mlx-tq-rescue: {error}", file=sys.stderr)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from http_limits.process_checks import temporary_folder_fault
+from http_limits.service_socket import SOCKET
 from rescue_svc.errors import SettingsError, StoreUnavailableError
 from rescue_svc.index import remove_snapshots
 from rescue_svc.settings import Settings
@@ -17,6 +19,7 @@ log = logging.getLogger(__name__)
 _MARK = "rescue.ephemeral"  # lets the next service take over the folder of one that was killed
 _WRITTEN = re.compile(
     rf"{re.escape(DATABASE)}(\.rebuilding|\.bad-\d+)?(-wal|-shm|-journal)?|{re.escape(SEAL)}(\.partial)?"
+    rf"|{re.escape(SOCKET)}"
 )
 
 
@@ -27,9 +30,13 @@ def ephemeral_folder(settings: Settings) -> Iterator[Settings]:
     Raises SettingsError if the folder contains other files, or cannot be created.
     """
     is_given = "data_dir" in settings.model_fields_set
-    folder = settings.data_dir if is_given else Path(tempfile.mkdtemp(prefix="mlx-tq-rescue-"))
     if is_given:
+        folder = settings.data_dir
         _check_empty(folder)
+    elif fault := temporary_folder_fault():
+        raise SettingsError(fault)
+    else:
+        folder = Path(tempfile.mkdtemp(prefix="mlx-tq-rescue-"))
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         (folder / _MARK).touch(mode=0o600)

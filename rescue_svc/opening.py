@@ -20,6 +20,10 @@ def open_all(settings: Settings, model: str = "", dim: Callable[[], int] = int) 
         return shared, postgres.PostgresIndex(connections, model, "exact" if settings.index == "exact" else "hnsw")
     engine = choose_engine(settings.index)
     store = SqliteStore(settings.data_dir, settings.caps())
-    # A crash may have interrupted `forget` before it deleted the snapshot.
-    remove_snapshots(settings.data_dir, keep={session.id for session in store.sessions()})
+    try:
+        # A crash may have interrupted `forget` before it deleted the snapshot.
+        remove_snapshots(settings.data_dir, keep={session.id for session in store.sessions()})
+    except BaseException:
+        store.close()
+        raise
     return store, Residents(store, engine, model, dim, settings.max_index_mb * 2**20)

@@ -47,7 +47,7 @@ def session_name(in_query: str | None, in_body: str | None) -> str:
 def write(body: schemas.WriteRequest, service: Service, session_id: SessionInQuery = None) -> schemas.WriteResponse:
     """Store evicted spans. The response is sent when they are committed; equal range and text count once."""
     spans = [NewSpan(chunk.start, chunk.stop, chunk.layer, chunk.score, chunk.text) for chunk in body.chunks]
-    accepted, total = service.write(session_name(session_id, body.session_id), spans)
+    accepted, total = service.write(session_name(session_id, body.session_id), spans, temporary=body.temporary)
     return schemas.WriteResponse(accepted=accepted, session_total=total)
 
 
@@ -92,6 +92,7 @@ def sessions(service: Service) -> schemas.SessionsResponse:
             text_bytes=session.text_bytes,
             created=session.created,
             updated=session.updated,
+            expires=session.expires,
             resident=service.index.is_resident(session.id),
         )
         for session in service.store.sessions()
@@ -103,6 +104,12 @@ def sessions(service: Service) -> schemas.SessionsResponse:
 def forget(session_id: SessionInPath, service: Service) -> schemas.ForgetResponse:
     """Delete a session for good. Its text is overwritten on disk before the response is sent."""
     return schemas.ForgetResponse(session_id=session_id, forgotten=service.forget(session_id))
+
+
+@private.post("/sessions/{session_id}/renew", responses=schemas.error_responses(404, 422, 507))
+def renew(session_id: SessionInPath, service: Service) -> schemas.RenewResponse:
+    """Let a temporary session live on for `session_lifetime_s`."""
+    return schemas.RenewResponse(session_id=session_id, expires=service.renew(session_id))
 
 
 @private.get("/sessions/{session_id}/spans", responses=schemas.error_responses(404, 422))

@@ -91,6 +91,11 @@ class WriteRequest(RequestBody):
     """Spans to store. The session is named here or in the query string."""
 
     session_id: SessionId | None = None
+    temporary: bool = Field(
+        default=False,
+        description="forget the session `session_lifetime_s` after its last write or renewal, "
+        "as long as all writes to it say so",
+    )
     chunks: Annotated[list[Chunk], Field(min_length=1, max_length=MAX_CHUNKS, fail_fast=True)]
 
 
@@ -188,6 +193,7 @@ class SessionInfo(BaseModel):
     text_bytes: int
     created: float = Field(description="seconds since 1970")
     updated: float
+    expires: float | None = Field(description="when a temporary session is forgotten unless it is renewed, else null")
     resident: bool = Field(description="whether its index is in memory")
 
 
@@ -202,6 +208,13 @@ class ForgetResponse(BaseModel):
 
     session_id: str
     forgotten: int
+
+
+class RenewResponse(BaseModel):
+    """The session lives on."""
+
+    session_id: str
+    expires: float | None = Field(description="seconds since 1970; null for a session that is not temporary")
 
 
 class ResidenceResponse(BaseModel):

@@ -1,7 +1,6 @@
 """Settings: a flag wins over a `RESCUE_*` variable, that over `RESCUE_CONFIG`'s TOML file, that over the default."""
 
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,16 +15,10 @@ from pydantic_settings import (
 )
 
 from http_limits.request_checks import is_loopback
+from http_limits.service_socket import default_data_dir
 from rescue_svc.errors import SessionFullError, SettingsError, StoreFullError
 
 CONFIG_VARIABLE = "RESCUE_CONFIG"
-
-
-def default_data_dir() -> Path:
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Application Support" / "mlx-tq-rescue"
-    base = os.environ.get("XDG_DATA_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "share") / "mlx-tq-rescue"
 
 
 Count = Annotated[int, Field(ge=1)]
@@ -96,6 +89,9 @@ class Settings(BaseSettings):
     max_session_spans: Count = Field(100_000, description="maximum spans per session")
     max_spans: Count = Field(1_000_000, description="maximum spans in all sessions")
     max_sessions: Count = Field(1_000, description="maximum number of sessions")
+    session_lifetime_s: Seconds = Field(
+        86_400.0, description="forget a temporary session after this time without a write or renewal"
+    )
     max_in_flight: Count = Field(64, description="maximum requests in progress; further ones get 429")
     max_index_mb: Count = Field(1024, description="memory for indexes; the least recently used are evicted")
     index: Literal["auto", "faiss", "numpy", "hnsw", "exact"] = Field(

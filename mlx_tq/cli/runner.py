@@ -10,6 +10,12 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from threading import current_thread, main_thread
 
+from http_limits.process_checks import (
+    home_fault,
+    open_files_fault,
+    open_standard_streams,
+    temporary_folder_fault,
+)
 from mlx_tq.cli.options import check_environment, choose_backend
 from mlx_tq.cli.terminal_text import readable
 from mlx_tq.distributed.launch import exit_now, exit_on_sigterm, is_launched, launched_rank, write_last_line
@@ -44,6 +50,7 @@ def run_command(parser: argparse.ArgumentParser, run: Run, words: Sequence[str] 
             exit_on_sigterm(_line(command, "terminated (SIGTERM); mlx.launch does this when another rank has ended."))
         args = parser.parse_args(words)
         check_environment()
+        _check_process(command)
         choose_backend(args)
         format_warning, warnings.formatwarning = warnings.formatwarning, lambda text, *_, **__: f"warning: {text}\n"
         try:
@@ -57,7 +64,7 @@ def run_command(parser: argparse.ArgumentParser, run: Run, words: Sequence[str] 
 
 def guarded(command: str, run: Callable[[], int]) -> int:
     """Call `run` and return the exit code; an error of ours becomes one line on stderr."""
-    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115  the caller may have closed it
+    open_standard_streams()
     try:
         try:
             return run()
@@ -107,6 +114,15 @@ def _exit_on_signals() -> Iterator[None]:
     finally:
         for number in numbers:
             signal.signal(number, handlers[number])
+
+
+def _check_process(command: str) -> None:
+    """Raise ConfigError if the process lacks what the command needs."""
+    fault = home_fault()
+    if command != "store":  # which computes nothing, and can make room on a full disk
+        fault = fault or temporary_folder_fault() or open_files_fault()
+    if fault is not None:
+        raise ConfigError(fault)
 
 
 def end_rank(command: str, error: Exception) -> None:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from mlx_tq.errors import RescueError
@@ -25,6 +26,7 @@ MAX_QUEUED, MAX_BATCH = 16_000_000, 1_000_000  # bytes of text; a batch is one w
 MAX_RESPONSE = 8_000_000  # bytes; 64 spans of 8,192 escaped characters fit many times
 CALL_S, EMBED_S, CLOSE_S = 5.0, 60.0, 1.0  # an embedder may have to load its model
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0  # seconds
+RENEW_S = 300.0  # far below any sensible lifetime of temporary sessions
 MAX_FAILURES = 3  # in a row, before the breaker opens
 _SPAN_OVERHEAD = 200  # bytes of a queued span besides its text
 _UNAUTHORIZED, _NOT_FOUND, _INSUFFICIENT_STORAGE = 401, 404, 507
@@ -89,9 +91,12 @@ class RescueClient(AbstractContextManager["RescueClient"]):
         self._service, self._max_queued = service, max_queued
         self._locating = threading.Lock()  # guards the service and the HTTP client
         self._http: Any = None
+        self._connected: Address | None = None  # where `_http` leads
         self._breaker = CircuitBreaker()
         self._changed = threading.Condition()  # its lock guards what follows
         self._queue: list[tuple[str, TextSpan]] = []
+        self._temporary: set[str] = set()  # sessions to renew until they are forgotten
+        self._next_renewal = time.monotonic() + RENEW_S
         self._sending: str | None = None  # session whose batch, the first of the queue, is on its way
         self._settled = 0  # spans acknowledged, refused or forgotten so far
         self._counts: Counter[str] = Counter()
@@ -99,10 +104,15 @@ class RescueClient(AbstractContextManager["RescueClient"]):
         self._has_warned = self._is_closed = False
         threading.Thread(target=self._run, name="mlx_tq rescue", daemon=True).start()
 
-    def write(self, session_id: str, spans: Sequence[TextSpan]) -> None:
-        """Queue spans for the service and return at once."""
+    def write(self, session_id: str, spans: Sequence[TextSpan], *, temporary: bool = False) -> None:
+        """Queue spans for the service and return at once.
+
+        The service forgets a temporary session some time after this process has ended without forgetting it.
+        """
         dropped = 0
         with self._changed:
+            if temporary:
+                self._temporary.add(session_id)
             room = self._max_queued - sum(_queued_size(span) for _, span in self._queue)
             for span in spans if not self._is_closed else ():
                 size = _queued_size(span)
@@ -184,13 +194,10 @@ class RescueClient(AbstractContextManager["RescueClient"]):
                 remaining = [entry for entry in self._queue if entry[0] != session_id]
                 self._settled += len(self._queue) - len(remaining)
                 self._queue = remaining
+                self._temporary.discard(session_id)
                 self._changed.notify_all()
-            try:
-                return self._request("DELETE", f"/sessions/{session_id}", lambda _: True)
-            except RefusedError as error:
-                if error.status != _NOT_FOUND:
-                    raise
-                return True
+            self._call_session("DELETE", f"/sessions/{session_id}")
+            return True
 
         with suppress(RescueError):  # is reported
             return self._attempt(delete, timeout)
@@ -220,7 +227,11 @@ class RescueClient(AbstractContextManager["RescueClient"]):
 
     def _run(self) -> None:
         self._can_locate()  # a private service starts before it is needed
-        while batch := self._take_batch():
+        while not self._is_closed:
+            if time.monotonic() >= self._next_renewal:
+                self._renew_sessions()
+            if (batch := self._take_batch()) is None:
+                continue
             is_settled = self._can_locate() and self._send(*batch)
             with self._changed:
                 self._sending = None
@@ -233,10 +244,14 @@ class RescueClient(AbstractContextManager["RescueClient"]):
             self._http.close()
 
     def _take_batch(self) -> tuple[str, list[TextSpan]] | None:
-        """Wait for spans, and return the oldest of one session, as many as one call takes; None after the end."""
+        """Wait for spans, and return the oldest of one session, as many as one call takes.
+
+        Return None if none have come until the next renewal or the end.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._is_closed)
-            if self._is_closed:
+            wait_s = max(0.0, self._next_renewal - time.monotonic())
+            self._changed.wait_for(lambda: self._queue or self._is_closed, wait_s)
+            if self._is_closed or not self._queue:
                 return None
             self._sending, size, batch = self._queue[0][0], 0, list[TextSpan]()
             for session_id, span in self._queue:
@@ -246,13 +261,22 @@ class RescueClient(AbstractContextManager["RescueClient"]):
                 batch.append(span)
             return self._sending, batch
 
+    def _renew_sessions(self) -> None:
+        """Tell the service that this process still uses its temporary sessions."""
+        self._next_renewal = time.monotonic() + RENEW_S
+        with self._changed:
+            session_ids = list(self._temporary)
+        with suppress(RescueError):  # is reported
+            for session_id in session_ids:
+                self._attempt(partial(self._call_session, "POST", f"/sessions/{session_id}/renew"), CALL_S)
+
     def _send(self, session_id: str, batch: list[TextSpan]) -> bool:
         """Write spans; return whether they are settled, so that they leave the queue."""
         chunks = [
             {"text": wire.clean(span.text), "token_range": [span.start, span.stop], "layer": -1, "score": 0.0}
             for span in batch
         ]
-        body = {"session_id": session_id, "chunks": chunks}
+        body = {"session_id": session_id, "chunks": chunks, "temporary": session_id in self._temporary}
         try:
             self._attempt(lambda: self._request("POST", "/evict/write", wire.parse_accepted, body), CALL_S)
         except RefusedError:
@@ -277,12 +301,12 @@ class RescueClient(AbstractContextManager["RescueClient"]):
         with self._locating:
             if self._is_closed:
                 raise RescueError("the client of the rescue service is closed")
-            if self._http is None:
-                import httpx2  # a quarter of a second, which no caller waits for
-
-                # No proxies or passwords from the environment: the text is for this service alone.
-                self._http = httpx2.Client(trust_env=False)
-            return self._service.address(self._http)
+            address = self._service.address()
+            if address != self._connected:
+                if self._http is not None:
+                    self._http.close()
+                self._http, self._connected = address.connect(), address
+            return address
 
     def _request(
         self,
@@ -311,6 +335,15 @@ class RescueClient(AbstractContextManager["RescueClient"]):
             raise RescueError(f"the rescue service answered more than {MAX_RESPONSE:,} bytes")
         _check_status(response.status_code, received, address)
         return parse(bytes(received))
+
+    def _call_session(self, method: str, path: str) -> bool:
+        """Make a call about a session; return False if the service does not have it."""
+        try:
+            return self._request(method, path, lambda _: True)
+        except RefusedError as error:
+            if error.status != _NOT_FOUND:
+                raise
+            return False
 
     def _attempt(self, call: Callable[[], T], timeout: float) -> T:
         """Make a call in another thread, so that the wait for it is bounded; report a failure and raise RescueError."""

@@ -1,4 +1,4 @@
-"""Finds the rescue service: at a URL, or a private one that this process starts.
+"""Finds the rescue service: at a URL, by the socket of this user's own, or a private one that this process starts.
 
 A private service is a child process on a free loopback port, with a token and a folder of its own. It ends with this
 process, also if that is killed: it watches a pipe that only this process holds open. It deletes its folder; this
@@ -17,41 +17,52 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
+from http_limits.service_socket import SOCKET, connect_private, default_data_dir
 from mlx_tq.errors import ConfigError, RescueError
 
 T = TypeVar("T")
 
 OFF, AUTO = "off", "auto"
-DEFAULT_URL = "http://127.0.0.1:5054"
+_EXAMPLE_URL = "http://127.0.0.1:5054"
 TOKEN_VARIABLE = "RESCUE_TOKEN"  # noqa: S105  the service's own name for it
+_FOLDER_VARIABLE = "RESCUE_DATA_DIR"
 
 # The environment may set everything else, such as RESCUE_EMBEDDER.
-_RESERVED = ("RESCUE_DATA_DIR", "RESCUE_STORE", "RESCUE_HOST", "RESCUE_PORT", TOKEN_VARIABLE, "RESCUE_CONFIG")
+_RESERVED = (_FOLDER_VARIABLE, "RESCUE_STORE", "RESCUE_HOST", "RESCUE_PORT", TOKEN_VARIABLE, "RESCUE_CONFIG")
 START_S = 60.0  # that a private service may take to start
 _STOP_S, _PROBE_S, _POLL_S = 5.0, 0.5, 0.02
 
 
 class Address(NamedTuple):
-    """URL of a service without a final slash, and the token that it requires."""
+    """URL of a service without a final slash, the token that it requires, and its socket if that is to be used."""
 
     url: str
     token: str | None
+    socket: Path | None = None
 
     @property
     def headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
+    def connect(self) -> Any:
+        """Return an HTTP client."""
+        import httpx2  # a quarter of a second, which no caller waits for
+
+        # No proxies or passwords from the environment: the text is for this service alone.
+        transport = httpx2.HTTPTransport(uds=str(self.socket) if self.socket else None, trust_env=False)
+        return httpx2.Client(transport=transport, trust_env=False)
+
 
 def open_service(location: str, token: str | None = None) -> "ServiceLocator":
-    """Return the service at a URL; "auto" is the one on the default port if it answers, else a private one.
+    """Return the service at a URL; "auto" is this user's own in the default folder if it runs, else a private one.
 
-    The token defaults to RESCUE_TOKEN.
+    The folder is RESCUE_DATA_DIR if that is set. The token defaults to RESCUE_TOKEN.
     """
     if find_spec("httpx2") is None:
         raise ConfigError(
@@ -62,7 +73,7 @@ def open_service(location: str, token: str | None = None) -> "ServiceLocator":
     is_url = parts.scheme in ("http", "https") and parts.hostname
     if location != AUTO and (not is_url or parts.username or parts.query or parts.fragment):
         raise ConfigError(
-            f"rescue is {location!r}; it must be {OFF}, {AUTO} or a URL such as {DEFAULT_URL}. A token goes into the "
+            f"rescue is {location!r}; it must be {OFF}, {AUTO} or a URL such as {_EXAMPLE_URL}. A token goes into the "
             f"variable {TOKEN_VARIABLE}."
         )
     return ServiceLocator(None if location == AUTO else location.rstrip("/"), token)
@@ -77,64 +88,100 @@ class ServiceLocator:
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: Path | None = None
         self._fault: str | None = None
-        self._end: Callable[[], object] = lambda: None
+        self._end: weakref.finalize[Any, Any] | None = None
         self._is_stopped = False
 
-    def address(self, http: Any) -> Address:
+    def address(self) -> Address:
         """Return the address; start a private service if needed, and raise RescueError if that fails."""
         if self._fault is not None:
             raise RescueError(self._fault)
         if self._address is None:
-            default = Address(DEFAULT_URL, self._token)
-            self._address = default if _answers(http, default) else self._start()
+            own = Address("http://localhost", self._token, _own_socket())
+            self._address = own if _answers(own) else self._start()
         elif self._process is not None and self._process.poll() is not None:
+            if self._end is not None and (finalizer := self._end.detach()):
+                process, _, log = finalizer[2]  # the next service takes the folder
+                _close(process, log)
             self._address = self._start()
         return self._address
 
     def stop(self) -> None:
         """Stop a private service, also while it starts."""
         self._is_stopped = True  # first: `_start` looks at it after it has set `_end`
-        self._end()
+        if self._end is not None:
+            self._end()
 
     def _start(self) -> Address:
         """Start a private service and wait until it listens; a failed start is not repeated."""
-        if self._folder is None or not self._folder.exists():  # one that ended regularly has deleted it
-            self._folder = Path(tempfile.mkdtemp(prefix="mlx-tq-rescue-"))
-        token, log = secrets.token_urlsafe(32), tempfile.TemporaryFile()  # noqa: SIM115  open as long as the process
-        # A query waits this long for its vector; then BM25 alone answers, within the timeout of a turn.
-        environment = {"RESCUE_QUERY_TIMEOUT_S": "0.4"}
-        environment |= {name: value for name, value in os.environ.items() if name not in _RESERVED}
-        environment |= {
-            "RESCUE_DATA_DIR": str(self._folder),
-            "RESCUE_PORT": "0",
-            TOKEN_VARIABLE: token,
-            "RESCUE_EPHEMERAL": "true",
-        }
-        process = self._process = subprocess.Popen(
-            (sys.executable, "-m", "rescue_svc", "serve"),
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=log,
-            start_new_session=True,  # Ctrl-C in the terminal is for this process
-        )
-        self._end = weakref.finalize(self, _end, process, self._folder, log)  # runs when the interpreter ends, too
-        if self._is_stopped:
-            self._end()
+        token = secrets.token_urlsafe(32)
         try:
+            process, log = self._launch(token)
             return Address(_wait_for_url(process, log), token)
+        except OSError as error:
+            self._fault = (
+                f"the private rescue service cannot be started ({error}); set TMPDIR to a folder with room, or choose "
+                "--rescue off."
+            )
+            raise RescueError(self._fault) from error
         except RescueError as error:
             self._fault = str(error)
             raise
 
+    def _launch(self, token: str) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+        """Return the process of a private service, and its log."""
+        if self._folder is None or not self._folder.exists():  # one that ended regularly has deleted it
+            self._folder = Path(tempfile.mkdtemp(prefix="mlx-tq-rescue-"))
+        # A query waits this long for its vector; then BM25 alone answers, within the timeout of a turn.
+        environment = {"RESCUE_QUERY_TIMEOUT_S": "0.4"}
+        environment |= {name: value for name, value in os.environ.items() if name not in _RESERVED}
+        environment |= {
+            _FOLDER_VARIABLE: str(self._folder),
+            "RESCUE_PORT": "0",
+            TOKEN_VARIABLE: token,
+            "RESCUE_EPHEMERAL": "true",
+        }
+        with ExitStack() as on_failure:
+            on_failure.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            log = on_failure.enter_context(tempfile.TemporaryFile())
+            process = subprocess.Popen(
+                (sys.executable, "-m", "rescue_svc", "serve"),
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C in the terminal is for this process
+            )
+            on_failure.pop_all()
+        self._process = process
+        self._end = weakref.finalize(self, _end, process, self._folder, log)  # runs when the interpreter ends, too
+        if self._is_stopped:
+            self._end()
+        return process, log
 
-def _answers(http: Any, address: Address) -> bool:
-    request = run_in_thread(lambda: http.get(f"{address.url}/readyz", headers=address.headers, timeout=_PROBE_S))
+
+def _own_socket() -> Path | None:
+    folder = os.environ.get(_FOLDER_VARIABLE)
     try:
-        response = request.result(_PROBE_S)
-        return bool(response.status_code == 200 and response.json()["status"] == "ready")
-    except Exception:  # noqa: BLE001  whatever listens there, it is not the service
+        return (Path(folder) if folder else default_data_dir()) / SOCKET
+    except RuntimeError:  # this user has no home folder, and so no service there
+        return None
+
+
+def _answers(address: Address) -> bool:
+    """Return whether this user's own service runs and accepts the token, which nobody else gets."""
+    if address.socket is None:
         return False
+    try:
+        connect_private(address.socket).close()
+    except OSError:
+        return False
+    with address.connect() as http:
+        request = run_in_thread(lambda: http.get(f"{address.url}/readyz", headers=address.headers, timeout=_PROBE_S))
+        try:
+            response = request.result(_PROBE_S)
+            return bool(response.status_code == 200 and response.json()["status"] == "ready")
+        except Exception:  # noqa: BLE001  it does not run, or is another program
+            return False
 
 
 def _wait_for_url(process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
@@ -167,16 +214,20 @@ def _wait_for_url(process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
 
 def _end(process: subprocess.Popen[bytes], folder: Path, log: IO[bytes]) -> None:
     """Ask the process to end, kill it if it does not, and delete its folder."""
-    if process.stdin is not None:
-        process.stdin.close()
     process.terminate()
     try:
         process.wait(_STOP_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    log.close()
+    _close(process, log)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _close(process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
+    if process.stdin is not None:
+        process.stdin.close()
+    log.close()
 
 
 def run_in_thread(function: Callable[[], T]) -> Future[T]:

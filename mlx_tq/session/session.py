@@ -137,7 +137,8 @@ class Session:
         self.session_id, self.cache = session_id, caches
         limit = quotation_limit(self.rescue, self.context_length)
         self._last_question: Range = (0, 0)  # positions
-        self._transcript = Transcript(self._plain, self.client, self.rescue, session_id, limit)
+        temporary = not self._keeps_text
+        self._transcript = Transcript(self._plain, self.client, self.rescue, session_id, limit, temporary=temporary)
 
     # A turn.
 

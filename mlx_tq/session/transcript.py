@@ -73,6 +73,8 @@ class Transcript:
         session_id: str,
         limit: int,
         start_s: float = 0.0,
+        *,
+        temporary: bool = True,
     ) -> None:
         self.ids: list[int] = []
         self.quoted: list[Range] = []  # positions of quotations; they repeat tokens at earlier positions
@@ -81,6 +83,7 @@ class Transcript:
         self._plain, self._client, self._config, self._limit = plain, client, config, limit
         self._sent = np.zeros(0, np.int64)  # evicted positions whose text was sent, or belongs to a quotation
         self._start_s = start_s  # that a search waits for a service that may be starting
+        self._is_temporary = temporary  # the service may forget the text after this process has ended
 
     def append(self, ids: Sequence[int], quotation: Quotation = NO_QUOTATION, quote_at: int = 0) -> None:
         """Append tokens, in which `quotation` begins at index `quote_at`."""
@@ -104,7 +107,8 @@ class Transcript:
             return
         for start, stop in self.quoted:
             positions = positions[(positions < start) | (positions >= stop)]
-        self._client.write(self.session_id, make_spans(positions, self.ids, self._plain.decode))
+        spans = make_spans(positions, self.ids, self._plain.decode)
+        self._client.write(self.session_id, spans, temporary=self._is_temporary)
         self.has_sent = True
 
     def search(self, query: str, live: np.ndarray) -> SearchHits:

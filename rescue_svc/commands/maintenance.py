@@ -9,6 +9,7 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from urllib.parse import quote
 
+from http_limits.service_socket import SOCKET, connect_private
 from rescue_svc.errors import DirectoryInUseError, SessionNotFoundError, SettingsError, StoreUnavailableError
 from rescue_svc.index import remove_snapshots
 from rescue_svc.opening import open_all
@@ -48,9 +49,13 @@ def forget(settings: Settings, session: str) -> None:
 
 
 def _forget_by_service(settings: Settings, session: str) -> int:
+    """Ask the service for it, over its socket: on its port, anyone might get the token."""
     headers = {"Authorization": f"Bearer {settings.token.get_secret_value()}"} if settings.token else {}
+    path = settings.data_dir / SOCKET
     try:
-        with closing(HTTPConnection(settings.host, settings.port, timeout=60)) as connection:
+        with connect_private(path) as connected, closing(HTTPConnection("localhost")) as connection:
+            connected.settimeout(60)
+            connection.sock = connected
             connection.request("DELETE", f"/sessions/{quote(session, safe='')}", headers=headers)
             response = connection.getresponse()
             answer = json.load(response)
@@ -59,7 +64,8 @@ def _forget_by_service(settings: Settings, session: str) -> int:
         detail = answer["detail"]
     except (OSError, ValueError, LookupError, TypeError, HTTPException) as error:
         raise StoreUnavailableError(
-            f"{settings.data_dir} is in use, but no service answers on {settings.host}:{settings.port}; give its --port"
+            f"{settings.data_dir} is in use, but no service of yours answers at {path} ({error}); stop the process "
+            "that uses it"
         ) from error
     raise (SessionNotFoundError if response.status == HTTPStatus.NOT_FOUND else StoreUnavailableError)(detail)
 

@@ -4,13 +4,14 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 
 import uvicorn
 
 from http_limits.connections import open_listener, server_config, url_of
+from http_limits.service_socket import SOCKET, private_listener
 from rescue_svc import logs
 from rescue_svc.app import create_app
 from rescue_svc.ephemeral import ephemeral_folder, make_permanent
@@ -57,20 +58,19 @@ class Shutdown:
 
     def follow_stdin(self) -> None:
         """End with standard input, a pipe whose other end closes when the parent ends or is killed."""
-        is_open = sys.stdin is not None
 
         def watch() -> None:
             with suppress(OSError):  # such as a terminal that was closed
-                while is_open and os.read(0, 4096):
+                while os.read(0, 4096):
                     pass
             self._request()
 
         threading.Thread(target=watch, daemon=True).start()
 
-    def serve(self, server: uvicorn.Server, listener: socket.socket) -> None:
+    def serve(self, server: uvicorn.Server, listeners: list[socket.socket]) -> None:
         self._server = server  # before the check: a signal between the two reaches the server
         if not self._is_requested:
-            server.run(sockets=[listener])
+            server.run(sockets=listeners)
 
     def _request(self, number: int | None = None) -> None:
         self._is_requested = True
@@ -95,8 +95,26 @@ def _listen_and_serve(settings: Settings, shutdown: Shutdown) -> None:
             options = {"lifespan": "off", "timeout_graceful_shutdown": GRACE_S}
             config = server_config(create_app(service), settings.max_in_flight, **options)
             fields = {"url": url_of(listener), "store": service.store.describe()}
-            log.info("listening", extra=fields | {"connections": config.http.max_connections})  # type: ignore[union-attr]
-            shutdown.serve(uvicorn.Server(config), listener)
+            with _user_sockets(settings) as sockets:
+                fields["connections"] = config.http.max_connections  # type: ignore[union-attr]
+                log.info("listening", extra=fields)
+                shutdown.serve(uvicorn.Server(config), [listener, *sockets])
         finally:
             service.close()
             log.info("closed")
+
+
+@contextmanager
+def _user_sockets(settings: Settings) -> Iterator[list[socket.socket]]:
+    """Yield the socket by which other programs of the user find the service.
+
+    None on PostgreSQL, where a service has no folder of its own, or if the path is too long for a socket.
+    """
+    with ExitStack() as stack:
+        sockets: list[socket.socket] = []
+        if settings.store is None:
+            try:
+                sockets.append(stack.enter_context(private_listener(settings.data_dir / SOCKET)))
+            except OSError as error:
+                log.warning("`--rescue auto` and `forget` do not find this service", extra={"reason": str(error)})
+        yield sockets

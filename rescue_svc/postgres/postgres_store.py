@@ -10,16 +10,15 @@ from typing import Any
 import psycopg
 from psycopg.errors import UndefinedTable
 
-from rescue_svc.errors import SessionNotFoundError
 from rescue_svc.postgres import vectors, words
 from rescue_svc.postgres.connections import Connections, transaction
 from rescue_svc.postgres.schema import create_tables, migrate
 from rescue_svc.settings import Caps
-from rescue_svc.store import NewSpan, Pending, Session, Span, Store, Vectors
+from rescue_svc.store import NewSpan, Pending, Session, Span, Store, Vectors, no_session, plain_words
 
 log = logging.getLogger(__name__)
 
-_SESSION = "id, name, spans, text_bytes, created, updated"
+_SESSION = "id, name, spans, text_bytes, created, updated, expires"
 _SPAN = "start, stop, layer, score, text, id"
 # Spans, queue and counts in one round trip. The session's row is locked, so that no other service adds the same digest.
 _ADD = """
@@ -35,7 +34,9 @@ _ADD = """
         INSERT INTO queue (span, session) SELECT id, {session:d} FROM added
     )
     UPDATE sessions SET spans = spans + n, text_bytes = text_bytes + size, words = words + length,
-        updated = greatest(updated, %(now)s)
+        updated = greatest(updated, %(now)s),
+        expires = CASE WHEN expires IS NOT NULL AND %(expires)s::float8 IS NOT NULL
+            THEN greatest(expires, %(expires)s::float8) END
     FROM (SELECT count(*) AS n, coalesce(sum(size), 0) AS size, coalesce(sum(length), 0) AS length FROM added) AS sums
     WHERE id = {session:d} RETURNING n, spans, (SELECT sum(spans) FROM sessions) + n"""
 
@@ -75,13 +76,13 @@ class PostgresStore(Store):
     def close(self) -> None:
         self._connections.close()
 
-    def write(self, name: str, spans: Sequence[NewSpan]) -> tuple[int, int]:
+    def write(self, name: str, spans: Sequence[NewSpan], expires: float | None = None) -> tuple[int, int]:
         now = time.time()
         new: dict[bytes, NewSpan] = {}
         for span in spans:
             new.setdefault(span.digest(), span)
         unique = list(new.values())
-        plain = [words.plain(span.text) for span in unique]
+        plain = [plain_words(span.text) for span in unique]
         rows = {
             "starts": [span.start for span in unique],
             "stops": [span.stop for span in unique],
@@ -92,14 +93,24 @@ class PostgresStore(Store):
             "lengths": [len(tokens) for tokens in plain],
             "plain": [" ".join(tokens) for tokens in plain],
             "now": now,
+            "expires": expires,
         }
         with self._connections.take() as connection, transaction(connection):
-            session = self._session_for_writing(connection, name, now)
+            session = self._session_for_writing(connection, name, now, expires)
             added, total, stored = connection.execute(_ADD.format(session=session), rows).fetchone() or (0, 0, 0)
             self._caps.check_spans(name, total, stored)
         return added, total
 
-    def _session_for_writing(self, connection: psycopg.Connection, name: str, now: float) -> int:
+    def renew(self, name: str, expires: float) -> Session:
+        # greatest ignores NULL
+        statement = f"""UPDATE sessions SET expires = CASE WHEN expires IS NOT NULL THEN greatest(expires, %s) END
+                        WHERE name = %s RETURNING {_SESSION}"""
+        rows = self._rows(statement, expires, name)
+        if not rows:
+            raise no_session(name)
+        return Session(*rows[0])
+
+    def _session_for_writing(self, connection: psycopg.Connection, name: str, now: float, expires: float | None) -> int:
         while True:
             row = connection.execute("SELECT id FROM sessions WHERE name = %s FOR NO KEY UPDATE", [name]).fetchone()
             if row:
@@ -107,8 +118,9 @@ class PostgresStore(Store):
             (sessions,) = connection.execute("SELECT count(*) FROM sessions").fetchone() or (0,)
             self._caps.check_new_session(sessions)
             row = connection.execute(
-                "INSERT INTO sessions (name, created, updated) VALUES (%s, %s, %s) ON CONFLICT DO NOTHING RETURNING id",
-                [name, now, now],
+                """INSERT INTO sessions (name, created, updated, expires) VALUES (%s, %s, %s, %s)
+                   ON CONFLICT DO NOTHING RETURNING id""",
+                [name, now, now, expires],
             ).fetchone()
             if row:  # else another service has just inserted it
                 create_tables(connection, row[0])
@@ -152,7 +164,7 @@ class PostgresStore(Store):
                     f"DELETE FROM sessions WHERE name = %s RETURNING {_SESSION}", [name]
                 ).fetchone()
                 if row is None:
-                    raise SessionNotFoundError(f"no session {name}; `GET /sessions` lists all")
+                    raise no_session(name)
                 session = Session(*row)
                 connection.execute(f"DROP TABLE spans_{session.id:d}, vectors_{session.id:d}")
             if self._connections.server.may_empty_log:

@@ -15,7 +15,9 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         """CREATE TABLE sessions (
             id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, name text COLLATE "C" NOT NULL UNIQUE,
             spans bigint NOT NULL DEFAULT 0, text_bytes bigint NOT NULL DEFAULT 0, words bigint NOT NULL DEFAULT 0,
-            created double precision NOT NULL, updated double precision NOT NULL, model text)""",
+            created double precision NOT NULL, updated double precision NOT NULL, expires double precision,
+            model text)""",
+        "ALTER TABLE sessions ALTER name SET STATISTICS 0",  # names in statistics would outlive their session
         # Spans without a vector. Rows of a forgotten session are deleted with the next batch.
         "CREATE TABLE queue (span bigint PRIMARY KEY, session bigint NOT NULL)",
         "CREATE INDEX ON queue (session)",

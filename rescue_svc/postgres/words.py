@@ -5,16 +5,12 @@ PostgreSQL has no BM25, and its `ts_rank` ignores how rare a word is. But for on
 series is nearly 1 / (n + 1/2).
 """
 
-import re
-import unicodedata
-
 import psycopg
 
-from rescue_svc.store import Session, fts
+from rescue_svc.store import Session, fts, plain_words
 
 K1, B = 1.2, 0.75  # as in FTS5
 POSTINGS_SHARE = 32  # half of SQLite's, because words are counted, and then scored, in the rows of the table
-_WORD = re.compile(r"[^\W_]+")
 
 _SEARCH = """
     WITH asked AS MATERIALIZED (
@@ -47,14 +43,6 @@ _SEARCH = """
         ARRAY(SELECT id FROM scored ORDER BY score DESC, id), ARRAY(SELECT score FROM scored ORDER BY score DESC, id)"""
 
 
-def plain(text: str) -> list[str]:
-    """Return the words of a text in lower case and without diacritics."""
-    lower = text.lower()
-    if not lower.isascii():
-        lower = "".join(c for c in unicodedata.normalize("NFD", lower) if not unicodedata.combining(c))
-    return _WORD.findall(lower)
-
-
 def search(
     connection: psycopg.Connection, session: Session, query: str, limit: int, excluded: set[int], common: dict[str, int]
 ) -> dict[int, float]:
@@ -65,7 +53,7 @@ def search(
     """
     most = fts.max_postings(session.spans, POSTINGS_SHARE)
     values: dict[str, object] = {
-        "question": " ".join(list(dict.fromkeys(plain(query)))[: fts.MAX_TERMS]),
+        "question": " ".join(list(dict.fromkeys(plain_words(query)))[: fts.MAX_TERMS]),
         "excluded": list(excluded),
         "limit": limit,
         "left_out": [stem for stem, least in common.items() if least >= most],

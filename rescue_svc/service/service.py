@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from typing import Literal
 
 from rescue_svc.embed import EmbedWorker, choose_embedder
@@ -9,6 +10,7 @@ from rescue_svc.errors import EmbedderUnavailableError
 from rescue_svc.metrics import Metrics
 from rescue_svc.opening import open_all
 from rescue_svc.schemas import EmbedderInfo, RetrieveRequest, RetrieveResponse
+from rescue_svc.service.expiry import Expiry
 from rescue_svc.service.indexer import Indexer
 from rescue_svc.service.rank import Scored, fuse, merge_ranges, to_chunks
 from rescue_svc.settings import Settings
@@ -30,6 +32,7 @@ class RescueService:
 
         self.store, self.index = open_all(settings, chosen.model if chosen else "", dim)
         self._bm25_pool = ThreadPoolExecutor(READERS, "bm25")  # more threads would wait for a connection
+        self._expiry = Expiry(self.store, self.forget, settings.session_lifetime_s)
         self.embedder: EmbedWorker | None = None
         if chosen is not None:
             self.embedder = EmbedWorker(chosen, timeout_s=settings.embed_timeout_s, idle_s=settings.embed_idle_s)
@@ -37,16 +40,17 @@ class RescueService:
 
     def close(self) -> None:
         """End the embedder, save the indexes and seal the store."""
-        if self.embedder:
-            self.embedder.close()
-            self.indexer.close()
-            self.index.save_all()
-        self._bm25_pool.shutdown()
-        self.store.close()
+        with closing(self.store):
+            self._expiry.close()
+            self._bm25_pool.shutdown()
+            if self.embedder:
+                self.embedder.close()
+                self.indexer.close()
+                self.index.save_all()
 
-    def write(self, session: str, spans: list[NewSpan]) -> tuple[int, int]:
+    def write(self, session: str, spans: list[NewSpan], *, temporary: bool = False) -> tuple[int, int]:
         """Store spans; return how many are new and how many the session has. They are on disk when this returns."""
-        accepted, total = self.store.write(session, spans)
+        accepted, total = self.store.write(session, spans, self._next_expiry() if temporary else None)
         if self.embedder:
             self.embedder.warm()  # a query is likely to follow
             self.indexer.wake()
@@ -109,6 +113,13 @@ class RescueService:
         if self.embedder is None:
             raise EmbedderUnavailableError(f"no embedder: {self._no_embedder_reason}")
         return self.embedder.model, self.embedder.bulk(texts)
+
+    def renew(self, name: str) -> float | None:
+        """Let a temporary session live on; return when it expires, None for never."""
+        return self.store.renew(name, self._next_expiry()).expires
+
+    def _next_expiry(self) -> float:
+        return time.time() + self.settings.session_lifetime_s
 
     def forget(self, name: str) -> int:
         """Delete a session for good; return how many spans it had."""

@@ -64,10 +64,10 @@ def rebuild(directory: Path) -> Rebuilt:
 def _copy_intact(source: sqlite3.Connection, target: sqlite3.Connection, damaged_file: Path) -> Rebuilt:
     declared = seen = copied = 0
     names: dict[int, str] = {}
-    for session, name, spans, created, updated in _rows(source, "sessions", "id, name, spans, created, updated"):
+    for session, name, spans, *times in _rows(source, "sessions", "id, name, spans, created, updated, expires"):
         names[session] = name
         declared += spans
-        target.execute("INSERT INTO sessions VALUES (?, ?, 0, 0, ?, ?)", (session, name, created, updated))
+        target.execute("INSERT INTO sessions VALUES (?, ?, 0, 0, ?, ?, ?)", (session, name, *times))
         fts.create(target, session)
     for *row, session in _rows(source, "spans", f"{COLUMNS}, session"):
         seen += 1

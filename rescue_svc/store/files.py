@@ -19,6 +19,18 @@ SEAL = "rescue.seal"
 LOCK = "rescue.lock"
 INDEXES = "index"
 
+_PRAGMAS = (
+    "journal_mode = WAL",
+    "synchronous = FULL",
+    "fullfsync = ON",  # macOS: fsync alone leaves the data in the drive's cache; no effect elsewhere
+    "checkpoint_fullfsync = ON",
+    "secure_delete = ON",
+    "foreign_keys = ON",
+    "cell_size_check = ON",  # damage is found where it is read
+    "trusted_schema = OFF",
+    "temp_store = MEMORY",  # text of spans never reaches a temporary file
+)
+
 Trust = Literal["new", "crashed", "sealed", "altered"]
 
 
@@ -45,18 +57,12 @@ def sqlite_errors() -> Iterator[None]:
 def connect(path: Path) -> sqlite3.Connection:
     """Open the database with the pragmas that durability and forgetting require."""
     connection = sqlite3.connect(path, timeout=10, isolation_level=None, check_same_thread=False)
-    for pragma in (
-        "journal_mode = WAL",
-        "synchronous = FULL",
-        "fullfsync = ON",  # macOS: fsync alone leaves the data in the drive's cache; no effect elsewhere
-        "checkpoint_fullfsync = ON",
-        "secure_delete = ON",
-        "foreign_keys = ON",
-        "cell_size_check = ON",  # damage is found where it is read
-        "trusted_schema = OFF",
-        "temp_store = MEMORY",  # text of spans never reaches a temporary file
-    ):
-        connection.execute(f"PRAGMA {pragma}").close()
+    try:
+        for pragma in _PRAGMAS:
+            connection.execute(f"PRAGMA {pragma}").close()
+    except BaseException:
+        connection.close()
+        raise
     return connection
 
 

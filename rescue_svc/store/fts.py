@@ -4,10 +4,10 @@ So sessions share no word statistics, and forgetting a session is one DROP TABLE
 pages on every SQLite, also those before FTS5's own secure-delete option (3.42).
 """
 
-import re
 import sqlite3
 
 from rescue_svc.store.records import Session
+from rescue_svc.store.words import plain_words
 
 MAX_TERMS = 64
 # FTS5 scores about a million postings per second. A query may score this many, or a sixteenth of the session if that is
@@ -15,8 +15,8 @@ MAX_TERMS = 64
 MIN_POSTINGS = 2048
 POSTINGS_SHARE = 16
 
-# unicode61 splits words in any script; porter lets "evicted" find "evicts". Measured in benchmarks/rescue.
-TOKENIZER = "porter unicode61 remove_diacritics 2"
+# Text arrives as plain words, in which ascii splits only at spaces; porter lets "evicted" find "evicts".
+TOKENIZER = "porter ascii"
 
 
 def max_postings(spans: int, share: int = POSTINGS_SHARE) -> int:
@@ -35,7 +35,8 @@ def create(connection: sqlite3.Connection, session: int) -> None:
 
 
 def add(connection: sqlite3.Connection, session: int, span: int, text: str) -> None:
-    connection.execute(f"INSERT INTO {table_name(session)} (rowid, text) VALUES (?, ?)", (span, text))  # noqa: S608
+    words = " ".join(plain_words(text))
+    connection.execute(f"INSERT INTO {table_name(session)} (rowid, text) VALUES (?, ?)", (span, words))  # noqa: S608
 
 
 def drop(connection: sqlite3.Connection, session: int) -> None:
@@ -75,7 +76,7 @@ def _rarest_terms(
 ) -> list[str]:
     """Return the words of a query as quoted FTS5 strings, the rarest first, until `most` postings are spent."""
     name = table_name(session)
-    words = list(dict.fromkeys(re.findall(r"\w+", query.lower())))[:MAX_TERMS]
+    words = list(dict.fromkeys(plain_words(query)))[:MAX_TERMS]
     # The count stops at the limit, so that a word in every span costs no more than one that just fits.
     count = f"SELECT count(*) FROM (SELECT 1 FROM {name} WHERE {name} MATCH ? LIMIT {most:d})"  # noqa: S608
     counted = []

@@ -13,6 +13,10 @@ from rescue_svc.store.records import NewSpan, Pending, Session, Span, Vectors
 IndexName = Literal["faiss", "numpy", "hnsw", "exact"]
 
 
+def no_session(name: str) -> SessionNotFoundError:
+    return SessionNotFoundError(f"no session {name}; `GET /sessions` lists all")
+
+
 class Store(Protocol):
     """Spans of all sessions. A session that is forgotten while it is read is empty."""
 
@@ -21,11 +25,15 @@ class Store(Protocol):
 
     def close(self) -> None: ...
 
-    def write(self, name: str, spans: Sequence[NewSpan]) -> tuple[int, int]:
+    def write(self, name: str, spans: Sequence[NewSpan], expires: float | None = None) -> tuple[int, int]:
         """Store spans in one transaction; return how many are new and how many the session then has.
 
         They are on disk when this returns. After SessionFullError or StoreFullError nothing of the call is stored.
+        The session expires at the latest time of its writes and renewals, or never if a write gives none.
         """
+
+    def renew(self, name: str, expires: float) -> Session:
+        """Let a session that expires do so no earlier, and return it; raise SessionNotFoundError if there is none."""
 
     def session(self, name: str) -> Session | None: ...
 
@@ -33,7 +41,7 @@ class Store(Protocol):
         """Return a session; raise SessionNotFoundError if there is none."""
         session = self.session(name)
         if session is None:
-            raise SessionNotFoundError(f"no session {name}; `GET /sessions` lists all")
+            raise no_session(name)
         return session
 
     def sessions(self) -> list[Session]:

@@ -13,7 +13,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         f"PRAGMA application_id = {APPLICATION_ID}",
         """CREATE TABLE sessions (
             id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, spans INTEGER NOT NULL,
-            text_bytes INTEGER NOT NULL, created REAL NOT NULL, updated REAL NOT NULL) STRICT""",
+            text_bytes INTEGER NOT NULL, created REAL NOT NULL, updated REAL NOT NULL, expires REAL) STRICT""",
         """CREATE TABLE spans (
             id INTEGER PRIMARY KEY AUTOINCREMENT, session INTEGER NOT NULL REFERENCES sessions(id) ON DELETE CASCADE,
             start INTEGER NOT NULL, stop INTEGER NOT NULL, layer INTEGER NOT NULL, score REAL NOT NULL,

@@ -24,6 +24,7 @@ class Session:
     text_bytes: int
     created: float
     updated: float
+    expires: float | None  # None: never
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from rescue_svc.errors import StoreUnavailableError
 from rescue_svc.settings import Caps
 from rescue_svc.store import check, files, fts
-from rescue_svc.store.interface import Store
+from rescue_svc.store.interface import Store, no_session
 from rescue_svc.store.migrations import migrate
 from rescue_svc.store.records import (
     COLUMNS,
@@ -33,7 +33,8 @@ from rescue_svc.store.records import (
 log = logging.getLogger(__name__)
 
 READERS = 4
-_SESSIONS = "SELECT id, name, spans, text_bytes, created, updated FROM sessions"
+_SESSION = "id, name, spans, text_bytes, created, updated, expires"
+_SESSIONS = f"SELECT {_SESSION} FROM sessions"  # noqa: S608
 _SPANS = f"SELECT {COLUMNS} FROM spans"  # noqa: S608
 
 
@@ -65,7 +66,7 @@ class SqliteStore(Store):
                     files.seal_open(directory)
                     (directory / files.INDEXES).mkdir(exist_ok=True, mode=0o700)
                     for _ in range(READERS):
-                        self._readers.put(files.connect(path))
+                        self._readers.put(on_failure.enter_context(closing(files.connect(path))))
             except OSError as error:
                 raise StoreUnavailableError(f"data directory {directory} cannot be used: {error}") from error
             on_failure.pop_all()
@@ -74,16 +75,13 @@ class SqliteStore(Store):
         return str(self.directory)
 
     def close(self) -> None:
-        with self._writing:
-            try:
-                with files.sqlite_errors():
-                    self._purge_log()
-                    for _ in range(READERS):
-                        self._readers.get().close()
-                    self._writer.close()
-                    files.seal_closed(self.directory)
-            finally:
-                self._lock.release()
+        with self._writing, ExitStack() as closed_last, files.sqlite_errors():
+            closed_last.callback(self._lock.release)
+            with closing(self._writer), ExitStack() as readers:
+                for _ in range(READERS):
+                    readers.enter_context(closing(self._readers.get()))
+                self._purge_log()
+            files.seal_closed(self.directory)
 
     @contextmanager
     def _write(self) -> Iterator[sqlite3.Connection]:
@@ -103,10 +101,10 @@ class SqliteStore(Store):
         finally:
             self._readers.put(reader)
 
-    def write(self, name: str, spans: Sequence[NewSpan]) -> tuple[int, int]:
+    def write(self, name: str, spans: Sequence[NewSpan], expires: float | None = None) -> tuple[int, int]:
         now = time.time()
         with self._write() as connection:
-            session = self._session_for_writing(connection, name, now)
+            session = self._session_for_writing(connection, name, now, expires)
             new = []
             for span in spans:
                 row = connection.execute(
@@ -120,22 +118,33 @@ class SqliteStore(Store):
                     fts.add(connection, session, row[0], span.text)
             size = sum(len(span.text.encode()) for span in new)
             total = connection.execute(
-                """UPDATE sessions SET spans = spans + ?, text_bytes = text_bytes + ?, updated = max(updated, ?)
-                   WHERE id = ? RETURNING spans""",
-                (len(new), size, now, session),
+                """UPDATE sessions SET spans = spans + ?, text_bytes = text_bytes + ?, updated = max(updated, ?),
+                   expires = max(expires, ?) WHERE id = ? RETURNING spans""",  # max is NULL if one of both is
+                (len(new), size, now, expires, session),
             ).fetchone()[0]
             stored = connection.execute("SELECT sum(spans) FROM sessions").fetchone()[0]
             self._caps.check_spans(name, total, stored)
         return len(new), total
 
-    def _session_for_writing(self, connection: sqlite3.Connection, name: str, now: float) -> int:
+    def renew(self, name: str, expires: float) -> Session:
+        with self._write() as connection:
+            row = connection.execute(
+                f"UPDATE sessions SET expires = max(expires, ?) WHERE name = ? RETURNING {_SESSION}",  # noqa: S608
+                (expires, name),
+            ).fetchone()
+        if row is None:
+            raise no_session(name)
+        return Session(*row)
+
+    def _session_for_writing(self, connection: sqlite3.Connection, name: str, now: float, expires: float | None) -> int:
         row = connection.execute("SELECT id FROM sessions WHERE name = ?", (name,)).fetchone()
         if row:
             return int(row[0])
         self._caps.check_new_session(connection.execute("SELECT count(*) FROM sessions").fetchone()[0])
         session: int = connection.execute(
-            "INSERT INTO sessions (name, spans, text_bytes, created, updated) VALUES (?, 0, 0, ?, ?) RETURNING id",
-            (name, now, now),
+            """INSERT INTO sessions (name, spans, text_bytes, created, updated, expires)
+               VALUES (?, 0, 0, ?, ?, ?) RETURNING id""",
+            (name, now, now, expires),
         ).fetchone()[0]
         fts.create(connection, session)
         return session

@@ -1,5 +1,6 @@
 """Run commands in three ways, with their exit codes; help loads no model code."""
 
+import os
 import re
 import subprocess
 import sys
@@ -74,6 +75,55 @@ def test_three_ways_to_call_a_command(command, cli, monkeypatch, capsys):
     monkeypatch.setenv("MLX_TQ_KV_SINK", "64")
     monkeypatch.setattr(sys, "argv", [f"/usr/bin/mlx_tq.{command}", *words])
     assert module.main() == cli(command, *words).code == 2
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_user_without_a_home_and_a_missing_temporary_folder_are_one_line(command, cli, monkeypatch):
+    words = REQUIRED.get(command, [])
+    with monkeypatch.context() as patch:
+        patch.delenv("HOME")
+        patch.setattr("pwd.getpwuid", {}.__getitem__)  # raises KeyError, as for a user that the system does not know
+        done = cli(command, *words)
+        fault = f"HOME is not set, and user {os.getuid()} has no home folder. Set HOME to a folder."
+        assert done == (2, "", f"mlx_tq {command}: {fault}\n")
+    if command != "store":
+        monkeypatch.setenv("TMPDIR", "/no/such/folder")
+        fault = "temporary files cannot be written to /no/such/folder (No such file or directory). "
+        remedy = "Free space there, or set TMPDIR to another folder."
+        assert cli(command, *words) == (2, "", f"mlx_tq {command}: {fault}{remedy}\n")
+
+
+GENERATE = ("mlx_tq.generate", "-p", "Hello", "-m", "2", "--verbose", "F")
+# Runs a module as `python -m` does, after changing this process.
+CHANGED = """
+import os, resource, runpy, signal, sys
+change, module, *sys.argv[1:] = sys.argv[1:]
+exec(change)
+os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (
+            "resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))",
+            "the hard limit of open files is 1024, and mlx-lm",
+        ),
+        ("resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))", "temporary files cannot be written to .*File too"),
+    ],
+)
+def test_too_few_files_or_too_little_room_are_one_line(change, fault):
+    done = run("-c", CHANGED, change, *GENERATE)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(f"mlx_tq generate: {fault}.*\n", done.stderr)
+
+
+def test_a_closed_standard_input_does_no_harm():
+    """mlx takes descriptor 0 for none, which a file would get."""
+    done = run("-c", CHANGED, "os.close(0)", *GENERATE)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout) > 1
 
 
 def test_a_module_does_the_same_as_a_word(cli):

@@ -108,8 +108,9 @@ class BadServer(ThreadingTCPServer):
 
     daemon_threads, block_on_close = True, False
 
-    def __init__(self, serve):
-        super().__init__(("127.0.0.1", 0), None)
+    def __init__(self, serve, address=("127.0.0.1", 0)):
+        self.address_family = socket.AF_INET if isinstance(address, tuple) else socket.AF_UNIX
+        super().__init__(address, None)
         self._serve, self._closing, self.connections = serve, threading.Event(), 0
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 

@@ -2,18 +2,20 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
 from bad_servers import BadServer, always
 from http_harness import wait_for
+from rescue.harness import Server
 
 from mlx_tq.errors import RescueError
-from mlx_tq.rescue import AUTO, RescueClient, TextSpan, locator, open_service
+from mlx_tq.rescue import AUTO, RescueClient, TextSpan, open_service
 
 ROOT = Path(__file__).parents[2]
 START_S = 60
@@ -22,9 +24,8 @@ FACT = TextSpan(10, 18, "The access code is 417295.")
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch, tmp_path):
-    """Let no service answer on the default port; create folders in `tmp_path`."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        monkeypatch.setattr(locator, "DEFAULT_URL", f"http://127.0.0.1:{listener.getsockname()[1]}")
+    """Let no service of this user run; create folders in `tmp_path`."""
+    monkeypatch.setenv("RESCUE_DATA_DIR", str(tmp_path / "none"))
     monkeypatch.setenv("RESCUE_EMBEDDER", "none")
     monkeypatch.setenv("RESCUE_STORE", "postgresql://another.store/x")  # a private service does not use it
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -54,11 +55,13 @@ def test_a_killed_service_is_restarted_with_its_data():
         assert client.ready(START_S)
         client.write("s", [FACT])
         assert client.flush(START_S)
+        files = psutil.Process().num_fds()
         (child,) = services()
         child.kill()
         child.wait()
         wait_for(lambda: client.retrieve("s", "Which access code?", timeout=START_S), START_S)
         assert len(services()) == 1
+        assert psutil.Process().num_fds() == files  # pipe and log of the killed one are closed
     assert not services()
 
 
@@ -94,10 +97,96 @@ def test_a_failing_start_is_reported_and_not_repeated(monkeypatch):
         assert "did not start" in client.take_warning()
 
 
-@pytest.mark.parametrize(("status", "private"), [("200 OK", False), ("401 Unauthorized", True)])
-def test_the_default_service_is_used_if_it_accepts_the_token(monkeypatch, status, private):
-    with BadServer(always({"status": "ready"}, status)) as server:
-        monkeypatch.setattr(locator, "DEFAULT_URL", server.url)
-        with RescueClient(open_service(AUTO)) as client:
-            assert client.ready(START_S)
-            assert bool(services()) == private
+# The service of this user in the default folder.
+
+
+@pytest.fixture
+def folder(monkeypatch):
+    """Return the default folder; the path of a socket must be short."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        monkeypatch.setenv("RESCUE_DATA_DIR", path)
+        yield Path(path)
+
+
+@pytest.fixture
+def start(folder):
+    """Return a function that starts a service in the default folder, or in one below it."""
+    with ExitStack() as stack:
+
+        def started(name=".", **settings):
+            server = Server(folder / name, logs=folder, embedder="none", **settings)
+            stack.callback(server.kill)
+            return server
+
+        yield started
+
+
+def uses_own_service():
+    """Return whether `auto` uses the running service; text and token go to the one that it uses."""
+    running = services()
+    with RescueClient(open_service(AUTO)) as client:
+        assert client.ready(START_S)
+        client.write("s", [FACT])
+        assert client.flush(START_S)
+        return services() == running
+
+
+def test_the_running_service_is_used_over_its_socket(start, monkeypatch):
+    monkeypatch.setenv("RESCUE_TOKEN", "a-token-of-sixteen")
+    one, other = start("one", token="a-token-of-sixteen"), start("other", token="a-token-of-sixteen")
+    for server in (one, other):
+        monkeypatch.setenv("RESCUE_DATA_DIR", str(server.data_dir))
+        assert uses_own_service()
+        assert server.dump("s")["session_total"] == 1
+    monkeypatch.setenv("RESCUE_TOKEN", "another-of-sixteen")
+    assert not uses_own_service()
+
+
+def test_a_dead_service_is_replaced_and_can_be_restarted(start, folder):
+    start().kill()
+    assert (folder / "rescue.sock").is_socket()
+    assert not uses_own_service()
+    server = start()
+    assert uses_own_service()
+    assert server.stop() == 0
+    assert not (folder / "rescue.sock").exists()
+
+
+def forge(folder, trick):
+    """Return the address where a program of another user would listen."""
+    path = folder / "rescue.sock"
+    match trick:
+        case "a port":
+            return ("127.0.0.1", 5054)
+        case "a link":
+            path.symlink_to(folder / "other.sock")
+            return str(folder / "other.sock")
+        case "a folder for all":
+            folder.chmod(0o777)
+    return str(path)
+
+
+@pytest.mark.parametrize("trick", ["a port", "a link", "a folder for all", "open to all", "another owner"])
+def test_others_get_neither_text_nor_token(folder, monkeypatch, trick):
+    monkeypatch.setenv("RESCUE_TOKEN", "a-token-of-sixteen")
+    seen = []
+    try:
+        server = BadServer(always({"status": "ready", "accepted": 1}, seen=seen), forge(folder, trick))
+    except OSError as error:
+        pytest.skip(f"the default port is taken: {error}")
+    if trick != "a port":
+        (folder / "rescue.sock").chmod(0o666 if trick == "open to all" else 0o600)
+    if trick == "another owner":
+        if os.geteuid():
+            pytest.skip("only root can give a file to another user")
+        os.chown(folder / "rescue.sock", 12345, 12345)
+    with server:
+        assert not uses_own_service()
+    assert not seen
+
+
+def test_the_forged_socket_would_work_if_it_were_private(folder):
+    """Shows that the test above can fail."""
+    with BadServer(always({"status": "ready", "accepted": 1}), str(folder / "rescue.sock")):
+        (folder / "rescue.sock").chmod(0o600)
+        assert uses_own_service()

@@ -129,6 +129,31 @@ def test_a_query_waits_for_earlier_writes(connect):
     assert order == ["write", "query"]
 
 
+def test_temporary_sessions_are_renewed_until_they_are_forgotten(connect, monkeypatch):
+    monkeypatch.setattr("mlx_tq.rescue.client.RENEW_S", 0.02)
+    seen = []
+    client = connect(always({"accepted": 1}, seen=seen))
+    client.write("named", SPANS)
+    for session_id in ("a", "b"):
+        client.write(session_id, SPANS, temporary=True)
+    assert client.flush(BOUND)
+
+    def renewed():
+        return {line.split()[1] for line in seen if line.startswith(b"POST /sessions/")}
+
+    wait_for(lambda: renewed() == {b"/sessions/a/renew", b"/sessions/b/renew"})
+    writes = {
+        re.search(rb'"session_id": ?"(\w+)"', request)[1]: b"true" in request
+        for request in seen
+        if b"chunks" in request
+    }
+    assert writes == {b"named": False, b"a": True, b"b": True}
+    assert client.forget("a", BOUND)
+    seen.clear()
+    wait_for(renewed)
+    assert renewed() == {b"/sessions/b/renew"}
+
+
 def test_the_circuit_breaker_opens(connect):
     now = 0.0
     breaker, pauses = CircuitBreaker(lambda: now), []

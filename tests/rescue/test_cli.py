@@ -64,6 +64,23 @@ def test_help_names_every_setting_and_wrong_usage_is_refused(tmp_path):
         assert field.description
 
 
+@pytest.mark.parametrize(
+    "words", [("serve",), ("doctor",), ("sessions",), ("forget", "a"), ("backup", "x"), ("rebuild",)]
+)
+def test_a_user_without_a_home_is_one_line(monkeypatch, words):
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # raises KeyError
+    done = command(*words)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert done.err.startswith("mlx-tq-rescue: HOME is not set")
+
+
+def test_an_ephemeral_service_needs_a_temporary_folder(monkeypatch):
+    monkeypatch.setenv("TMPDIR", "/no/such/folder")
+    done = command("serve", "--ephemeral", "true", "--port", 0)
+    assert (done.code, "cannot be written to /no/such/folder" in done.err) == (2, True)
+
+
 def test_doctor(start_service, tmp_path):
     where = ("--data-dir", tmp_path / "data")
     healthy = command("doctor", "--json", *where, "--embedder", "hashing")
@@ -91,14 +108,19 @@ def test_backup_rebuild_and_forget(start_service, tmp_path):
     assert command("backup", folder, *where).code == 0
     assert "exists" in command("backup", folder, *where).err
     service.write("s", ("after the backup", 5, 9))
+    body = {"session_id": "t", "chunks": [{"text": "a text", "token_range": [0, 2]}], "temporary": True}
+    service.http.post("/evict/write", json=body)
+    expires = service.sessions()["t"]["expires"]
     busy = command("rebuild", *where)
     assert (busy.code, "in use" in busy.err) == (1, True)
+    assert "no service of yours answers" in command("forget", "s", *where).err  # it has no socket
     service.wait_until_embedded()
     service.stop()
-    assert command("rebuild", *where).out == "kept 2 spans and 2 vectors, lost 0 spans\n"
+    assert command("rebuild", *where).out == "kept 3 spans and 3 vectors, lost 0 spans\n"
     assert start_service(folder, embedder="none").dump("s")["token_ranges"] == [[0, 5]]
     again = start_service(embedder="none")
     assert again.dump("s")["token_ranges"] == [[0, 5], [5, 9]]
+    assert again.sessions()["t"]["expires"] == expires
     again.stop()
     assert command("forget", "s", *where).out == "s: 2 spans forgotten\n"
     unknown = command("forget", "s", *where)

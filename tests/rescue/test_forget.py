@@ -4,8 +4,10 @@ import random
 import shutil
 from contextlib import closing, suppress
 
+from http_harness import wait_for
+
 from rescue_svc.embed.hashing import HashingEmbedder
-from rescue_svc.store import fts
+from rescue_svc.store import NewSpan, fts
 from rescue_svc.store.files import connect
 
 from .harness import EACH_STORE, IN_FULL_EACH_STORE
@@ -49,6 +51,41 @@ def test_no_trace_remains(start_service, storage):
     assert service.search("kept", "innocent")
     service.stop()
     assert traces(storage.files(service.data_dir)) == []
+
+
+@EACH_STORE
+def test_a_temporary_session_expires_unless_it_is_renewed(start_service, storage):
+    service = start_service(embedder="none", session_lifetime_s=1)
+    for name, temporary in [("dead", True), ("alive", True), ("named", False), ("mixed", True), ("mixed", False)]:
+        chunk = {"text": f"{SECRET} {name} {temporary}", "token_range": [0, 5]}
+        body = {"session_id": name, "chunks": [chunk], "temporary": temporary}
+        assert service.http.post("/evict/write", json=body).status_code == 201
+    assert {name for name, session in service.sessions().items() if session["expires"]} == {"dead", "alive"}
+
+    def dead_is_gone():
+        renewed = service.http.post("/sessions/alive/renew").json()
+        assert renewed == {"session_id": "alive", "expires": service.sessions()["alive"]["expires"]}
+        return "dead" not in service.sessions()
+
+    wait_for(dead_is_gone)
+    assert service.http.post("/sessions/named/renew").json() == {"session_id": "named", "expires": None}
+    assert service.http.post("/sessions/dead/renew").status_code == 404
+    wait_for(lambda: service.sessions().keys() == {"named", "mixed"})
+    for name in ("named", "mixed"):
+        service.forget(name)
+    assert traces(storage.files(service.data_dir)) == []
+
+
+def test_the_planner_samples_no_names(opening, postgres, tmp_path):
+    """Its statistics would outlive a session."""
+    url = postgres.database()
+    store, _ = opening(store=url)
+    for number in range(20):
+        store.write(f"name-{number}", [NewSpan(0, 1, -1, 0.0, "a text")])
+    postgres.sql("ANALYZE", url)
+    sampled = postgres.sql("SELECT attname FROM pg_stats WHERE tablename = 'sessions'", url)
+    assert ("created",) in sampled
+    assert ("name",) not in sampled
 
 
 @IN_FULL_EACH_STORE

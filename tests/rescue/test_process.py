@@ -112,11 +112,10 @@ def test_a_second_process_reports_the_conflict(server, tmp_path, flag, code, say
 def test_sessions_and_forget_while_it_runs(server, monkeypatch):
     server.write("a", ("a text", 0, 5), ("b text", 5, 9))
     server.write("b", ("other", 0, 5))
-    where = ("--data-dir", server.data_dir, "--port", server.url.rpartition(":")[2])
+    where = ("--data-dir", server.data_dir)
     listed = json.loads(command("sessions", "--json", *where).out)
     assert [(s["session_id"], s["spans"]) for s in listed[:2]] == [("b", 1), ("a", 2)]
     assert command("sessions", *where).out.splitlines()[1].split()[:3] == ["a", "2", "spans"]
-    assert "no service answers" in command("forget", "a", *where[:2], "--port", "1").err
     spaced = command("forget", "my chat", *where)
     assert (spaced.code, "Traceback" in spaced.err) == (1, False)
     refused = command("forget", "a", *where)

@@ -22,6 +22,7 @@ ROUTES = {
     ("GET", "/sessions"): "token",
     ("DELETE", "/sessions/{session_id}"): "token",
     ("GET", "/sessions/{session_id}/spans"): "token",
+    ("POST", "/sessions/{session_id}/renew"): "token",
     ("POST", "/sessions/{session_id}/hibernate"): "token",
     ("POST", "/sessions/{session_id}/resume"): "token",
     ("GET", "/healthz"): "anyone",
@@ -101,6 +102,12 @@ def test_foreign_hosts_and_origins_are_refused(guarded, route):
     assert call(guarded, route, BEARER | {"Origin": URL}).status_code in (200, 201)
 
 
+def test_no_route_redirects_to_the_host_of_the_request(guarded):
+    for path in ("/sessions/", "/healthz/", "/evict/dump/"):
+        answer = guarded.http.get(path, headers={"Host": "evil.example"}, follow_redirects=False)
+        assert refused(answer) == (404, "no_such_route")
+
+
 def test_a_form_of_another_site_cannot_write(guarded):
     """A browser posts these content types without a preflight request."""
     content = b'{"session_id": "s", "chunks": [{"text": "forged", "token_range": [0, 1]}]}'
@@ -131,5 +138,5 @@ def test_answers_match_the_openapi_document(start_server, tmp_path, times):
         check=False,
     )
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
-    assert "Tested: 14" in run.stdout
+    assert "Tested: 15" in run.stdout
     assert not [line for line in server.lines() if line["level"] == "error"]

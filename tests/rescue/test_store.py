@@ -1,16 +1,23 @@
 """Stores without a service: the embedding queue, resident indexes, and keyword search within its budget."""
 
 import random
+import sqlite3
+import unicodedata
 from contextlib import closing
+from functools import partial
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
 
+from rescue_svc.errors import RescueServiceError
 from rescue_svc.index import Residents
 from rescue_svc.store import NewSpan, fts
-from rescue_svc.store.files import DATABASE, connect
+from rescue_svc.store.files import DATABASE, INDEXES, connect
 
-from .harness import EACH_STORE, open_store
+from .harness import EACH_STORE, command, open_store
 
 MODEL, DIM = "test-1", 4
 # Each word is in about half as many spans as the one before.
@@ -85,6 +92,65 @@ def test_a_failed_span_stays_in_the_queue_until_it_is_given_up(store):
     store.give_up(MODEL, 1)
     assert embed(store) == [2]
     assert store.count_pending(MODEL) == 1
+
+
+# Connections to SQLite; Python 3.13 warns of those that nobody closes.
+
+
+@pytest.fixture
+def connections(monkeypatch):
+    """Return a list that gets every connection that is opened."""
+    opened, real = [], sqlite3.connect
+
+    def connect_and_remember(*args, **options):
+        opened.append(real(*args, **options))
+        return opened[-1]
+
+    monkeypatch.setattr(sqlite3, "connect", connect_and_remember)
+    return opened
+
+
+def is_open(connection):
+    try:
+        connection.total_changes  # noqa: B018  raises if it is closed
+    except sqlite3.ProgrammingError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("words", [("doctor",), ("sessions",), ("rebuild",), ("backup", "copy"), ("forget", "a")])
+def test_commands_close_the_connections_to_a_damaged_database(connections, opening, tmp_path, words):
+    opening(data_dir=tmp_path / "data")[0].write("a", spans(0))
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / DATABASE).write_bytes(b"no database" * 1000)
+    connections.clear()
+    words = [tmp_path / word if word == "copy" else word for word in words]
+    assert command(*words, "--embedder", "none", "--data-dir", tmp_path / "damaged").code == 1
+    assert connections
+    assert not [*filter(is_open, connections)]
+
+
+def test_a_store_that_cannot_be_opened_closes_its_connections(connections, opening, tmp_path):
+    (tmp_path / INDEXES).touch()  # a file, where a folder is needed
+    with pytest.raises(RescueServiceError, match="cannot be used"):
+        open_store(data_dir=tmp_path)
+    assert connections
+    assert not [*filter(is_open, connections)]
+    (tmp_path / INDEXES).unlink()
+    opening(data_dir=tmp_path)  # the lock was released
+
+
+@pytest.mark.full  # SQLite waits ten seconds for the reader
+def test_a_store_that_cannot_be_sealed_closes_its_connections(connections, opening, tmp_path):
+    store, _ = open_store(data_dir=tmp_path)
+    store.write("a", spans(0))
+    with closing(sqlite3.connect(tmp_path / DATABASE, isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM spans").fetchone()
+        with pytest.raises(RescueServiceError, match="reads the database"):
+            store.close()
+        assert [*filter(is_open, connections)] == [reader]
+    opening(data_dir=tmp_path)  # the lock was released
 
 
 # Resident indexes, which only SQLite needs.
@@ -177,6 +243,51 @@ def test_the_commonest_word_is_left_out_beyond_the_budget(budget_of_four, store)
     for _ in range(2):
         assert len(store.bm25(session, "the", 8, set())) == 8  # the question has no other word
         assert set(store.bm25(fits, "zebra cache", 8, set())) == {21, 22, 23, 24}
+
+
+@EACH_STORE
+@pytest.mark.parametrize(
+    ("text", "query"),
+    [
+        ("résumé", "re\u0301sume\u0301"),
+        ("fox", "fox\u0301"),
+        ("İstanbul", "İSTANBUL".lower()),
+        ("STRASSE", "straße"),
+        ("ΦΙΛΟΣ", "φίλος"),
+        ("ﬁle x²", "file x2"),
+        ("résumé_2", "resume"),
+    ],
+)
+def test_spellings_of_a_word_are_one(store, text, query):
+    store.write("s", texts(text, "another"))
+    assert list(store.bm25(store.session("s"), query, 9, set())) == [1]
+
+
+# Letters with other forms; words of them end in no English suffix, which would be stemmed.
+LETTERS = [*"bfgkBFGKáÁäüÜǗİßφΦςΣфЙй漢ﬀ²①½", "a\u0301"]
+WORDS = st.lists(st.sampled_from(LETTERS), min_size=1, max_size=5).map("".join)
+FORMS = [str.lower, str.upper, *(partial(unicodedata.normalize, form) for form in ("NFC", "NFD"))]
+
+
+def test_both_stores_find_a_word_in_any_form(opening, tmp_path, postgres, times):
+    stores = [opening(data_dir=tmp_path, **options)[0] for options in ({}, {"store": postgres.database()})]
+
+    @examples(max_examples=times(300))
+    @given(st.lists(st.lists(WORDS, min_size=1, max_size=3), min_size=1, max_size=5), st.data())
+    def check(pages, data):
+        word = data.draw(st.sampled_from(data.draw(st.sampled_from(pages))))
+        query = data.draw(st.sampled_from(FORMS))(word)
+        joined = [data.draw(st.sampled_from(" _-.'\u2060")).join(page) for page in pages]
+        results = []
+        for store in stores:
+            store.write("s", texts(*joined))
+            session = store.session("s")
+            found = store.bm25(session, query, 99, set())
+            results.append({span.start for span in store.spans(session, list(found))})
+            store.forget("s")
+        assert results[0] == results[1] >= {number for number, page in enumerate(pages) if word in page}
+
+    check()
 
 
 def test_both_stores_score_alike(opening, tmp_path, postgres):

@@ -146,6 +146,15 @@ def test_hits_are_reloaded_if_archived_and_else_quoted(chat, service, limit):
     assert not set(turn.by_search) & set(live(session))
 
 
+@pytest.mark.parametrize("name", [None, "my-chat"])
+def test_the_text_of_an_unnamed_session_expires(chat, service, name):
+    """The service forgets it also if this process is killed."""
+    session = chat(EVICTS, rescue=at(service), session_id=name)
+    say(session, page())
+    assert session.client.flush(30)
+    assert (service.sessions()[session.session_id]["expires"] is None) == (name is not None)
+
+
 def test_a_quotation_is_pinned_and_not_stored_again(chat, service):
     """It is larger than the budget, and the answer is longer than the window."""
     session = chat(EVICTS, rescue=at(service, max_tokens=200))

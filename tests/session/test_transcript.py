@@ -137,7 +137,7 @@ def test_evicted_text_is_sent_once_and_anew_after_a_truncation():
     """A trim makes room for other tokens at the same positions."""
     sent = []
     plain = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
-    client = SimpleNamespace(write=lambda _, spans: sent.append([(span.start, span.text) for span in spans]))
+    client = SimpleNamespace(write=lambda _, spans, temporary: sent.append([(span.start, span.text) for span in spans]))
     transcript = Transcript(plain, client, RescueConfig(), "a", 100)
     transcript.append([ord("a") + i for i in range(8)])
     for evicted in ([1, 2], [1, 2], [1, 2, 5]):

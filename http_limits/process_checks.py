@@ -1,0 +1,51 @@
+"""What every command does before it begins: replace closed streams, and find what the process lacks."""
+
+import os
+import resource
+import sys
+import tempfile
+from pathlib import Path
+
+_MIN_OPEN_FILES = 4096  # mlx-lm sets this limit when it is imported
+_TEMPORARY_VARIABLES = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # in C++'s order; Python has another, and skips bad ones
+_PROBE_BYTES = 2**16  # as much as a kernel's source
+
+
+def open_standard_streams() -> None:
+    """Open the null device in place of standard streams that the caller has closed.
+
+    The next files would get their descriptors, and mlx takes descriptor 0 for none.
+    """
+    sys.stdin = sys.stdin or Path(os.devnull).open()  # noqa: SIM115  all three are open as long as the process
+    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
+    sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
+
+
+def home_fault() -> str | None:
+    """Return what is wrong with the home folder, or None."""
+    try:
+        Path.home()
+    except RuntimeError:
+        return f"HOME is not set, and user {os.getuid()} has no home folder. Set HOME to a folder."
+    return None
+
+
+def temporary_folder_fault() -> str | None:
+    """Return why a temporary file cannot be written, or None."""
+    name = next((name for name in _TEMPORARY_VARIABLES if os.environ.get(name)), None)
+    folder = os.environ[name] if name else "/tmp"  # noqa: S108  where mlx compiles kernels for CPUs
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_PROBE_BYTES))
+    except OSError as error:
+        remedy = f"Free space there, or set {name or 'TMPDIR'} to another folder."
+        return f"temporary files cannot be written to {folder} ({error.strerror}). {remedy}"
+    return None
+
+
+def open_files_fault() -> str | None:
+    """Return why mlx-lm cannot be imported, or None."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or hard >= _MIN_OPEN_FILES:
+        return None
+    return f"the hard limit of open files is {hard}, and mlx-lm needs {_MIN_OPEN_FILES}. Raise it (`ulimit -Hn`)."
