@@ -1,1 +1,1 @@
-"""What `mlx_tq` and `rescue_svc` share: limits of connections, bodies and logs, the rescue socket, process checks."""
+"""Code shared by `mlx_tq` and `rescue_svc`: limits of connections, bodies and logs, the rescue socket, process checks."""

@@ -1,4 +1,4 @@
-"""What every command does before it begins: replace closed streams, and find what the process lacks."""
+"""Checks of the process before a command begins, and null devices in place of closed streams."""
 
 import os
 import resource

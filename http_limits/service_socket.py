@@ -1,7 +1,7 @@
 """The Unix socket of a rescue service, by which other programs of its user find it.
 
 Any user can listen on a port. The socket is in the service's data directory, where only its owner can create files, so
-that whoever listens on it is a program of that owner.
+that a program of that owner listens on it.
 """
 
 import os

@@ -57,7 +57,7 @@ def read_regions(state: State, spec: CacheSpec) -> RegionMap:
 
 
 def check_arrays(state: State, regions: RegionMap, spec: CacheSpec, packed: int, rows: int) -> None:
-    """Check the shapes of a layer whose tokens before position `packed` are packed, in so many rows."""
+    """Check the shapes of a layer whose tokens before position `packed` are packed, in `rows` rows."""
     _check_array(state, "health", mx.int32, (2,))
     if "keys" not in state:
         _check(regions.length == 0 and not {"values", "rows", "normalizer"} & state.keys(), "keys are missing")

@@ -84,7 +84,7 @@ class GgufFile:
         if value is None:
             raise damaged(self.path, f"it has no {short(name)}")
         if isinstance(value, list) and value:
-            if any(each != value[0] for each in value):
+            if any(number != value[0] for number in value):
                 raise UnsupportedModelError(
                     f"the model {str(self.path)!r} has {name} = {short(value)}, and mlx-lm's {self.architecture} has "
                     "one number for all layers. Take another model."

@@ -61,7 +61,7 @@ def _with_few_steps(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _at_most(steps: int) -> Iterator[None]:
-    """Raise _TooManySteps in this thread once so many lines have run."""
+    """Raise _TooManySteps in this thread after `steps` lines of Python."""
 
     def count(frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
         nonlocal steps

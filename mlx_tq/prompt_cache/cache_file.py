@@ -205,11 +205,12 @@ def _check_classes(caches: Sequence[Any], natives: Sequence[Any]) -> None:
     """Raise CacheFormatError unless each cache is of the class of the model's own, or one that may replace that."""
     if len(caches) != len(natives):
         raise CacheFormatError(f"it has {len(caches)} caches, the model {len(natives)}")
-    for cache, own in zip(caches, natives, strict=True):
-        if type(cache) is not type(own) and not (type(own) is native.KVCache and isinstance(cache, _IN_PLACE_OF_PLAIN)):
-            raise CacheFormatError(f"it has a {type(cache).__name__}, the model a {type(own).__name__}")
-        if isinstance(own, native.CacheList):
-            _check_classes(cache.caches, own.caches)
+    for cache, expected in zip(caches, natives, strict=True):
+        replaces = type(expected) is native.KVCache and isinstance(cache, _IN_PLACE_OF_PLAIN)
+        if type(cache) is not type(expected) and not replaces:
+            raise CacheFormatError(f"it has a {type(cache).__name__}, the model a {type(expected).__name__}")
+        if isinstance(expected, native.CacheList):
+            _check_classes(cache.caches, expected.caches)
 
 
 def split_caches(caches: list[Any]) -> CacheParts:

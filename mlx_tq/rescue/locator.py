@@ -96,8 +96,8 @@ class ServiceLocator:
         if self._fault is not None:
             raise RescueError(self._fault)
         if self._address is None:
-            own = Address("http://localhost", self._token, _own_socket())
-            self._address = own if _answers(own) else self._start()
+            by_socket = Address("http://localhost", self._token, _own_socket())
+            self._address = by_socket if _answers(by_socket) else self._start()
         elif self._process is not None and self._process.poll() is not None:
             if self._end is not None and (finalizer := self._end.detach()):
                 process, _, log = finalizer[2]  # the next service takes the folder

@@ -1,4 +1,4 @@
-"""What a saved conversation has besides its cache, as JSON in the metadata of a prompt cache file."""
+"""The data of a saved conversation besides its cache, as JSON in the metadata of a prompt cache file."""
 
 import json
 from dataclasses import asdict, dataclass

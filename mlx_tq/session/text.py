@@ -150,7 +150,7 @@ def _compile(words: set[str]) -> re.Pattern[str]:
 
 
 def _any_of(words: set[str]) -> str:
-    """Return a pattern that matches if the text goes on with one of `words`.
+    """Return a pattern that matches if one of `words` follows.
 
     It branches where the words do; otherwise thousands of them would be tried at each position.
     """
