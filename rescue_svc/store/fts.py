@@ -6,8 +6,8 @@ pages on every SQLite, also those before FTS5's own secure-delete option (3.42).
 
 import sqlite3
 
-from rescue_svc.store.records import Session
 from rescue_svc.store.plain_words import plain_words
+from rescue_svc.store.records import Session
 
 MAX_TERMS = 64
 # FTS5 scores about a million postings per second. A query may score this many, or a sixteenth of the session if that is
