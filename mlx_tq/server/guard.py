@@ -71,7 +71,7 @@ class LargeRequests:
     async def run(self, nbytes: int, prepare: Callable[..., Result], *args: Any) -> Result:
         """Run `prepare(*args)` in a thread: at once for a small request, else when it is this request's turn."""
         if nbytes <= LARGE_REQUEST_BYTES:
-            return await run_in_threadpool(prepare, *args)
+            return await _run_to_end(prepare, *args)
         if self._nbytes and self._nbytes + nbytes > _MAX_QUEUED_BYTES:
             raise QueueFullError(
                 f"too many large requests: {self._nbytes:,} bytes are queued and this one has {nbytes:,}; "
@@ -80,6 +80,16 @@ class LargeRequests:
         self._nbytes += nbytes
         try:
             async with self._turn:
-                return await run_in_threadpool(prepare, *args)
+                return await _run_to_end(prepare, *args)
         finally:
             self._nbytes -= nbytes
+
+
+async def _run_to_end(prepare: Callable[..., Result], *args: Any) -> Result:
+    """Run `prepare(*args)` in a thread. No thread can be stopped, so a cancellation takes effect when it has ended."""
+    work = asyncio.ensure_future(run_in_threadpool(prepare, *args))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait({work})
+        raise

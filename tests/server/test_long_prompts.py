@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 import time
+from threading import Event
 
 import pytest
 
@@ -94,6 +95,48 @@ def test_large_requests_are_prepared_one_at_a_time():
     assert (first, alone, set(counts)) == (0, 4, {1})
     assert isinstance(failed, ValueError)
     assert isinstance(refused, QueueFullError)
+
+
+@pytest.mark.parametrize("nbytes", [100, 2**20], ids=["small", "large"])
+def test_a_cancelled_request_ends_with_its_thread(nbytes):
+    """The thread cannot be stopped. Until it has ended, its request keeps its turn and its session."""
+    has_begun, may_end, order = Event(), Event(), []
+
+    def prepare():
+        has_begun.set()
+        may_end.wait(60)
+        order.append("prepared")
+        raise ValueError("no such prompt")
+
+    async def run():
+        request = asyncio.create_task(LargeRequests().run(nbytes, prepare))
+        request.add_done_callback(lambda _: order.append("ended"))
+        await asyncio.to_thread(has_begun.wait, 60)
+        request.cancel()
+        await asyncio.wait({request}, timeout=0.2)
+        may_end.set()
+        await asyncio.wait({request})
+        return request.cancelled()
+
+    assert asyncio.run(run())
+    assert order == ["prepared", "ended"]
+
+
+def test_a_large_request_that_waits_is_cancelled_at_once():
+    may_end, prepared = Event(), []
+
+    async def run():
+        large_requests = LargeRequests()
+        first = asyncio.create_task(large_requests.run(2**20, may_end.wait, 60))
+        waiting = asyncio.create_task(large_requests.run(2**20, prepared.append, 1))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        may_end.set()
+        return await first
+
+    assert asyncio.run(run())
+    assert not prepared
 
 
 def test_the_largest_body_depends_on_the_context_length(server, long_context_server):
