@@ -107,12 +107,15 @@ class RescueClient(AbstractContextManager["RescueClient"]):
     def write(self, session_id: str, spans: Sequence[TextSpan], *, temporary: bool = False) -> None:
         """Queue spans for the service and return at once.
 
-        The service forgets a temporary session some time after this process has ended without forgetting it.
+        The service forgets a temporary session some time after this process has ended without forgetting it. A write
+        that is not temporary makes the session permanent.
         """
         dropped = 0
         with self._changed:
             if temporary:
                 self._temporary.add(session_id)
+            else:
+                self._temporary.discard(session_id)
             room = self._max_queued - sum(_queued_size(span) for _, span in self._queue)
             for span in spans if not self._is_closed else ():
                 size = _queued_size(span)

@@ -300,10 +300,14 @@ class Session:
         return sum(stop - start for start, stop in self._transcript.quoted)
 
     def reset(self) -> None:
-        """Start a new conversation; the service forgets this one. Raises a ConfigError while a turn is in progress."""
+        """Start a new conversation without a name. The service forgets this one unless it was saved or has a name.
+
+        Raises:
+            ConfigError: a turn is in progress.
+        """
         self._check_idle()
         self._forget()
-        self.turns = []
+        self.turns, self._keeps_text = [], False
         self._begin(uuid.uuid4().hex, self._worker.run(self._make_caches))
 
     def save(self, path: str | Path) -> None:

@@ -155,6 +155,32 @@ def test_the_text_of_an_unnamed_session_expires(chat, service, name):
     assert (service.sessions()[session.session_id]["expires"] is None) == (name is not None)
 
 
+@pytest.mark.parametrize("end", [Session.reset, Session.close])
+def test_a_conversation_after_a_saved_one_is_forgotten(chat, service, tmp_path, end):
+    session = chat(EVICTS, rescue=at(service))
+    say(session, page())
+    assert session.client.flush(30)
+    session.save(tmp_path / "chat.safetensors")
+    saved_id = session.session_id
+    session.reset()
+    say(session, page())
+    assert session.client.flush(30)
+    unsaved_id = session.session_id
+    assert service.sessions()[unsaved_id]["expires"] is not None
+    end(session)
+    assert unsaved_id not in service.sessions()
+    assert saved_id in service.sessions()
+
+
+def test_the_text_of_a_loaded_session_does_not_expire(chat, service, tmp_path):
+    session = chat(EVICTS, rescue=at(service))
+    say(session, page())
+    assert session.client.flush(30)
+    session.save(tmp_path / "chat.safetensors")
+    session.load(tmp_path / "chat.safetensors")
+    assert service.sessions()[session.session_id]["expires"] is None
+
+
 def test_a_quotation_is_pinned_and_not_stored_again(chat, service):
     """It is larger than the budget, and the answer is longer than the window."""
     session = chat(EVICTS, rescue=at(service, max_tokens=200))
