@@ -4,6 +4,7 @@ import argparse
 import os
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,6 +25,7 @@ from mlx_tq.errors import ConfigError, MlxTqError, RankError
 Run = Callable[[argparse.Namespace], int]
 DONE, FAILED, USAGE_ERROR, INTERRUPTED = 0, 1, 2, 130
 _DISTRIBUTED = ("generate", "chat", "server")  # commands that several processes run together
+REPEAT_S = 5.0  # longer than it takes to delete the text of a conversation
 _END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _MLX_BACKENDS = ("[ring]", "[jaccl]", "[mpi]", "[nccl]")  # begin mlx's errors about other processes
 
@@ -94,18 +96,22 @@ def guarded(command: str, run: Callable[[], int]) -> int:
 def _exit_on_signals() -> Iterator[None]:
     """Exit with 128 + N on SIGTERM and SIGHUP, so that the text of a conversation is deleted where it was sent.
 
-    A signal that is ignored stays so. When the process ends, both are: a shell and its terminal both send SIGHUP.
+    A signal that is ignored stays so, and a handler that C installed remains. For `REPEAT_S` after the first signal,
+    others are ignored: a shell and its terminal both send SIGHUP. Later ones count, because a finalizer may have
+    swallowed the exit.
     """
     if current_thread() is not main_thread():  # which alone may set handlers
         yield
         return
     handlers = {number: signal.getsignal(number) for number in _END_SIGNALS}
-    numbers = [number for number, handler in handlers.items() if handler != signal.SIG_IGN]
+    numbers = [number for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)]
+    ignored_until = 0.0
 
     def end(number: int, _: object) -> None:
-        for other in numbers:
-            signal.signal(other, signal.SIG_IGN)
-        raise SystemExit(128 + number)
+        nonlocal ignored_until
+        if time.monotonic() >= ignored_until:
+            ignored_until = time.monotonic() + REPEAT_S
+            raise SystemExit(128 + number)
 
     for number in numbers:
         signal.signal(number, end)

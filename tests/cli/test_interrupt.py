@@ -1,5 +1,6 @@
 """Ctrl-C and readers that leave: real processes, real signals."""
 
+import argparse
 import io
 import json
 import os
@@ -8,6 +9,8 @@ from contextlib import suppress
 
 import pytest
 from processes import LIMIT, read_until
+
+from mlx_tq.cli.runner import run_command
 
 from .tools import PACKED, facts
 
@@ -101,3 +104,44 @@ def test_reader_leaves(start):
     with process.stderr as stream:
         assert not complains(stream.read())
     assert process.wait(timeout=LIMIT) == 1
+
+
+@pytest.fixture
+def default_signals():
+    """Give SIGTERM and SIGHUP their default action, as a shell does."""
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield list(handlers)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("repeat_s", [0, 60])
+def test_a_signal_that_a_finalizer_swallows_can_be_sent_again(monkeypatch, default_signals, number, repeat_s):
+    """One soon after the first is ignored: a shell and its terminal both send SIGHUP."""
+    monkeypatch.setattr("mlx_tq.cli.runner.REPEAT_S", repeat_s)
+
+    class Finalized:
+        def __del__(self):
+            signal.raise_signal(number)
+
+    def run(args):
+        finalized = Finalized()
+        del finalized
+        signal.raise_signal(number)
+        return 0
+
+    try:
+        code = run_command(argparse.ArgumentParser("mlx_tq.test"), run, [])
+    except SystemExit as exit_:
+        code = exit_.code
+    assert code == (0 if repeat_s else 128 + number)
+    assert [signal.getsignal(number) for number in default_signals] == [signal.SIG_DFL] * 2
+
+
+def test_a_handler_that_python_cannot_restore_stays(monkeypatch):
+    """`getsignal` returns None for one that C installed."""
+    monkeypatch.setattr(signal, "getsignal", lambda _: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: pytest.fail("it was replaced"))
+    assert run_command(argparse.ArgumentParser("mlx_tq.test"), lambda _: 0, []) == 0
