@@ -52,7 +52,7 @@ class Api:
         self._unfinished: set[asyncio.Queue[Event]] = set()  # of answers
 
     def stop(self) -> None:
-        """End all answers with an error, also while an engine step takes long; from the event loop's thread."""
+        """End all answers with an error, also while an engine step takes long. Only the event loop may call this."""
         self._service.engine.stop()
         for events in self._unfinished:
             events.put_nowait(UnavailableError("the server is stopping"))

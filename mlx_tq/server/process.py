@@ -1,5 +1,6 @@
 """The server process: loads the model, listens on a socket, and serves until a signal ends it."""
 
+import asyncio
 import logging
 import signal
 import socket
@@ -51,20 +52,27 @@ def serve(request: Request, api_key: str | None, folder: Folder | None, listener
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:
-            api.stop()  # ends running answers, and with them their connections
+            # Ends running answers, and with them their connections. The signal may have interrupted any code.
+            asyncio.get_running_loop().call_soon_threadsafe(api.stop)
             super().handle_exit(sig, frame)
 
     slots = args.max_queue + args.decode_concurrency
     guard = Guard(api_key, args.allowed_origins, args.max_body or default_max_body(service.positions), slots)
     api = Api(service, guard)
     config = server_config(api.app(args.allowed_origins), slots, timeout_graceful_shutdown=_GRACE_S)
-    # uvicorn stops at a signal and then raises it again; this turns it into an exit that passes through `finally`.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    server = Server(config)
+
+    def end(*_: object) -> None:
+        server.should_exit = True
+
+    # While it runs, uvicorn handles SIGTERM itself. Before and after, this raises nothing, so that the end below is
+    # complete, also after a second signal.
+    signal.signal(signal.SIGTERM, end)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     console.print(f"listening on {url_of(listener)}")
     try:
-        Server(config).run(sockets=[listener])
+        server.run(sockets=[listener])
     finally:
         service.engine.join(_GRACE_S)
         service.close()

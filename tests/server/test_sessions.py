@@ -127,6 +127,25 @@ def test_a_signal_deletes_the_text_at_the_service(folder, tmp_path, service, num
     assert (code, stored(service) - before) == (0, set())
 
 
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_more_signals_do_not_keep_the_text_at_the_service(folder, tmp_path, service, first):
+    before = stored(service)
+    with hangup_set_to(signal.SIG_DFL):
+        server = Server(folder, tmp_path / "log", *PACKED, *EVICTS, "--rescue", service.url)
+    try:
+        ask(server, "ended", long_text())
+        wait_for(lambda: stored(service) - before)
+        server.process.send_signal(first)
+        while server.process.poll() is None:
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                server.process.send_signal(number)
+            time.sleep(0.001)
+    finally:
+        server.stop()
+    assert not stored(service) - before
+    assert "Traceback" not in server.log()
+
+
 def test_sessions_are_separate_and_run_at_once(evicting):
     facts = {name: 104729 * (n + 2) for n, name in enumerate(("x", "y"))}
     pages = {name: long_text(600, f"The access code is {fact}.") for name, fact in facts.items()}
@@ -232,6 +251,7 @@ def test_clients_that_left_do_not_wait(narrow, head, body):
     wait_for(lambda: not is_full(narrow, "left"))
     assert narrow.metrics()["mlx_tq_running"] == 1, "the answer that they waited for goes on"
     stream.close()
+    wait_for(lambda: narrow.http.delete("/v1/sessions/left").status_code == 204)  # when its last request has left
 
 
 def is_full(server, session):
