@@ -14,6 +14,7 @@ from .harness import command
 
 ROOT = Path(__file__).parents[2]
 BAD_VALUES = [("port", "70000"), ("port", "http"), ("max_spans", "0"), ("index", "annoy"), ("embed_idle_s", "-1")]
+BAD_VALUES += [("session_lifetime_s", "899")]
 BAD_VALUES += [("token", "short"), ("no_such", "1")]
 
 
