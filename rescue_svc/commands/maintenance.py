@@ -3,6 +3,7 @@
 # ruff: noqa: T201 - prints the output of a command
 
 import json
+import os
 from contextlib import closing
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
@@ -72,7 +73,7 @@ def _forget_by_service(settings: Settings, session: str) -> int:
 
 
 def backup(settings: Settings, folder: str) -> None:
-    path = Path(folder).expanduser().absolute()
+    path = Path(os.path.expanduser(folder)).absolute()  # noqa: PTH111  raises nothing for an unknown user
     if settings.store is None:
         size, use = copies.backup(settings.data_dir, path), "use it with --data-dir"
     else:
