@@ -12,13 +12,15 @@ _PROBE_BYTES = 2**16  # as much as a kernel's source
 
 
 def open_standard_streams() -> None:
-    """Open the null device in place of standard streams that the caller has closed.
+    """Open the null device in place of standard streams that the caller has closed, for child processes too.
 
     The next files would get their descriptors, and mlx takes descriptor 0 for none.
     """
-    sys.stdin = sys.stdin or Path(os.devnull).open()  # noqa: SIM115  all three are open as long as the process
-    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
-    sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = Path(os.devnull).open(mode)  # noqa: SIM115  is open as long as the process
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 def home_fault() -> str | None:
@@ -48,4 +50,5 @@ def open_files_fault() -> str | None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY or hard >= _MIN_OPEN_FILES:
         return None
-    return f"the hard limit of open files is {hard}, and mlx-lm needs {_MIN_OPEN_FILES}. Raise it (`ulimit -Hn`)."
+    remedy = f"in /etc/security/limits.conf, or with `docker run --ulimit nofile={_MIN_OPEN_FILES}`"
+    return f"the hard limit of open files is {hard}, and mlx-lm needs {_MIN_OPEN_FILES}. Have it raised {remedy}."

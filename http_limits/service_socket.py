@@ -41,8 +41,8 @@ def private_listener(path: Path) -> Iterator[socket.socket]:
             path.unlink(missing_ok=True)
 
 
-def connect_private(path: Path) -> socket.socket:
-    """Return a connection to the socket at `path`.
+def connect_private(path: Path, timeout_s: float) -> socket.socket:
+    """Return a connection to the socket at `path`, of which no call takes longer than `timeout_s`.
 
     Raises OSError if nothing listens there, or unless only a program of this user can have created it.
     """
@@ -51,6 +51,7 @@ def connect_private(path: Path) -> socket.socket:
     if not stat.S_ISSOCK(file.st_mode) or file.st_uid != os.geteuid() or file.st_mode & 0o077:
         raise PermissionError(f"{path} is not a socket of this user alone")
     connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(timeout_s)
     try:
         connection.connect(str(path))
     except OSError:
@@ -61,5 +62,7 @@ def connect_private(path: Path) -> socket.socket:
 
 def _check_folder(folder: Path) -> None:
     status = folder.stat()
-    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise PermissionError(f"other users may write to {folder}")
+    if status.st_uid != os.geteuid():
+        raise PermissionError(f"{folder} belongs to user {status.st_uid}; run this as that user")
+    if status.st_mode & 0o022:
+        raise PermissionError(f"other users may write to {folder}; run `chmod go-w {folder}` and restart the service")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pkgutil import resolve_name
 
-from http_limits.process_checks import home_fault, open_standard_streams
+from http_limits.process_checks import open_standard_streams
 from rescue_svc.errors import RescueServiceError, SettingsError
 from rescue_svc.settings import Settings, load_settings
 
@@ -56,8 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = resolve_name(f"rescue_svc.commands.{arguments.pop('run')}")
     os.umask(0o077)  # only the user may read what the service writes
     try:
-        if fault := home_fault():
-            raise SettingsError(fault)
         run(load_settings(**flags), **arguments)
     except RescueServiceError as error:
         print(f"mlx-tq-rescue: {error}", file=sys.stderr)

@@ -14,6 +14,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from http_limits.process_checks import home_fault
 from http_limits.request_checks import is_loopback
 from http_limits.service_socket import default_data_dir
 from rescue_svc.errors import SessionFullError, SettingsError, StoreFullError
@@ -89,8 +90,11 @@ class Settings(BaseSettings):
     max_session_spans: Count = Field(100_000, description="maximum spans per session")
     max_spans: Count = Field(1_000_000, description="maximum spans in all sessions")
     max_sessions: Count = Field(1_000, description="maximum number of sessions")
-    session_lifetime_s: Seconds = Field(
-        86_400.0, description="forget a temporary session after this time without a write or renewal"
+    session_lifetime_s: float = Field(
+        86_400.0,
+        ge=900,  # three renewals of mlx_tq's client
+        allow_inf_nan=False,
+        description="forget a temporary session after this time, 900 or more, without a write or renewal",
     )
     max_in_flight: Count = Field(64, description="maximum requests in progress; further ones get 429")
     max_index_mb: Count = Field(1024, description="memory for indexes; the least recently used are evicted")
@@ -160,3 +164,5 @@ def load_settings(**flags: Any) -> Settings:
     except ValidationError as error:
         faults = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors())
         raise SettingsError(faults) from None
+    except RuntimeError as error:  # of the default of data_dir
+        raise SettingsError(f"{home_fault()} Or set --data-dir.") from error

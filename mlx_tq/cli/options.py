@@ -106,7 +106,10 @@ _SHADOW = (
     "answer with the fp16 cache, run the compressed cache alongside, and report every N tokens what it would have "
     "changed, e.g. 16"
 )
-_RESCUE = "service that stores evicted text and finds it again: off, auto (yours, or a private one), or a URL"
+_RESCUE = (
+    "service that stores evicted text and finds it again: off, auto (your running service, else a private one), or a "
+    "URL"
+)
 _LIMIT = "20GB, or a tenth of the free disk if that is less"
 
 CACHE = (

@@ -26,7 +26,7 @@ MAX_QUEUED, MAX_BATCH = 16_000_000, 1_000_000  # bytes of text; a batch is one w
 MAX_RESPONSE = 8_000_000  # bytes; 64 spans of 8,192 escaped characters fit many times
 CALL_S, EMBED_S, CLOSE_S = 5.0, 60.0, 1.0  # an embedder may have to load its model
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0  # seconds
-RENEW_S = 300.0  # far below any sensible lifetime of temporary sessions
+RENEW_S = 300.0  # a third of the shortest lifetime that the service accepts
 MAX_FAILURES = 3  # in a row, before the breaker opens
 _SPAN_OVERHEAD = 200  # bytes of a queued span besides its text
 _UNAUTHORIZED, _NOT_FOUND, _INSUFFICIENT_STORAGE = 401, 404, 507
@@ -95,7 +95,7 @@ class RescueClient(AbstractContextManager["RescueClient"]):
         self._breaker = CircuitBreaker()
         self._changed = threading.Condition()  # its lock guards what follows
         self._queue: list[tuple[str, TextSpan]] = []
-        self._temporary: set[str] = set()  # sessions to renew until they are forgotten
+        self._temporary: dict[str, bool] = {}  # until they are forgotten: whether the service has spans of them
         self._next_renewal = time.monotonic() + RENEW_S
         self._sending: str | None = None  # session whose batch, the first of the queue, is on its way
         self._settled = 0  # spans acknowledged, refused or forgotten so far
@@ -113,9 +113,9 @@ class RescueClient(AbstractContextManager["RescueClient"]):
         dropped = 0
         with self._changed:
             if temporary:
-                self._temporary.add(session_id)
+                self._temporary.setdefault(session_id, False)
             else:
-                self._temporary.discard(session_id)
+                self._temporary.pop(session_id, None)
             room = self._max_queued - sum(_queued_size(span) for _, span in self._queue)
             for span in spans if not self._is_closed else ():
                 size = _queued_size(span)
@@ -197,7 +197,7 @@ class RescueClient(AbstractContextManager["RescueClient"]):
                 remaining = [entry for entry in self._queue if entry[0] != session_id]
                 self._settled += len(self._queue) - len(remaining)
                 self._queue = remaining
-                self._temporary.discard(session_id)
+                self._temporary.pop(session_id, None)
                 self._changed.notify_all()
             self._call_session("DELETE", f"/sessions/{session_id}")
             return True
@@ -265,13 +265,18 @@ class RescueClient(AbstractContextManager["RescueClient"]):
             return self._sending, batch
 
     def _renew_sessions(self) -> None:
-        """Tell the service that this process still uses its temporary sessions."""
+        """Tell the service that this process still uses its temporary sessions; warn of one that it has forgotten."""
         self._next_renewal = time.monotonic() + RENEW_S
         with self._changed:
-            session_ids = list(self._temporary)
+            session_ids = [session_id for session_id, is_stored in self._temporary.items() if is_stored]
         with suppress(RescueError):  # is reported
             for session_id in session_ids:
-                self._attempt(partial(self._call_session, "POST", f"/sessions/{session_id}/renew"), CALL_S)
+                renew = partial(self._call_session, "POST", f"/sessions/{session_id}/renew")
+                is_stored = self._attempt(renew, CALL_S)
+                with self._changed:
+                    if not is_stored and session_id in self._temporary:
+                        self._temporary[session_id] = False
+                        self._warning = "the rescue service has forgotten the text evicted so far; it keeps later text."
 
     def _send(self, session_id: str, batch: list[TextSpan]) -> bool:
         """Write spans; return whether they are settled, so that they leave the queue."""
@@ -287,6 +292,9 @@ class RescueClient(AbstractContextManager["RescueClient"]):
         except RescueError:
             return False
         else:
+            with self._changed:
+                if session_id in self._temporary:
+                    self._temporary[session_id] = True
             self._count(written=len(batch))
         return True
 

@@ -172,7 +172,7 @@ def _answers(address: Address) -> bool:
     if address.socket is None:
         return False
     try:
-        connect_private(address.socket).close()
+        connect_private(address.socket, _PROBE_S).close()
     except OSError:
         return False
     with address.connect() as http:

@@ -3,6 +3,7 @@
 # ruff: noqa: T201 - prints the output of a command
 
 import json
+import os
 from contextlib import closing
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
@@ -16,6 +17,8 @@ from rescue_svc.opening import open_all
 from rescue_svc.settings import Settings
 from rescue_svc.store import copies
 from rescue_svc.store.files import connect, existing_database, sqlite_errors
+
+FORGET_S = 60.0  # that a service may take to delete a session
 
 
 def list_sessions(settings: Settings, as_json: bool = False) -> None:
@@ -53,8 +56,7 @@ def _forget_by_service(settings: Settings, session: str) -> int:
     headers = {"Authorization": f"Bearer {settings.token.get_secret_value()}"} if settings.token else {}
     path = settings.data_dir / SOCKET
     try:
-        with connect_private(path) as connected, closing(HTTPConnection("localhost")) as connection:
-            connected.settimeout(60)
+        with connect_private(path, FORGET_S) as connected, closing(HTTPConnection("localhost")) as connection:
             connection.sock = connected
             connection.request("DELETE", f"/sessions/{quote(session, safe='')}", headers=headers)
             response = connection.getresponse()
@@ -65,13 +67,13 @@ def _forget_by_service(settings: Settings, session: str) -> int:
     except (OSError, ValueError, LookupError, TypeError, HTTPException) as error:
         raise StoreUnavailableError(
             f"{settings.data_dir} is in use, but no service of yours answers at {path} ({error}); stop the process "
-            "that uses it"
+            "that uses it, and repeat this"
         ) from error
     raise (SessionNotFoundError if response.status == HTTPStatus.NOT_FOUND else StoreUnavailableError)(detail)
 
 
 def backup(settings: Settings, folder: str) -> None:
-    path = Path(folder).expanduser().absolute()
+    path = Path(os.path.expanduser(folder)).absolute()  # noqa: PTH111  raises nothing for an unknown user
     if settings.store is None:
         size, use = copies.backup(settings.data_dir, path), "use it with --data-dir"
     else:

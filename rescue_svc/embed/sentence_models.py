@@ -27,7 +27,7 @@ def find_model(name: str) -> Path:
     """
     if not name:
         raise EmbedderUnavailableError(f"embedder {KIND} names no model; write {KIND}:NAME_OR_FOLDER")
-    named = Path(name).expanduser()
+    named = Path(os.path.expanduser(name))  # noqa: PTH111  raises nothing for an unknown user
     repository = name if "/" in name else f"{KIND}/{name}"
     folders = [named] if named.is_dir() else cached_snapshots(repository)
     folder = next((folder for folder in folders if (folder / MODULES).is_file()), None)
@@ -69,8 +69,8 @@ def _require_library() -> None:
 
 def cached_snapshots(repository: str) -> list[Path]:
     """Return the snapshots of a repository in the hub's cache, the newest first."""
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    cache = Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or f"{home}/hub"))  # noqa: PTH111  as the hub does
     snapshots = (cache / f"models--{repository.replace('/', '--')}" / "snapshots").glob("*")
     return sorted(snapshots, key=lambda folder: folder.stat().st_mtime, reverse=True)
 

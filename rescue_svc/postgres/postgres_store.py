@@ -157,12 +157,12 @@ class PostgresStore(Store):
             return words.search(connection, session, query, limit, excluded, common)
         return {}
 
-    def forget(self, name: str) -> Session:
+    def forget(self, name: str, expired_at: float | None = None) -> Session:
         with self._connections.take() as connection:
             with transaction(connection):
-                row = connection.execute(
-                    f"DELETE FROM sessions WHERE name = %s RETURNING {_SESSION}", [name]
-                ).fetchone()
+                statement = f"""DELETE FROM sessions WHERE name = %s AND (%s::float8 IS NULL OR expires <= %s)
+                                RETURNING {_SESSION}"""
+                row = connection.execute(statement, [name, expired_at, expired_at]).fetchone()
                 if row is None:
                     raise no_session(name)
                 session = Session(*row)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from rescue_svc.errors import RescueServiceError, SessionNotFoundError
+from rescue_svc.errors import SessionNotFoundError
 from rescue_svc.store import Store
 
 log = logging.getLogger(__name__)
@@ -16,12 +16,10 @@ GRACE_S = 900.0  # three renewals of mlx_tq's client, which may just have been s
 
 
 class Expiry:
-    """Calls `forget` for a session that was seen expired for `GRACE_S`, or a whole lifetime if that is less."""
+    """Calls `forget` with name and expiry of a session that was seen expired for `GRACE_S`."""
 
-    def __init__(self, store: Store, forget: Callable[[str], object], lifetime_s: float) -> None:
+    def __init__(self, store: Store, forget: Callable[[str, float], object]) -> None:
         self._store, self._forget = store, forget
-        self._grace_s = min(GRACE_S, lifetime_s)
-        self._check_s = min(CHECK_S, lifetime_s / 4)
         self._expired: dict[tuple[str, float], float] = {}  # by name and expiry: when that was first seen
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="expiry", daemon=True)
@@ -32,18 +30,18 @@ class Expiry:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._stopping.wait(self._check_s):
+        while not self._stopping.wait(CHECK_S):
             try:
                 self._forget_expired()
-            except RescueServiceError as error:
-                log.warning("forgetting expired sessions is retried", extra={"code": error.code})
+            except Exception:  # whatever it is, later sessions are to be forgotten, too
+                log.warning("forgetting expired sessions is retried", exc_info=True)
 
     def _forget_expired(self) -> None:
         now = time.monotonic()  # does not jump if the clock is set or the machine sleeps
         expired = [(s.name, s.expires) for s in self._store.sessions() if s.expires and s.expires <= time.time()]
         self._expired = {key: self._expired.get(key, now) for key in expired}
-        for (name, _), since in self._expired.items():
-            if now - since >= self._grace_s:
-                with suppress(SessionNotFoundError):  # another service on the same database was faster
-                    self._forget(name)
+        for (name, expires), since in self._expired.items():
+            if now - since >= GRACE_S:
+                with suppress(SessionNotFoundError):  # renewed, or another service on the database was faster
+                    self._forget(name, expires)
                     log.info("a session has expired and is forgotten")

@@ -32,7 +32,7 @@ class RescueService:
 
         self.store, self.index = open_all(settings, chosen.model if chosen else "", dim)
         self._bm25_pool = ThreadPoolExecutor(READERS, "bm25")  # more threads would wait for a connection
-        self._expiry = Expiry(self.store, self.forget, settings.session_lifetime_s)
+        self._expiry = Expiry(self.store, self.forget)
         self.embedder: EmbedWorker | None = None
         if chosen is not None:
             self.embedder = EmbedWorker(chosen, timeout_s=settings.embed_timeout_s, idle_s=settings.embed_idle_s)
@@ -121,9 +121,9 @@ class RescueService:
     def _next_expiry(self) -> float:
         return time.time() + self.settings.session_lifetime_s
 
-    def forget(self, name: str) -> int:
-        """Delete a session for good; return how many spans it had."""
-        session = self.store.forget(name)
+    def forget(self, name: str, expired_at: float | None = None) -> int:
+        """Delete a session for good, as `Store.forget`; return how many spans it had."""
+        session = self.store.forget(name, expired_at)
         self.index.forget(session.id)
         self.metrics.sessions_forgotten.inc()
         return session.spans

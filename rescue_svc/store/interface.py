@@ -59,8 +59,11 @@ class Store(Protocol):
     def bm25(self, session: Session, query: str, limit: int, excluded: set[int]) -> dict[int, float]:
         """Return up to `limit` span ids with their BM25 score (higher is better), best first, without `excluded`."""
 
-    def forget(self, name: str) -> Session:
-        """Delete a session so that no byte of its text remains, and return it; raise SessionNotFoundError."""
+    def forget(self, name: str, expired_at: float | None = None) -> Session:
+        """Delete a session so that no byte of its text remains, and return it; raise SessionNotFoundError.
+
+        With `expired_at`, one that expires later or never is not deleted, but not found.
+        """
 
     def embed_next(self, model: str, limit: int, embed: Callable[[list[Pending]], Vectors]) -> bool:
         """Store the vectors [N, D] that `embed` returns for up to `limit` pending spans; return whether there were any.

@@ -185,9 +185,13 @@ class SqliteStore(Store):
             common = self._common_words.setdefault(session.id, {})
             return fts.search(connection, session, query, limit, excluded, common)
 
-    def forget(self, name: str) -> Session:
-        session = self.existing(name)
+    def forget(self, name: str, expired_at: float | None = None) -> Session:
         with self._write() as connection:
+            statement = f"{_SESSIONS} WHERE name = ?1 AND (?2 IS NULL OR expires <= ?2)"
+            row = connection.execute(statement, (name, expired_at)).fetchone()
+            if row is None:
+                raise no_session(name)
+            session = Session(*row)
             fts.drop(connection, session.id)
             connection.execute("DELETE FROM embeddings WHERE session = ?", (session.id,))
             connection.execute("DELETE FROM sessions WHERE id = ?", (session.id,))

@@ -108,7 +108,7 @@ os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])
     [
         (
             "resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))",
-            "the hard limit of open files is 1024, and mlx-lm",
+            r"the hard limit of open files is 1024, and mlx-lm needs 4096\..*limits\.conf.*--ulimit nofile=4096",
         ),
         ("resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))", "temporary files cannot be written to .*File too"),
     ],
@@ -124,6 +124,18 @@ def test_a_closed_standard_input_does_no_harm():
     done = run("-c", CHANGED, "os.close(0)", *GENERATE)
     assert (done.returncode, done.stderr) == (0, "")
     assert len(done.stdout) > 1
+
+
+def test_children_have_standard_streams_too():
+    child = "import os; [os.fstat(number) for number in range(3)]"
+    parent = f"""
+import subprocess, sys
+from http_limits.process_checks import open_standard_streams
+open_standard_streams()
+sys.exit(subprocess.run([sys.executable, "-c", {child!r}], check=False).returncode)
+"""
+    closing = ["sh", "-c", '"$0" -c "$1" <&- >&- 2>&-', sys.executable, parent]
+    assert subprocess.run(closing, env=environment(), cwd=ROOT, check=False).returncode == 0
 
 
 def test_a_module_does_the_same_as_a_word(cli):

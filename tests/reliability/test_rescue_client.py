@@ -149,9 +149,59 @@ def test_temporary_sessions_are_renewed_until_they_are_forgotten(connect, monkey
     }
     assert writes == {b"named": False, b"a": True, b"b": True}
     assert client.forget("a", BOUND)
+    wait_for_renewals(seen, "b", 2)  # a round that had begun still renews both
     seen.clear()
-    wait_for(renewed)
+    wait_for_renewals(seen, "b", 2)
     assert renewed() == {b"/sessions/b/renew"}
+
+
+def wait_for_renewals(seen, session_id, count):
+    """Wait for so many further renewals of a session."""
+    line = f"POST /sessions/{session_id}/renew ".encode()
+
+    def renewals():
+        return sum(request.startswith(line) for request in list(seen))
+
+    goal = renewals() + count
+    wait_for(lambda: renewals() >= goal)
+
+
+def test_a_session_that_the_service_has_forgotten_is_reported(connect, monkeypatch):
+    monkeypatch.setattr("mlx_tq.rescue.client.RENEW_S", 0.02)
+    seen = []
+
+    def forgets(connection, _):
+        while request := read_request(connection):
+            seen.append(request)
+            reply(connection, b'{"accepted": 1}', "404 Not Found" if b"/renew" in request else "201 Created")
+
+    client = connect(forgets)
+    client.write("s", SPANS, temporary=True)
+    wait_for_renewals(seen, "s", 1)
+    wait_for(lambda: (warning := client.take_warning()) and "has forgotten the text" in warning)
+    seen.clear()
+    client.write("t", SPANS, temporary=True)
+    wait_for_renewals(seen, "t", 1)
+    assert not [request for request in seen if request.startswith(b"POST /sessions/s/renew")]
+
+
+def test_a_session_of_which_nothing_was_stored_is_not_renewed(connect, monkeypatch):
+    """The service would not know it, and the user would be warned of a loss."""
+    monkeypatch.setattr("mlx_tq.rescue.client.RENEW_S", 0.02)
+    seen = []
+
+    def refuses(connection, _):
+        while request := read_request(connection):
+            seen.append(request)
+            status = "201 Created" if b'"b"' in request or b"/b/" in request else "404 Not Found"
+            reply(connection, b'{"accepted": 1, "detail": "no"}', status)
+
+    client = connect(refuses)
+    for session_id in ("a", "b"):
+        client.write(session_id, SPANS, temporary=True)
+    wait_for_renewals(seen, "b", 2)
+    assert not [request for request in seen if request.startswith(b"POST /sessions/a/")]
+    assert "forgotten" not in client.take_warning()  # but of the refusal
 
 
 def test_the_circuit_breaker_opens(connect):

@@ -14,6 +14,7 @@ from .harness import command
 
 ROOT = Path(__file__).parents[2]
 BAD_VALUES = [("port", "70000"), ("port", "http"), ("max_spans", "0"), ("index", "annoy"), ("embed_idle_s", "-1")]
+BAD_VALUES += [("session_lifetime_s", "899")]
 BAD_VALUES += [("token", "short"), ("no_such", "1")]
 
 
@@ -64,15 +65,35 @@ def test_help_names_every_setting_and_wrong_usage_is_refused(tmp_path):
         assert field.description
 
 
-@pytest.mark.parametrize(
-    "words", [("serve",), ("doctor",), ("sessions",), ("forget", "a"), ("backup", "x"), ("rebuild",)]
-)
-def test_a_user_without_a_home_is_one_line(monkeypatch, words):
-    monkeypatch.delenv("HOME")
+@pytest.fixture
+def homeless(monkeypatch):
+    """Run as a user whom the system does not know."""
+    for name in ("HOME", "XDG_DATA_HOME", "HF_HOME", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # raises KeyError
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(("serve",), ("doctor",), ("sessions",), ("forget", "a"), ("backup", "x"), ("rebuild",)),
+        ("install-launchd", "--print", "--data-dir", "data"),
+    ],
+)
+def test_a_user_without_a_home_is_one_line(homeless, words):
     done = command(*words)
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     assert done.err.startswith("mlx-tq-rescue: HOME is not set")
+
+
+def test_no_home_is_needed_with_a_data_dir(homeless, start_service, tmp_path):
+    where = ("--data-dir", tmp_path / "data")
+    assert command("doctor", *where).code == 0
+    assert start_service(embedder="auto").write("s", ("a text", 0, 5)).status_code == 201
+    assert "1 spans" in command("sessions", *where).out
+    assert command("backup", tmp_path / "copy", *where).code == 0
+    unknown = command("doctor", *where, "--embedder", "sentence-transformers:~nobody-here/model")
+    assert ("Traceback" in unknown.err, "~nobody-here/model" in unknown.out) == (False, True)
 
 
 def test_an_ephemeral_service_needs_a_temporary_folder(monkeypatch):

@@ -2,11 +2,14 @@
 
 import random
 import shutil
+import time
 from contextlib import closing, suppress
 
+import pytest
 from http_harness import wait_for
 
 from rescue_svc.embed.hashing import HashingEmbedder
+from rescue_svc.errors import SessionNotFoundError
 from rescue_svc.store import NewSpan, fts
 from rescue_svc.store.files import connect
 
@@ -53,27 +56,59 @@ def test_no_trace_remains(start_service, storage):
     assert traces(storage.files(service.data_dir)) == []
 
 
+@pytest.fixture
+def soon(monkeypatch):
+    """Forget expired sessions at once."""
+    monkeypatch.setattr("rescue_svc.service.expiry.CHECK_S", 0.05)
+    monkeypatch.setattr("rescue_svc.service.expiry.GRACE_S", 0.1)
+
+
+def write_temporary(service, name, temporary=True):
+    chunk = {"text": f"{SECRET} {name} {temporary}", "token_range": [0, 5]}
+    body = {"session_id": name, "chunks": [chunk], "temporary": temporary}
+    assert service.http.post("/evict/write", json=body).status_code == 201
+
+
+def write_expired(service, name):
+    service.service.store.write(name, [NewSpan(0, 5, -1, 0.0, f"{SECRET} {name}")], expires=time.time())
+
+
 @EACH_STORE
-def test_a_temporary_session_expires_unless_it_is_renewed(start_service, storage):
-    service = start_service(embedder="none", session_lifetime_s=1)
-    for name, temporary in [("dead", True), ("alive", True), ("named", False), ("mixed", True), ("mixed", False)]:
-        chunk = {"text": f"{SECRET} {name} {temporary}", "token_range": [0, 5]}
-        body = {"session_id": name, "chunks": [chunk], "temporary": temporary}
-        assert service.http.post("/evict/write", json=body).status_code == 201
-    assert {name for name, session in service.sessions().items() if session["expires"]} == {"dead", "alive"}
-
-    def dead_is_gone():
-        renewed = service.http.post("/sessions/alive/renew").json()
-        assert renewed == {"session_id": "alive", "expires": service.sessions()["alive"]["expires"]}
-        return "dead" not in service.sessions()
-
-    wait_for(dead_is_gone)
-    assert service.http.post("/sessions/named/renew").json() == {"session_id": "named", "expires": None}
+def test_temporary_sessions_expire_and_are_forgotten(soon, start_service, storage):
+    service = start_service(embedder="none")
+    for name, temporary in [("alive", True), ("named", False), ("mixed", True), ("mixed", False)]:
+        write_temporary(service, name, temporary)
+    write_expired(service, "dead")
+    wait_for(lambda: service.sessions().keys() == {"alive", "named", "mixed"})
     assert service.http.post("/sessions/dead/renew").status_code == 404
-    wait_for(lambda: service.sessions().keys() == {"named", "mixed"})
-    for name in ("named", "mixed"):
+    assert [name for name, session in service.sessions().items() if session["expires"]] == ["alive"]
+    for name in ("alive", "named", "mixed"):
         service.forget(name)
     assert traces(storage.files(service.data_dir)) == []
+
+
+@EACH_STORE
+def test_a_renewal_lets_a_temporary_session_live_on(start_service):
+    service = start_service(embedder="none")
+    write_temporary(service, "named", temporary=False)
+    write_expired(service, "alive")
+    expired = service.sessions()["alive"]["expires"]
+    renewed = service.http.post("/sessions/alive/renew").json()
+    assert renewed == {"session_id": "alive", "expires": service.sessions()["alive"]["expires"]}
+    assert renewed["expires"] > expired + 3600
+    with pytest.raises(SessionNotFoundError):  # it was renewed after it was found expired
+        service.service.store.forget("alive", expired_at=expired)
+    assert service.sessions().keys() == {"named", "alive"}
+    assert service.http.post("/sessions/named/renew").json() == {"session_id": "named", "expires": None}
+
+
+def test_a_fault_while_forgetting_does_not_end_it(soon, start_service):
+    service = start_service(embedder="none")
+    (service.data_dir / "index" / "1.index").mkdir()  # as a file that cannot be deleted
+    write_expired(service, "first")
+    wait_for(lambda: not service.sessions())
+    write_expired(service, "second")
+    wait_for(lambda: not service.sessions())
 
 
 def test_the_planner_samples_no_names(opening, postgres, tmp_path):

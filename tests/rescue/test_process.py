@@ -7,6 +7,9 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from http_harness import wait_for
@@ -124,3 +127,40 @@ def test_sessions_and_forget_while_it_runs(server, monkeypatch):
     assert command("forget", "a", *where).out == "a: 2 spans forgotten\n"
     assert server.dump("a")["session_total"] == 0
     assert "no session a" in command("forget", "a", *where).err
+
+
+@pytest.fixture
+def folder():
+    """Return a data directory; the path of a socket must be short."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        yield Path(path)
+
+
+def test_a_folder_that_others_may_write_to_is_reported_with_the_remedy(folder, start_server):
+    """They could put a socket of their own there."""
+    folder.chmod(0o775)
+    server = start_server(folder, embedder="none")
+    server.write("a", ("a text", 0, 5))
+    (warning,) = [line for line in server.lines() if line["level"] == "warning"]
+    failed = command("forget", "a", "--data-dir", folder)
+    remedy = f"run `chmod go-w {folder}` and restart the service"
+    assert (failed.code, remedy in failed.err, remedy in warning["reason"]) == (1, True, True)
+    server.stop()
+    folder.chmod(0o755)
+    start_server(folder, embedder="none")
+    assert command("forget", "a", "--data-dir", folder).out == "a: 1 spans forgotten\n"
+
+
+def test_forget_does_not_wait_for_a_service_that_accepts_no_connection(folder, start_service):
+    start_service(folder, embedder="none")
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(str(folder / "rescue.sock"))
+        (folder / "rescue.sock").chmod(0o600)
+        listener.listen(0)
+        for _ in range(2):  # fill its queue
+            waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
+            waiting.setblocking(False)
+            waiting.connect_ex(str(folder / "rescue.sock"))
+        failed = command("forget", "a", "--data-dir", folder)
+    assert (failed.code, "no service of yours answers" in failed.err) == (1, True)
