@@ -142,8 +142,9 @@ def _check_config(source: str) -> None:
             if isinstance(count, int | float) and count > _MAX_LAYERS:
                 raise _not_loaded(source, f"its config.json has {name} = {count}, above {_MAX_LAYERS:,}")
         base = part.get("rope_theta")
-        if base is not None and not isinstance(base, int | float):
-            raise _not_loaded(source, f"its config.json has rope_theta = {base!r}, not a number")
+        bases = base if isinstance(base, list) and base else [base]  # step3p5 has one for each layer
+        if base is not None and not all(isinstance(number, int | float) for number in bases):
+            raise _not_loaded(source, f"its config.json has rope_theta = {base!r}, not a number or a list of numbers")
 
 
 def _load_file(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:

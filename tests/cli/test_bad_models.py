@@ -53,7 +53,7 @@ WRONG = [
     {"hidden_size": 0}, {"hidden_size": 2**40}, {"head_dim": -1}, {"rope_scaling": 5}, {"rope_theta": "x"},
     {"num_hidden_layers": 10**9}, {"num_hidden_layers": 1e300}, {"text_config": {"num_hidden_layers": 10**9}},
     {"text_config": 7}, {"rms_norm_eps": "x" * 5000}, {"model_type": "base"}, {"model_type": "../x"},
-    {"quantization": 4},
+    {"quantization": 4}, {"rope_theta": []}, {"rope_theta": [1e4, "x"]},
 ]  # fmt: skip
 
 
@@ -61,6 +61,14 @@ WRONG = [
 def test_config_with_a_wrong_value(tmp_path, config):
     with pytest.raises(MlxTqError, match=r"^the model .{15,600}\.$"):
         load(copy_model(tmp_path / "model", **config))
+
+
+def test_config_with_a_rope_base_for_each_layer(tmp_path):
+    path = zoo_model(
+        tmp_path / "model", "llama", model_type="step3p5", num_attention_groups=2, rope_theta=[1e4, 5_000_000.0]
+    )
+    model, _ = load(path)
+    assert [layer.self_attn.rope.base for layer in model.layers] == [1e4, 5_000_000.0]
 
 
 @pytest.mark.parametrize("config", [{"model_type": "__init__"}, {"num_hidden_layers": 10**9}, {"rope_scaling": 5}])
