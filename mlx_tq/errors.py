@@ -7,6 +7,8 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
+_MAX_LINE = 240  # characters
+
 
 class MlxTqError(Exception):
     """Base class of all errors that mlx_tq raises on purpose."""
@@ -42,6 +44,12 @@ class RankError(MlxTqError):
 
 class RescueError(MlxTqError):
     """Reports a rescue service that is required and did not answer."""
+
+
+def one_line(message: object) -> str:
+    """Return another library's message, or the name of its error if that has none, as one short line."""
+    text = " ".join(str(message).split()).rstrip(".") or type(message).__name__
+    return text if len(text) <= _MAX_LINE else f"{text[:_MAX_LINE]}..."
 
 
 def unknown_name(kind: str, name: object, valid_names: Iterable[Any]) -> ConfigError:

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 
 from mlx_tq.codec.formats.base import dtype_of
 from mlx_tq.distributed.group import ALONE, Ranks
-from mlx_tq.errors import ConfigError, MlxTqError, UnsupportedModelError, unknown_name
+from mlx_tq.errors import ConfigError, MlxTqError, UnsupportedModelError, one_line, unknown_name
 from mlx_tq.models.fingerprint import WHOLE, fingerprint
 from mlx_tq.models.gguf import load_gguf, make_config
 from mlx_tq.models.gguf_file import read_gguf
@@ -34,7 +34,6 @@ _REMEDY = (
     "Give a folder with config.json and safetensors, a .gguf file, a hub name such as mlx-community/Qwen3-4B-4bit, "
     f"{SMOLLM2}, or nothing for the embedded model."
 )
-_MAX_MESSAGE = 240  # characters of another library's message
 _MAX_LAYERS = 10_000  # mlx-lm makes as many objects before it compares them with the weights
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _GGUF = ".gguf"
@@ -153,7 +152,7 @@ def _load_file(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[str
     except MlxTqError:
         raise
     except Exception as error:
-        raise _not_loaded(source, _describe(error), "Download or convert it again.") from error
+        raise _not_loaded(source, _describe_error(error), "Download or convert it again.") from error
 
 
 def _load_folder(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
@@ -165,28 +164,28 @@ def _load_folder(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[s
     except HFValidationError as error:
         raise ConfigError(f"there is no model folder {source!r}, and it is not a valid hub name. {_REMEDY}") from error
     except (HfHubHTTPError, OSError) as error:
-        reason = _one_line(str(error).strip().partition("\n")[0])
+        reason = one_line(str(error).strip().partition("\n")[0])
         if not Path(source).exists():
             reason = f"there is no such folder, and the hub did not give it ({reason})"
         raise _not_loaded(source, reason) from error
     except json.JSONDecodeError as error:
         raise _not_loaded(source, f"a JSON file is damaged ({error})") from error
     except (KeyError, TypeError, StrictDataclassError) as error:
-        raise _not_loaded(source, f"its config.json does not fit ({_one_line(str(error))})") from error
+        raise _not_loaded(source, f"its config.json does not fit ({one_line(error)})") from error
     except RuntimeError as error:  # safetensors that mlx cannot read
         raise _not_loaded(source, str(error), "Download or convert it again.") from error
     except ValueError as error:
-        raise UnsupportedModelError(f"the model {source!r} cannot be loaded: {_one_line(str(error))}.") from error
+        raise UnsupportedModelError(f"the model {source!r} cannot be loaded: {one_line(error)}.") from error
     except Exception as error:
-        raise _not_loaded(source, f"its files do not fit together ({_describe(error)})") from error
+        raise _not_loaded(source, f"its files do not fit together ({_describe_error(error)})") from error
     return loaded, tokenizer, config
 
 
 def _not_loaded(source: str, reason: str, remedy: str = _REMEDY) -> ConfigError:
-    return ConfigError(f"the model {source!r} cannot be loaded: {_one_line(reason)}. {remedy}")
+    return ConfigError(f"the model {source!r} cannot be loaded: {one_line(reason)}. {remedy}")
 
 
-def _describe(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return str(error) if isinstance(error, ValueError) else repr(error)
 
 
@@ -200,11 +199,6 @@ def _make_dense(model: Any) -> None:
     dequantize_model(model)
     model.set_dtype(dtypes.pop() if dtypes else mx.float32)
     mx.eval(model.parameters())
-
-
-def _one_line(text: str) -> str:
-    text = " ".join(text.split()).rstrip(".")
-    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."
 
 
 def ranks_of(model: Any) -> Ranks:

@@ -11,6 +11,7 @@ checksum of its own, and a damaged one is left out.
 import copy
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.config import SCHEDULE, KVConfig
-from mlx_tq.errors import CacheFormatError, UnsupportedModelError
+from mlx_tq.errors import CacheFormatError, UnsupportedModelError, one_line
 from mlx_tq.files import atomic_write, check_kind
 from mlx_tq.integration.probe import model_facts, native_caches
 from mlx_tq.models import fingerprint, ranks_of
@@ -40,12 +41,12 @@ _FORMAT = "mlx_tq prompt cache"
 _REMEDY = "Take another copy of it, or start again without it."  # it may hold a prompt or a conversation
 _HEADER_KEY = "mlx_tq"  # in the metadata of a file that mlx-lm can read
 _CHECKED_FIELDS = ("version", "model", "config", "classes", "scalars", "metadata")
-_MAX_REASON = 240  # characters
 _MAX_INDEX = 10_000  # of a layer, or in a list of a state; as many elements are made
 _MAX_BATCH = 256  # sequences in one cache, for each of which the model computes logits
 _TRIED_TOKENS = 8
 _GROWING = (native.KVCache, native.QuantizedKVCache)  # have rows of all tokens, in their order
 _IN_PLACE_OF_PLAIN = (native.QuantizedKVCache, native.RotatingKVCache, CompressedKVCache)
+_NO_MEMORY = re.compile("alloc|memory", re.IGNORECASE)  # in what mlx raises then
 _BLOCKS = "attached"  # the array of archived blocks, and the metadata key of their sizes
 
 
@@ -150,14 +151,16 @@ def load_prompt_cache(path: str | Path, *, model: Any, config: KVConfig | None =
 
 @contextmanager
 def refuse_damaged(path: str | Path) -> Iterator[None]:
-    """Raise CacheFormatError for whatever the content of a file leads to."""
+    """Raise CacheFormatError for whatever the content of a file leads to; let failures of the machine pass."""
     try:
         yield
-    except UnsupportedModelError:  # of the model, not of the file
+    except (UnsupportedModelError, OSError, MemoryError):  # of the model, the disk or this machine, not of the file
         raise
     except Exception as error:
-        reason = " ".join((str(error) if isinstance(error, CacheFormatError) else repr(error)).split())
-        raise CacheFormatError(f"{path} is damaged ({reason[:_MAX_REASON].rstrip('.')}). {_REMEDY}") from error
+        if isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)):
+            raise
+        reason = one_line(error if isinstance(error, CacheFormatError) else repr(error))
+        raise CacheFormatError(f"{path} is damaged ({reason}). {_REMEDY}") from error
 
 
 def _read(path: Path, model: Any) -> LoadedCache:

@@ -191,6 +191,19 @@ def edited(path, **fields):
     mx.save_safetensors(str(path), arrays, header)
 
 
+@pytest.mark.parametrize(
+    "error", [MemoryError(), OSError("input/output error"), RuntimeError("[malloc] Unable to allocate 80 bytes.")]
+)
+def test_a_failure_of_the_machine_is_not_one_of_the_file(saved, monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(mx, "eval", fail)
+    with pytest.raises(type(error)) as raised:
+        load_prompt_cache(saved[0], model=MODEL)
+    assert raised.value is error
+
+
 def test_a_second_save_takes_the_place_of_the_first(saved):
     path, caches = saved
     save_prompt_cache(path, caches, model=MODEL, config=CONFIG)
