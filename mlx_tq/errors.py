@@ -4,10 +4,12 @@ A message states what went wrong, the offending value, what would be valid, and 
 """
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Any
 
 _MAX_LINE = 240  # characters
+_NO_MEMORY = re.compile("alloc|memory", re.IGNORECASE)  # in what mlx raises then
 
 
 class MlxTqError(Exception):
@@ -44,6 +46,11 @@ class RankError(MlxTqError):
 
 class RescueError(MlxTqError):
     """Reports a rescue service that is required and did not answer."""
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether Python or mlx could not allocate memory."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error))))
 
 
 def one_line(message: object) -> str:

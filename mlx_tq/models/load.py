@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 
 from mlx_tq.codec.formats.base import dtype_of
 from mlx_tq.distributed.group import ALONE, Ranks
-from mlx_tq.errors import ConfigError, MlxTqError, UnsupportedModelError, one_line, unknown_name
+from mlx_tq.errors import ConfigError, MlxTqError, UnsupportedModelError, is_out_of_memory, one_line, unknown_name
 from mlx_tq.models.fingerprint import WHOLE, fingerprint
 from mlx_tq.models.gguf import load_gguf, make_config
 from mlx_tq.models.gguf_file import read_gguf
@@ -151,19 +151,24 @@ def _load_file(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[str
         return load_gguf(Path(source), **options)
     except MlxTqError:
         raise
+    except OSError as error:
+        raise _not_loaded(source, str(error)) from error
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise _not_loaded(source, _describe_error(error), "Download or convert it again.") from error
 
 
 def _load_folder(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, StrictDataclassError  # takes 0.1 s
+    from httpx2 import HTTPError  # takes 0.1 s
+    from huggingface_hub.errors import HFValidationError, StrictDataclassError  # takes 0.1 s
     from mlx_lm import load as load_model  # imports transformers, which takes a second
 
     try:
         loaded, tokenizer, config = load_model(source, return_config=True, **options)
     except HFValidationError as error:
         raise ConfigError(f"there is no model folder {source!r}, and it is not a valid hub name. {_REMEDY}") from error
-    except (HfHubHTTPError, OSError) as error:
+    except (HTTPError, OSError) as error:
         reason = one_line(str(error).strip().partition("\n")[0])
         if not Path(source).exists():
             reason = f"there is no such folder, and the hub did not give it ({reason})"
@@ -172,10 +177,16 @@ def _load_folder(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[s
         raise _not_loaded(source, f"a JSON file is damaged ({error})") from error
     except (KeyError, TypeError, StrictDataclassError) as error:
         raise _not_loaded(source, f"its config.json does not fit ({one_line(error)})") from error
+    except ImportError as error:
+        raise _not_loaded(source, f"it needs a package ({one_line(error)})", "Install that.") from error
     except RuntimeError as error:  # safetensors that mlx cannot read
+        if is_out_of_memory(error):
+            raise
         raise _not_loaded(source, str(error), "Download or convert it again.") from error
     except ValueError as error:
         raise UnsupportedModelError(f"the model {source!r} cannot be loaded: {one_line(error)}.") from error
+    except MemoryError:
+        raise
     except Exception as error:
         raise _not_loaded(source, f"its files do not fit together ({_describe_error(error)})") from error
     return loaded, tokenizer, config
@@ -223,6 +234,8 @@ def check_heads(source: str, ranks: Ranks) -> None:
 
 def _read_config(source: str) -> dict[str, Any]:
     """Return the configuration of a model, or {} if loading the model will report what is wrong."""
+    from httpx2 import HTTPError  # takes 0.1 s to import
+
     path = Path(source)
     if path.is_file():
         return make_config(read_gguf(path))
@@ -231,7 +244,7 @@ def _read_config(source: str) -> dict[str, Any]:
             from huggingface_hub import hf_hub_download  # takes 0.1 s to import
 
             path = Path(hf_hub_download(source, "config.json")).parent
-    except (OSError, ValueError):
+    except (HTTPError, OSError, ValueError):
         return {}
     return _read_json(path / "config.json")
 

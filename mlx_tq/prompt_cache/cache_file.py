@@ -11,7 +11,6 @@ checksum of its own, and a damaged one is left out.
 import copy
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.config import SCHEDULE, KVConfig
-from mlx_tq.errors import CacheFormatError, UnsupportedModelError, one_line
+from mlx_tq.errors import CacheFormatError, UnsupportedModelError, is_out_of_memory, one_line
 from mlx_tq.files import atomic_write, check_kind
 from mlx_tq.integration.probe import model_facts, native_caches
 from mlx_tq.models import fingerprint, ranks_of
@@ -46,7 +45,6 @@ _MAX_BATCH = 256  # sequences in one cache, for each of which the model computes
 _TRIED_TOKENS = 8
 _GROWING = (native.KVCache, native.QuantizedKVCache)  # have rows of all tokens, in their order
 _IN_PLACE_OF_PLAIN = (native.QuantizedKVCache, native.RotatingKVCache, CompressedKVCache)
-_NO_MEMORY = re.compile("alloc|memory", re.IGNORECASE)  # in what mlx raises then
 _BLOCKS = "attached"  # the array of archived blocks, and the metadata key of their sizes
 
 
@@ -154,10 +152,10 @@ def refuse_damaged(path: str | Path) -> Iterator[None]:
     """Raise CacheFormatError for whatever the content of a file leads to; let failures of the machine pass."""
     try:
         yield
-    except (UnsupportedModelError, OSError, MemoryError):  # of the model, the disk or this machine, not of the file
+    except (UnsupportedModelError, OSError):  # of the model or the disk, not of the file
         raise
     except Exception as error:
-        if isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)):
+        if is_out_of_memory(error):
             raise
         reason = one_line(error if isinstance(error, CacheFormatError) else repr(error))
         raise CacheFormatError(f"{path} is damaged ({reason}). {_REMEDY}") from error

@@ -2,7 +2,9 @@
 
 import json
 
+import httpx2
 import mlx.core as mx
+import mlx_lm
 import pytest
 
 from mlx_tq import load
@@ -75,6 +77,34 @@ def test_config_with_a_rope_base_for_each_layer(tmp_path):
 def test_a_command_with_a_wrong_value_in_the_config(cli, tmp_path, config):
     result = cli("generate", *HI, "--model", copy_model(tmp_path / "model", **config))
     refused(result, "cannot be loaded: its ", code=2)
+
+
+def _fail_to_load(monkeypatch, error):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(mlx_lm, "load", fail)
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (ImportError("Run pip install tiktoken."), r"it needs a package \(Run pip install tiktoken\)\. Install that\."),
+        (httpx2.ReadTimeout("The read timed out"), r"the hub did not give it \(The read timed out\)"),
+    ],
+)
+def test_a_package_or_a_network_that_is_not_there(monkeypatch, error, says):
+    _fail_to_load(monkeypatch, error)
+    with pytest.raises(ConfigError, match=rf"^the model 'mlx-community/x' cannot be loaded: .*{says}"):
+        load("mlx-community/x")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("[malloc] Unable to allocate 80 bytes.")])
+def test_too_little_memory_is_not_a_damaged_model(monkeypatch, error):
+    _fail_to_load(monkeypatch, error)
+    with pytest.raises(type(error)) as raised:
+        load()
+    assert raised.value is error
 
 
 @pytest.mark.parametrize(
