@@ -93,11 +93,8 @@ class Folder:
 
     def read(self, kind: str, key: str, *, touch: bool = True) -> bytes | None:
         """Return a record, which then counts as used, or None if it is missing. A damaged one is removed."""
-        path = self._path(kind, key)
-        content = self._read(path)
-        if content is None:
-            _remove(path)
-        elif touch:
+        content, _ = self._read(self._path(kind, key))
+        if content is not None and touch:
             self.touch([(kind, key)])
         return content
 
@@ -181,7 +178,7 @@ class Folder:
     def check(self) -> tuple[int, int]:
         """Read all records; return how many there are, and how many were damaged and are removed now."""
         records = self.records()
-        return len(records), sum(self._read(record.path) is None and _remove(record.path) for record in records)
+        return len(records), sum(self._read(record.path)[1] for record in records)
 
     def clear(self) -> int:
         """Remove all records; return their bytes."""
@@ -192,14 +189,16 @@ class Folder:
             raise ValueError(f"{key[:80]!r} is not the key of a record")
         return self.path / kind / key
 
-    def _read(self, path: Path) -> bytes | None:
-        """Return the content of a record, or None if it is missing or damaged."""
+    def _read(self, path: Path) -> tuple[bytes | None, bool]:
+        """Return the content of a record, or None, and whether it was damaged and has been removed."""
         with suppress(OSError), open_regular(path) as file:
-            if os.fstat(file.fileno()).st_size <= self.limit and file.read(len(_MAGIC)) == _MAGIC:
+            status = os.fstat(file.fileno())
+            if status.st_size <= self.limit and file.read(len(_MAGIC)) == _MAGIC:
                 digest, content = file.read(_DIGEST_SIZE), file.readall()
                 if digest == _digest(path.name, content):
-                    return content
-        return None
+                    return content, False
+            return None, _remove(path, status)
+        return None, False
 
     def _count(self) -> list[Record]:
         records = self.records()
@@ -244,12 +243,16 @@ def _write(path: Path, parts: Iterable[bytes]) -> None:
             file.writelines(parts)
 
 
-def _remove(path: Path) -> bool:
-    """Remove a file and return True if it begins like a record, or is one whose beginning a power cut took."""
+def _remove(path: Path, status: os.stat_result | None = None) -> bool:
+    """Remove a file and return True if it begins like a record, or is one whose beginning a power cut took.
+
+    With the status of a file that was read, another one, which a process has stored since, stays.
+    """
     with suppress(OSError):
         with open_regular(path) as file:
             beginning = file.read(len(_MAGIC))
-        if _MAGIC.startswith(beginning.rstrip(b"\0")):
+            is_same = status is None or os.path.samestat(status, os.fstat(file.fileno()))
+        if is_same and _MAGIC.startswith(beginning.rstrip(b"\0")):
             path.unlink()
             return True
     return False

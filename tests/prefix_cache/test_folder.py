@@ -269,6 +269,35 @@ def test_a_record_that_vanishes_while_it_is_checked_is_not_damaged(folder):
     assert 0 < len(folder.records()) <= 20
 
 
+@pytest.mark.parametrize(
+    ("is_damaged", "finds_none"),
+    [
+        (False, lambda folder: read(folder, "a") is None),
+        (True, lambda folder: read(folder, "a") is None),
+        (True, lambda folder: folder.check() == (1, 0)),
+    ],
+)
+def test_a_record_that_is_stored_while_an_old_one_is_read_stays(folder, monkeypatch, is_damaged, finds_none):
+    """Another process stores it after this one has seen that it is missing or damaged."""
+    opened, path = os.open, path_of(folder, "a")
+    if is_damaged:
+        path.write_bytes(b"TQR1 half")
+
+    def open_(name, *args, **options):
+        if name != path:
+            return opened(name, *args, **options)
+        monkeypatch.undo()
+        try:
+            return opened(name, *args, **options)
+        finally:
+            path.unlink(missing_ok=True)
+            write(Folder(folder.path), "a")
+
+    monkeypatch.setattr(os, "open", open_)
+    assert finds_none(folder)
+    assert read(folder, "a") == b"a" * 1000
+
+
 def test_records_of_a_clock_that_was_years_ahead_are_evicted_first(tmp_path):
     folder = Folder(tmp_path / "store", limit=10 * 1100)
     write(folder, *"abcdefgh")
