@@ -33,6 +33,7 @@ BLOCKS, CHECKPOINTS = KINDS = "blocks", "checkpoints"
 RANK = "rank-"
 _MARKER, _LOCK = "mlx_tq_prefix_cache", "lock"
 _MAGIC = b"TQR1"
+_IGNORED = {".DS_Store", ".localized"}  # which macOS puts into folders
 _KEY, _TEMPORARY = re.compile(r"[0-9a-f]{64}"), re.compile(r"\.[0-9a-f]{64}\.[0-9a-f]{8}")
 _DIGEST_SIZE = hashlib.sha256().digest_size
 _AHEAD = 7 * 86_400 * 10**9  # nanoseconds that protected records are ahead
@@ -69,6 +70,7 @@ class Folder:
         self.path, self.limit = path, limit
         self._nbytes = 0  # of all records, while this process writes
         self._to_evict: list[Record] = []  # the next one last
+        self._frees_disk = True  # False if a full disk stayed full after an eviction, as with snapshots, until a write
         try:
             self._make()
         except OSError as error:
@@ -80,13 +82,16 @@ class Folder:
     def _make(self) -> None:
         """Make what is missing; raise OSError if that fails, or if the folder is not ours."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        names = {file.name for file in self.path.iterdir()}
+        names = {file.name for file in self.path.iterdir()} - _IGNORED
         if names and _MARKER not in names:
             raise FileExistsError(errno.EEXIST, f"it holds other files ({min(names)})")
         if self.path.stat().st_uid != os.geteuid():
             raise PermissionError(errno.EPERM, "it belongs to another user")
         if not names:
             (self.path / _MARKER).touch(mode=0o600)
+        for kind in KINDS:
+            if (self.path / kind).is_symlink():
+                raise NotADirectoryError(errno.ENOTDIR, f"its {kind} is a link")
         self.path.chmod(0o700)
         for kind in KINDS:
             (self.path / kind).mkdir(mode=0o700, exist_ok=True)
@@ -112,10 +117,12 @@ class Folder:
         try:
             _write(path, parts)
         except OSError as error:
-            if error.errno not in _FULL_DISK:
+            if error.errno not in _FULL_DISK or not self._frees_disk or size > self._nbytes:
                 raise
+            self._frees_disk = False
             self._evict(self._nbytes - size)
             _write(path, parts)
+        self._frees_disk = True
         self._nbytes += size
         self._evict(self.limit)
 
