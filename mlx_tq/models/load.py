@@ -89,7 +89,7 @@ def load(
         loaded.set_dtype(dtype_of(dtype))
     if not ranks.is_alone:
         divide(loaded, ranks)
-    limit_tokenizer(tokenizer, source)
+    limit_tokenizer(tokenizer)
     tokenizer.model_max_length = sys.maxsize  # mlx_tq reports prompts that are too long; transformers would warn too
     return (loaded, tokenizer, config) if return_config else (loaded, tokenizer)
 

@@ -1,14 +1,19 @@
 """Models that are missing, damaged, unknown, or not supported by a compressed cache."""
 
+import copy
 import json
+import pickle
+import sys
 
 import httpx2
 import mlx.core as mx
 import mlx_lm
 import pytest
+from jinja2 import TemplateError
 
 from mlx_tq import load
 from mlx_tq.errors import ConfigError, MlxTqError
+from mlx_tq.models.tokenizer_limits import limit_tokenizer
 
 from .tools import EMBEDDED, copy_model, refused, zoo_model
 
@@ -191,6 +196,40 @@ def test_regular_expression_of_a_tokenizer_that_fails_on_a_text(cli, tmp_path):
         cli("generate", "-p", "x" * 40, *words), "fails on this text (Onig: Regex search error: retry-limit", code=1
     )
     assert cli("generate", "-p", "hi", *words).code == 0
+
+
+@pytest.mark.parametrize("copy_", [copy.deepcopy, lambda tokenizer: pickle.loads(pickle.dumps(tokenizer))])
+def test_a_copy_of_a_tokenizer_is_independent(copy_):
+    tokenizer = load()[1]
+    copied = copy_(tokenizer)
+    messages = [{"role": "user", "content": "two words"}]
+    assert copied.encode("two words") == tokenizer.encode("two words")
+    assert copied.apply_chat_template(messages) == tokenizer.apply_chat_template(messages)
+    copied.add_tokens(["two words"])
+    assert copied.encode("two words") != tokenizer.encode("two words")
+
+
+def test_a_generator_that_outlives_a_template_without_end():
+    """A debugger that does not trace it leaves the function that counted its lines in place."""
+
+    class Tokenizer:
+        def encode(self, text):
+            return [*text]
+
+        def apply_chat_template(self, numbers):
+            for _ in range(next(numbers)):
+                pass
+
+    limit_tokenizer(tokenizer := Tokenizer())
+    numbers = (number for number in (10**9, 7))
+    with pytest.raises(TemplateError, match="more than 20,000,000 steps"):
+        tokenizer.apply_chat_template(numbers)
+    before = sys.gettrace()
+    sys.settrace(lambda *_: None)
+    try:
+        assert next(numbers) == 7
+    finally:
+        sys.settrace(before)
 
 
 def test_draft_model_with_another_vocabulary(cli, tmp_path):
