@@ -4,8 +4,12 @@ A message states what went wrong, the offending value, what would be valid, and 
 """
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Any
+
+_MAX_LINE = 240  # characters
+_NO_MEMORY = re.compile("alloc|memory", re.IGNORECASE)  # in what mlx raises then
 
 
 class MlxTqError(Exception):
@@ -42,6 +46,17 @@ class RankError(MlxTqError):
 
 class RescueError(MlxTqError):
     """Reports a rescue service that is required and did not answer."""
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether Python or mlx could not allocate memory."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error))))
+
+
+def one_line(message: object) -> str:
+    """Return another library's message, or the name of its error if that has none, as one short line."""
+    text = " ".join(str(message).split()).rstrip(".") or type(message).__name__
+    return text if len(text) <= _MAX_LINE else f"{text[:_MAX_LINE]}..."
 
 
 def unknown_name(kind: str, name: object, valid_names: Iterable[Any]) -> ConfigError:

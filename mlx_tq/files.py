@@ -42,9 +42,8 @@ def check_kind(path: str | Path, kind: str, has_kind: Callable[[Mapping[str, str
     file = Path(path)
     if not file.is_file():
         return
-    with suppress(
-        OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError
-    ):  # a foreign file may hold anything
+    # A foreign file may hold anything.
+    with suppress(OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError):
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(length)) if length <= _MAX_HEADER_BYTES else {}

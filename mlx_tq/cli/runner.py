@@ -81,7 +81,7 @@ def guarded(command: str, run: Callable[[], int]) -> int:
     except RuntimeError as error:
         if not _is_rank_failure(error):
             raise
-        _report(command, _describe(error))
+        _report(command, _describe_failure(error))
         return FAILED
     except BrokenPipeError:  # the reader of our output has closed it
         _discard_output()
@@ -133,14 +133,14 @@ def _check_process(command: str) -> None:
 
 def end_rank(command: str, error: Exception) -> None:
     """End this process at once, from any thread, with a line that says why; other ranks would wait for it forever."""
-    exit_now(_line(command, _describe(error)))
+    exit_now(_line(command, _describe_failure(error)))
 
 
 def _is_rank_failure(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and str(error).startswith(_MLX_BACKENDS)
 
 
-def _describe(error: Exception) -> str:
+def _describe_failure(error: Exception) -> str:
     if _is_rank_failure(error):
         return f"another rank has ended or cannot be reached ({error})."
     return str(error) if isinstance(error, MlxTqError) else repr(error)

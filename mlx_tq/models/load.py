@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 
 from mlx_tq.codec.formats.base import dtype_of
 from mlx_tq.distributed.group import ALONE, Ranks
-from mlx_tq.errors import ConfigError, MlxTqError, UnsupportedModelError, unknown_name
+from mlx_tq.errors import ConfigError, MlxTqError, UnsupportedModelError, is_out_of_memory, one_line, unknown_name
 from mlx_tq.models.fingerprint import WHOLE, fingerprint
 from mlx_tq.models.gguf import load_gguf, make_config
 from mlx_tq.models.gguf_file import read_gguf
@@ -34,7 +34,6 @@ _REMEDY = (
     "Give a folder with config.json and safetensors, a .gguf file, a hub name such as mlx-community/Qwen3-4B-4bit, "
     f"{SMOLLM2}, or nothing for the embedded model."
 )
-_MAX_MESSAGE = 240  # characters of another library's message
 _MAX_LAYERS = 10_000  # mlx-lm makes as many objects before it compares them with the weights
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _GGUF = ".gguf"
@@ -90,7 +89,7 @@ def load(
         loaded.set_dtype(dtype_of(dtype))
     if not ranks.is_alone:
         divide(loaded, ranks)
-    limit_tokenizer(tokenizer, source)
+    limit_tokenizer(tokenizer)
     tokenizer.model_max_length = sys.maxsize  # mlx_tq reports prompts that are too long; transformers would warn too
     return (loaded, tokenizer, config) if return_config else (loaded, tokenizer)
 
@@ -142,8 +141,9 @@ def _check_config(source: str) -> None:
             if isinstance(count, int | float) and count > _MAX_LAYERS:
                 raise _not_loaded(source, f"its config.json has {name} = {count}, above {_MAX_LAYERS:,}")
         base = part.get("rope_theta")
-        if base is not None and not isinstance(base, int | float):
-            raise _not_loaded(source, f"its config.json has rope_theta = {base!r}, not a number")
+        bases = base if isinstance(base, list) and base else [base]  # step3p5 has one for each layer
+        if base is not None and not all(isinstance(number, int | float) for number in bases):
+            raise _not_loaded(source, f"its config.json has rope_theta = {base!r}, not a number or a list of numbers")
 
 
 def _load_file(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
@@ -151,41 +151,52 @@ def _load_file(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[str
         return load_gguf(Path(source), **options)
     except MlxTqError:
         raise
+    except OSError as error:
+        raise _not_loaded(source, str(error)) from error
     except Exception as error:
-        raise _not_loaded(source, _describe(error), "Download or convert it again.") from error
+        if is_out_of_memory(error):
+            raise
+        raise _not_loaded(source, _describe_error(error), "Download or convert it again.") from error
 
 
 def _load_folder(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, StrictDataclassError  # takes 0.1 s
+    from httpx2 import HTTPError  # takes 0.1 s
+    from huggingface_hub.errors import HFValidationError, StrictDataclassError  # takes 0.1 s
     from mlx_lm import load as load_model  # imports transformers, which takes a second
 
     try:
         loaded, tokenizer, config = load_model(source, return_config=True, **options)
     except HFValidationError as error:
         raise ConfigError(f"there is no model folder {source!r}, and it is not a valid hub name. {_REMEDY}") from error
-    except (HfHubHTTPError, OSError) as error:
-        reason = _one_line(str(error).strip().partition("\n")[0])
+    except (HTTPError, OSError) as error:
+        reason = one_line(str(error).strip().partition("\n")[0])
         if not Path(source).exists():
             reason = f"there is no such folder, and the hub did not give it ({reason})"
         raise _not_loaded(source, reason) from error
     except json.JSONDecodeError as error:
         raise _not_loaded(source, f"a JSON file is damaged ({error})") from error
     except (KeyError, TypeError, StrictDataclassError) as error:
-        raise _not_loaded(source, f"its config.json does not fit ({_one_line(str(error))})") from error
+        raise _not_loaded(source, f"its config.json does not fit ({one_line(error)})") from error
+    except ImportError as error:
+        raise _not_loaded(source, f"it needs a package ({one_line(error)})", "Install that.") from error
     except RuntimeError as error:  # safetensors that mlx cannot read
+        if is_out_of_memory(error):
+            raise
         raise _not_loaded(source, str(error), "Download or convert it again.") from error
     except ValueError as error:
-        raise UnsupportedModelError(f"the model {source!r} cannot be loaded: {_one_line(str(error))}.") from error
+        raise UnsupportedModelError(f"the model {source!r} cannot be loaded: {one_line(error)}.") from error
+    except MemoryError:
+        raise
     except Exception as error:
-        raise _not_loaded(source, f"its files do not fit together ({_describe(error)})") from error
+        raise _not_loaded(source, f"its files do not fit together ({_describe_error(error)})") from error
     return loaded, tokenizer, config
 
 
 def _not_loaded(source: str, reason: str, remedy: str = _REMEDY) -> ConfigError:
-    return ConfigError(f"the model {source!r} cannot be loaded: {_one_line(reason)}. {remedy}")
+    return ConfigError(f"the model {source!r} cannot be loaded: {one_line(reason)}. {remedy}")
 
 
-def _describe(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return str(error) if isinstance(error, ValueError) else repr(error)
 
 
@@ -199,11 +210,6 @@ def _make_dense(model: Any) -> None:
     dequantize_model(model)
     model.set_dtype(dtypes.pop() if dtypes else mx.float32)
     mx.eval(model.parameters())
-
-
-def _one_line(text: str) -> str:
-    text = " ".join(text.split()).rstrip(".")
-    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."
 
 
 def ranks_of(model: Any) -> Ranks:
@@ -228,6 +234,8 @@ def check_heads(source: str, ranks: Ranks) -> None:
 
 def _read_config(source: str) -> dict[str, Any]:
     """Return the configuration of a model, or {} if loading the model will report what is wrong."""
+    from httpx2 import HTTPError  # takes 0.1 s to import
+
     path = Path(source)
     if path.is_file():
         return make_config(read_gguf(path))
@@ -236,7 +244,7 @@ def _read_config(source: str) -> dict[str, Any]:
             from huggingface_hub import hf_hub_download  # takes 0.1 s to import
 
             path = Path(hf_hub_download(source, "config.json")).parent
-    except (OSError, ValueError):
+    except (HTTPError, OSError, ValueError):
         return {}
     return _read_json(path / "config.json")
 

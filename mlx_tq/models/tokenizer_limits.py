@@ -3,24 +3,29 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, MethodType
 from typing import Any
 
 from jinja2 import TemplateError
 
 from mlx_tq.errors import UnsupportedModelError
 
-_MAX_STEPS = 20_000_000  # lines of Python, two seconds; a conversation of 10,000 messages takes a tenth of them
+_MAX_STEPS = 20_000_000  # lines of Python, two to five seconds; a conversation of 10,000 messages takes a tenth of them
 
 
 class _TooManySteps(BaseException):
     """Ends a template; code that it calls may catch an Exception."""
 
 
-def limit_tokenizer(tokenizer: Any, source: str) -> None:
-    """Let a tokenizer of mlx-lm raise TemplateError or UnsupportedModelError where it would hang or panic."""
-    tokenizer.encode = _without_panics(tokenizer.encode, source)
-    tokenizer.apply_chat_template = _with_few_steps(tokenizer.apply_chat_template)
+def limit_tokenizer(tokenizer: Any) -> None:
+    """Let a tokenizer of mlx-lm raise TemplateError or UnsupportedModelError where it would hang or panic.
+
+    A copy of the tokenizer has these limits too; a pickled one loads without them.
+    """
+    for function in (encode, apply_chat_template):
+        owner = getattr(tokenizer, function.__name__).__self__  # mlx-lm's wrapper, or the tokenizer inside it
+        # Copying a bound method binds it to the copy, which a closure would not do, and pickling it works.
+        setattr(owner, function.__name__, MethodType(function, owner))
 
 
 @contextmanager
@@ -36,27 +41,23 @@ def report_panics(message: str) -> Iterator[None]:
         ) from error
 
 
-def _without_panics(encode: Callable[..., Any], source: str) -> Callable[..., Any]:
-    def encode_text(*args: Any, **options: Any) -> Any:
-        with report_panics(f"the tokenizer of {source!r} fails on this text"):
-            return encode(*args, **options)
-
-    return encode_text
+def encode(tokenizer: Any, *args: Any, **options: Any) -> Any:
+    """Call the `encode` of a tokenizer's class."""
+    with report_panics("the model's tokenizer fails on this text"):
+        return type(tokenizer).encode(tokenizer, *args, **options)
 
 
-def _with_few_steps(apply: Callable[..., Any]) -> Callable[..., Any]:
-    def apply_template(*args: Any, **options: Any) -> Any:
-        try:
-            with _at_most(_MAX_STEPS):
-                return apply(*args, **options)
-        except _TooManySteps as error:
-            raise TemplateError(f"rendering it takes more than {_MAX_STEPS:,} steps") from error
-        except TemplateError:
-            raise
-        except Exception as error:  # whatever a template does
-            raise TemplateError(str(error) or repr(error)) from error
-
-    return apply_template
+def apply_chat_template(tokenizer: Any, *args: Any, **options: Any) -> Any:
+    """Call the `apply_chat_template` of a tokenizer's class."""
+    try:
+        with _at_most(_MAX_STEPS):
+            return type(tokenizer).apply_chat_template(tokenizer, *args, **options)
+    except _TooManySteps as error:
+        raise TemplateError(f"rendering it takes more than {_MAX_STEPS:,} steps") from error
+    except TemplateError:
+        raise
+    except Exception as error:  # whatever a template does
+        raise TemplateError(str(error) or repr(error)) from error
 
 
 @contextmanager
@@ -76,3 +77,4 @@ def _at_most(steps: int) -> Iterator[None]:
         yield
     finally:
         sys.settrace(before)
+        steps = sys.maxsize  # a generator that goes on keeps `count` in its frame

@@ -33,6 +33,7 @@ BLOCKS, CHECKPOINTS = KINDS = "blocks", "checkpoints"
 RANK = "rank-"
 _MARKER, _LOCK = "mlx_tq_prefix_cache", "lock"
 _MAGIC = b"TQR1"
+_IGNORED = {".DS_Store", ".localized"}  # which macOS puts into folders
 _KEY, _TEMPORARY = re.compile(r"[0-9a-f]{64}"), re.compile(r"\.[0-9a-f]{64}\.[0-9a-f]{8}")
 _DIGEST_SIZE = hashlib.sha256().digest_size
 _AHEAD = 7 * 86_400 * 10**9  # nanoseconds that protected records are ahead
@@ -69,6 +70,7 @@ class Folder:
         self.path, self.limit = path, limit
         self._nbytes = 0  # of all records, while this process writes
         self._to_evict: list[Record] = []  # the next one last
+        self._frees_disk = True  # False if a full disk stayed full after an eviction, as with snapshots, until a write
         try:
             self._make()
         except OSError as error:
@@ -80,24 +82,24 @@ class Folder:
     def _make(self) -> None:
         """Make what is missing; raise OSError if that fails, or if the folder is not ours."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        names = {file.name for file in self.path.iterdir()}
+        names = {file.name for file in self.path.iterdir()} - _IGNORED
         if names and _MARKER not in names:
             raise FileExistsError(errno.EEXIST, f"it holds other files ({min(names)})")
         if self.path.stat().st_uid != os.geteuid():
             raise PermissionError(errno.EPERM, "it belongs to another user")
         if not names:
             (self.path / _MARKER).touch(mode=0o600)
+        for kind in KINDS:
+            if (self.path / kind).is_symlink():
+                raise NotADirectoryError(errno.ENOTDIR, f"its {kind} is a link")
         self.path.chmod(0o700)
         for kind in KINDS:
             (self.path / kind).mkdir(mode=0o700, exist_ok=True)
 
     def read(self, kind: str, key: str, *, touch: bool = True) -> bytes | None:
         """Return a record, which then counts as used, or None if it is missing. A damaged one is removed."""
-        path = self._path(kind, key)
-        content = self._read(path)
-        if content is None:
-            _remove(path)
-        elif touch:
+        content, _ = self._read(self._path(kind, key))
+        if content is not None and touch:
             self.touch([(kind, key)])
         return content
 
@@ -115,10 +117,12 @@ class Folder:
         try:
             _write(path, parts)
         except OSError as error:
-            if error.errno not in _FULL_DISK:
+            if error.errno not in _FULL_DISK or not self._frees_disk or size > self._nbytes:
                 raise
+            self._frees_disk = False
             self._evict(self._nbytes - size)
             _write(path, parts)
+        self._frees_disk = True
         self._nbytes += size
         self._evict(self.limit)
 
@@ -181,7 +185,7 @@ class Folder:
     def check(self) -> tuple[int, int]:
         """Read all records; return how many there are, and how many were damaged and are removed now."""
         records = self.records()
-        return len(records), sum(self._read(record.path) is None and _remove(record.path) for record in records)
+        return len(records), sum(self._read(record.path)[1] for record in records)
 
     def clear(self) -> int:
         """Remove all records; return their bytes."""
@@ -192,14 +196,16 @@ class Folder:
             raise ValueError(f"{key[:80]!r} is not the key of a record")
         return self.path / kind / key
 
-    def _read(self, path: Path) -> bytes | None:
-        """Return the content of a record, or None if it is missing or damaged."""
+    def _read(self, path: Path) -> tuple[bytes | None, bool]:
+        """Return the content of a record, or None, and whether it was damaged and has been removed."""
         with suppress(OSError), open_regular(path) as file:
-            if os.fstat(file.fileno()).st_size <= self.limit and file.read(len(_MAGIC)) == _MAGIC:
+            status = os.fstat(file.fileno())
+            if status.st_size <= self.limit and file.read(len(_MAGIC)) == _MAGIC:
                 digest, content = file.read(_DIGEST_SIZE), file.readall()
                 if digest == _digest(path.name, content):
-                    return content
-        return None
+                    return content, False
+            return None, _remove(path, status)
+        return None, False
 
     def _count(self) -> list[Record]:
         records = self.records()
@@ -244,12 +250,16 @@ def _write(path: Path, parts: Iterable[bytes]) -> None:
             file.writelines(parts)
 
 
-def _remove(path: Path) -> bool:
-    """Remove a file and return True if it begins like a record, or is one whose beginning a power cut took."""
+def _remove(path: Path, status: os.stat_result | None = None) -> bool:
+    """Remove a file and return True if it begins like a record, or is one whose beginning a power cut took.
+
+    With the status of a file that was read, another one, which a process has stored since, stays.
+    """
     with suppress(OSError):
         with open_regular(path) as file:
             beginning = file.read(len(_MAGIC))
-        if _MAGIC.startswith(beginning.rstrip(b"\0")):
+            is_same = status is None or os.path.samestat(status, os.fstat(file.fileno()))
+        if is_same and _MAGIC.startswith(beginning.rstrip(b"\0")):
             path.unlink()
             return True
     return False

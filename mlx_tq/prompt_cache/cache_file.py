@@ -25,7 +25,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.config import SCHEDULE, KVConfig
-from mlx_tq.errors import CacheFormatError, UnsupportedModelError
+from mlx_tq.errors import CacheFormatError, UnsupportedModelError, is_out_of_memory, one_line
 from mlx_tq.files import atomic_write, check_kind
 from mlx_tq.integration.probe import model_facts, native_caches
 from mlx_tq.models import fingerprint, ranks_of
@@ -40,9 +40,10 @@ _FORMAT = "mlx_tq prompt cache"
 _REMEDY = "Take another copy of it, or start again without it."  # it may hold a prompt or a conversation
 _HEADER_KEY = "mlx_tq"  # in the metadata of a file that mlx-lm can read
 _CHECKED_FIELDS = ("version", "model", "config", "classes", "scalars", "metadata")
-_MAX_REASON = 240  # characters
 _MAX_INDEX = 10_000  # of a layer, or in a list of a state; as many elements are made
-_MAX_BATCH = 256
+_MAX_BATCH = 256  # sequences in one cache, for each of which the model computes logits
+_TRIED_TOKENS = 8
+_GROWING = (native.KVCache, native.QuantizedKVCache)  # have rows of all tokens, in their order
 _IN_PLACE_OF_PLAIN = (native.QuantizedKVCache, native.RotatingKVCache, CompressedKVCache)
 _BLOCKS = "attached"  # the array of archived blocks, and the metadata key of their sizes
 
@@ -148,14 +149,16 @@ def load_prompt_cache(path: str | Path, *, model: Any, config: KVConfig | None =
 
 @contextmanager
 def refuse_damaged(path: str | Path) -> Iterator[None]:
-    """Raise CacheFormatError for whatever the content of a file leads to."""
+    """Raise CacheFormatError for whatever the content of a file leads to; let failures of the machine pass."""
     try:
         yield
-    except UnsupportedModelError:  # of the model, not of the file
+    except (UnsupportedModelError, OSError):  # of the model or the disk, not of the file
         raise
     except Exception as error:
-        reason = " ".join((str(error) if isinstance(error, CacheFormatError) else repr(error)).split())
-        raise CacheFormatError(f"{path} is damaged ({reason[:_MAX_REASON].rstrip('.')}). {_REMEDY}") from error
+        if is_out_of_memory(error):
+            raise
+        reason = one_line(error if isinstance(error, CacheFormatError) else repr(error))
+        raise CacheFormatError(f"{path} is damaged ({reason}). {_REMEDY}") from error
 
 
 def _read(path: Path, model: Any) -> LoadedCache:
@@ -180,25 +183,49 @@ def _read(path: Path, model: Any) -> LoadedCache:
         if not all(isinstance(text, str) for text in metadata.values()):
             raise CacheFormatError("its metadata are not texts")
         if hasattr(model, "layers"):
-            _check_classes(caches, native_caches(model))
             try_out(caches, model)
         return LoadedCache(caches, config, metadata)
 
 
 def try_out(caches: list[Any], model: Any) -> None:
-    """Run the model on copies if some caches are its own, whose states nothing else checks; raises what that raises."""
+    """Run the model on parts of copies if some caches are its own, whose states nothing else checks.
+
+    Raises whatever a damaged cache leads to.
+    """
+    _check_classes(caches, native_caches(model))
     parts = cache_parts(caches)
     if all(isinstance(part, CompressedKVCache) for part in parts) or not ranks_of(model).is_alone:
         return
-    leaves: list[tuple[str, Any]] = tree_flatten([part.state for part in parts])  # type: ignore[assignment]
-    batch = next((leaf.shape[0] for _, leaf in leaves if isinstance(leaf, mx.array) and leaf.ndim > 2), 1)
+    batch = next((leaf.shape[0] for part in parts for leaf in _arrays(part) if leaf.ndim > 2), 1)
     lengths = {part.offset for part in parts if isinstance(getattr(part, "offset", None), int)}
     if not 0 < batch <= _MAX_BATCH or len(lengths) > 1:
         raise CacheFormatError(f"its caches are of {batch} sequences, and hold {sorted(lengths)[:4]} tokens")
-    copies = copy.deepcopy(caches)
     with compressed(model):
         for count in (1, 2):  # which caches with a window treat differently
-            mx.eval(model(mx.zeros((batch, count), mx.int32), cache=copies))
+            mx.eval(model(mx.zeros((batch, count), mx.int32), cache=_copy_beginning(caches)))
+
+
+def _copy_beginning(caches: list[Any]) -> list[Any]:
+    """Return copies with the first tokens of caches that hold all; the others share arrays until they are written."""
+    arrays: dict[int, mx.array] = {}  # what `deepcopy` takes as the copies of arrays, by their ids
+    for part in cache_parts(caches):
+        if type(part) in _GROWING:
+            rows = min((leaf.shape[-2] for leaf in _arrays(part)), default=0)
+            if not 0 <= part.offset <= rows:
+                raise CacheFormatError(f"it has {part.offset} tokens, and arrays of {rows}")
+            arrays |= {id(leaf): leaf[..., :_TRIED_TOKENS, :] for leaf in _arrays(part)}
+        elif not isinstance(part, CompressedKVCache):  # whose copies share arrays
+            arrays |= {id(leaf): leaf[...] for leaf in _arrays(part)}
+    copies = copy.deepcopy(caches, arrays)
+    for part in cache_parts(copies):
+        if type(part) in _GROWING:
+            part.trim(max(0, part.offset - _TRIED_TOKENS))
+    return copies
+
+
+def _arrays(cache: Any) -> list[mx.array]:
+    leaves: list[tuple[str, Any]] = tree_flatten(cache.state)  # type: ignore[assignment]
+    return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
 
 
 def _check_classes(caches: Sequence[Any], natives: Sequence[Any]) -> None:

@@ -142,7 +142,7 @@ class _PassGuard:
         compared = [(f"{len(caches)} layers", f"{len(facts.classes)} layers")]
         if len(caches) == len(facts.classes):
             compared = [
-                (_describe_cache(slot, caches), _describe(slot.heads, slot.key_dim, slot.value_dim))
+                (_describe_cache(slot, caches), _describe_heads(slot.heads, slot.key_dim, slot.value_dim))
                 for slot in facts.slots
             ]
         for cached, expected in compared:
@@ -153,7 +153,7 @@ class _PassGuard:
                 )
 
 
-def _describe(heads: int, key_dim: int, value_dim: int) -> str:
+def _describe_heads(heads: int, key_dim: int, value_dim: int) -> str:
     return f"{heads} heads of {key_dim} and {value_dim}"
 
 
@@ -164,4 +164,4 @@ def _describe_cache(slot: SlotFacts, caches: Sequence[Any]) -> str:
     if not isinstance(part, CompressedKVCache) or part.empty():
         return ""
     keys, values = part.keys_and_values()
-    return _describe(keys.shape[1], keys.shape[3], values.shape[3])
+    return _describe_heads(keys.shape[1], keys.shape[3], values.shape[3])

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from mlx_tq.errors import RescueError
+from mlx_tq.errors import RescueError, one_line
 from mlx_tq.rescue import wire
 from mlx_tq.rescue.locator import TOKEN_VARIABLE, Address, ServiceLocator, run_in_thread
 from mlx_tq.rescue.wire import Embeddings, Range, RetrievedSpan, TextSpan
@@ -341,7 +341,7 @@ class RescueClient(AbstractContextManager["RescueClient"]):
                     if len(received) > MAX_RESPONSE or time.monotonic() > deadline:
                         break
         except (httpx2.HTTPError, httpx2.InvalidURL, OSError, RuntimeError) as error:  # RuntimeError: client is closed
-            raise RescueError(f"the rescue service cannot be reached ({_one_line(error)})") from error
+            raise RescueError(f"the rescue service cannot be reached ({one_line(error)})") from error
         if len(received) > MAX_RESPONSE:
             raise RescueError(f"the rescue service answered more than {MAX_RESPONSE:,} bytes")
         _check_status(response.status_code, received, address)
@@ -400,16 +400,12 @@ def _check_status(status: int, body: bytes | bytearray, address: Address) -> Non
         detail = json.loads(body)["detail"]
     except (ValueError, KeyError, TypeError, RecursionError):
         detail = "it does not say why"
-    message = f"the rescue service answered {status} ({_one_line(detail)})"
+    message = f"the rescue service answered {status} ({one_line(detail)})"
     if status == _UNAUTHORIZED:
         message = f"the rescue service at {address.url} does not accept the token; set {TOKEN_VARIABLE} to its own"
     if status in _RETRYABLE or (status >= 500 and status != _INSUFFICIENT_STORAGE):
         raise RescueError(message)
     raise RefusedError(message, status)
-
-
-def _one_line(message: object) -> str:
-    return " ".join(str(message).split())[:240] or type(message).__name__
 
 
 def _queued_size(span: TextSpan) -> int:

@@ -31,7 +31,7 @@ class SavedConversation:
         positions = [position for pair in (*quoted, (start, stop)) for position in pair]
         are_positions = all(type(position) is int and 0 <= position <= len(ids) for position in positions)
         if not are_positions or not all(type(id_) is int and 0 <= id_ <= _MAX_TOKEN for id_ in ids):
-            raise CacheFormatError("a token or a position of the conversation is no number")
+            raise CacheFormatError("a token or a position of the conversation is not a valid number")
         if not SESSION_ID.fullmatch(fields["id"]):
             raise CacheFormatError("the conversation has no valid id")
         return cls(fields["id"], ids, quoted, RescueConfig(**fields["rescue"]), (start, stop))

@@ -20,7 +20,7 @@ from mlx_tq.models import ranks_of
 from mlx_tq.prefix_cache.folder import Folder
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache, open_folder
 from mlx_tq.prompt_cache.build import build_caches
-from mlx_tq.prompt_cache.cache_file import CONVERSATION, load_prompt_cache, save_prompt_cache
+from mlx_tq.prompt_cache.cache_file import CONVERSATION, load_prompt_cache, refuse_damaged, save_prompt_cache
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.layer_group import cache_parts
 from mlx_tq.prompt_cache.plan import Plan
@@ -346,10 +346,8 @@ class Session:
         loaded = self._worker.run(lambda: load_prompt_cache(path, model=self.model))
         if CONVERSATION not in loaded.metadata:
             raise CacheFormatError(f"{path} is a prompt cache, not a conversation. Take it for mlx_tq.generate.")
-        try:
+        with refuse_damaged(path):
             saved = SavedConversation.from_json(loaded.metadata[CONVERSATION])
-        except Exception as error:
-            raise CacheFormatError(f"{path} is damaged ({error!r:.240}). Take another copy of it.") from error
         ids, rescue = saved.ids, saved.rescue
         lengths = {part.offset for part in cache_parts(loaded.caches) if hasattr(part, "offset")}
         if lengths - {len(ids)}:

@@ -1,12 +1,19 @@
 """Models that are missing, damaged, unknown, or not supported by a compressed cache."""
 
+import copy
 import json
+import pickle
+import sys
 
+import httpx2
 import mlx.core as mx
+import mlx_lm
 import pytest
+from jinja2 import TemplateError
 
 from mlx_tq import load
 from mlx_tq.errors import ConfigError, MlxTqError
+from mlx_tq.models.tokenizer_limits import limit_tokenizer
 
 from .tools import EMBEDDED, copy_model, refused, zoo_model
 
@@ -53,7 +60,7 @@ WRONG = [
     {"hidden_size": 0}, {"hidden_size": 2**40}, {"head_dim": -1}, {"rope_scaling": 5}, {"rope_theta": "x"},
     {"num_hidden_layers": 10**9}, {"num_hidden_layers": 1e300}, {"text_config": {"num_hidden_layers": 10**9}},
     {"text_config": 7}, {"rms_norm_eps": "x" * 5000}, {"model_type": "base"}, {"model_type": "../x"},
-    {"quantization": 4},
+    {"quantization": 4}, {"rope_theta": []}, {"rope_theta": [1e4, "x"]},
 ]  # fmt: skip
 
 
@@ -63,10 +70,46 @@ def test_config_with_a_wrong_value(tmp_path, config):
         load(copy_model(tmp_path / "model", **config))
 
 
+def test_config_with_a_rope_base_for_each_layer(tmp_path):
+    path = zoo_model(
+        tmp_path / "model", "llama", model_type="step3p5", num_attention_groups=2, rope_theta=[1e4, 5_000_000.0]
+    )
+    model, _ = load(path)
+    assert [layer.self_attn.rope.base for layer in model.layers] == [1e4, 5_000_000.0]
+
+
 @pytest.mark.parametrize("config", [{"model_type": "__init__"}, {"num_hidden_layers": 10**9}, {"rope_scaling": 5}])
 def test_a_command_with_a_wrong_value_in_the_config(cli, tmp_path, config):
     result = cli("generate", *HI, "--model", copy_model(tmp_path / "model", **config))
     refused(result, "cannot be loaded: its ", code=2)
+
+
+def _fail_to_load(monkeypatch, error):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(mlx_lm, "load", fail)
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (ImportError("Run pip install tiktoken."), r"it needs a package \(Run pip install tiktoken\)\. Install that\."),
+        (httpx2.ReadTimeout("The read timed out"), r"the hub did not give it \(The read timed out\)"),
+    ],
+)
+def test_a_package_or_a_network_that_is_not_there(monkeypatch, error, says):
+    _fail_to_load(monkeypatch, error)
+    with pytest.raises(ConfigError, match=rf"^the model 'mlx-community/x' cannot be loaded: .*{says}"):
+        load("mlx-community/x")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("[malloc] Unable to allocate 80 bytes.")])
+def test_too_little_memory_is_not_a_damaged_model(monkeypatch, error):
+    _fail_to_load(monkeypatch, error)
+    with pytest.raises(type(error)) as raised:
+        load()
+    assert raised.value is error
 
 
 @pytest.mark.parametrize(
@@ -153,6 +196,40 @@ def test_regular_expression_of_a_tokenizer_that_fails_on_a_text(cli, tmp_path):
         cli("generate", "-p", "x" * 40, *words), "fails on this text (Onig: Regex search error: retry-limit", code=1
     )
     assert cli("generate", "-p", "hi", *words).code == 0
+
+
+@pytest.mark.parametrize("copy_", [copy.deepcopy, lambda tokenizer: pickle.loads(pickle.dumps(tokenizer))])
+def test_a_copy_of_a_tokenizer_is_independent(copy_):
+    tokenizer = load()[1]
+    copied = copy_(tokenizer)
+    messages = [{"role": "user", "content": "two words"}]
+    assert copied.encode("two words") == tokenizer.encode("two words")
+    assert copied.apply_chat_template(messages) == tokenizer.apply_chat_template(messages)
+    copied.add_tokens(["two words"])
+    assert copied.encode("two words") != tokenizer.encode("two words")
+
+
+def test_a_generator_that_outlives_a_template_without_end():
+    """A debugger that does not trace it leaves the function that counted its lines in place."""
+
+    class Tokenizer:
+        def encode(self, text):
+            return [*text]
+
+        def apply_chat_template(self, numbers):
+            for _ in range(next(numbers)):
+                pass
+
+    limit_tokenizer(tokenizer := Tokenizer())
+    numbers = (number for number in (10**9, 7))
+    with pytest.raises(TemplateError, match="more than 20,000,000 steps"):
+        tokenizer.apply_chat_template(numbers)
+    before = sys.gettrace()
+    sys.settrace(lambda *_: None)
+    try:
+        assert next(numbers) == 7
+    finally:
+        sys.settrace(before)
 
 
 def test_draft_model_with_another_vocabulary(cli, tmp_path):

@@ -130,6 +130,14 @@ def test_quantized_file_of_mlx_lm(quick, mlx_lm, tmp_path):
     assert "without --kv-bits" in compressed.err
 
 
+def test_batch_file_of_mlx_lm_is_refused(quick, tmp_path, embedded):
+    file, model = tmp_path / "batch.safetensors", embedded[0]
+    caches = [native_cache.BatchKVCache([0, 1]) for _ in model.layers]
+    model(mx.array([[1, 2, 3], [0, 1, 2]]), cache=caches)
+    native_cache.save_prompt_cache(str(file), caches, {"model": str(EMBEDDED), "tokenizer_config": "{}"})
+    refused(quick("generate", *ASK, *OFF, "--prompt-cache-file", file), "BatchKVCache, the model a KVCache", code=1)
+
+
 def test_model_of_the_file_is_used(quick, tmp_path):
     model, file = zoo_model(tmp_path / "llama", "llama"), tmp_path / "cache.safetensors"
     assert quick("cache_prompt", "--model", model, "-p", TEXT, "--prompt-cache-file", file).code == 0

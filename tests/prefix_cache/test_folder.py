@@ -186,6 +186,25 @@ def test_a_folder_of_other_files_is_refused_and_stays_as_it_is(tmp_path, name):
     assert folder.stat().st_mode & 0o777 == 0o755
 
 
+def test_a_folder_that_finder_has_opened_is_empty(tmp_path):
+    (tmp_path / ".DS_Store").write_bytes(b"Bud1")
+    (tmp_path / ".localized").touch()
+    write(Folder(tmp_path), "a")
+    assert (tmp_path / ".DS_Store").read_bytes() == b"Bud1"
+
+
+def test_a_link_in_place_of_its_folder_of_records_is_refused(folder, tmp_path):
+    other = Folder(tmp_path / "other")
+    write(other, "a")
+    (folder.path / BLOCKS).rmdir()
+    (folder.path / BLOCKS).symlink_to(other.path / BLOCKS)
+    with pytest.raises(ConfigError, match="cannot be used as a prefix cache: its blocks is a link"):
+        Folder(folder.path)
+    with pytest.raises(OSError, match="is a link"), folder.writing():
+        pass
+    assert read(other, "a")
+
+
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "thesis.txt").write_text("a")
     with pytest.raises(ConfigError, match=r"cannot be used as a prefix cache: Not a directory"):
@@ -269,6 +288,35 @@ def test_a_record_that_vanishes_while_it_is_checked_is_not_damaged(folder):
     assert 0 < len(folder.records()) <= 20
 
 
+@pytest.mark.parametrize(
+    ("is_damaged", "finds_none"),
+    [
+        (False, lambda folder: read(folder, "a") is None),
+        (True, lambda folder: read(folder, "a") is None),
+        (True, lambda folder: folder.check() == (1, 0)),
+    ],
+)
+def test_a_record_that_is_stored_while_an_old_one_is_read_stays(folder, monkeypatch, is_damaged, finds_none):
+    """Another process stores it after this one has seen that it is missing or damaged."""
+    opened, path = os.open, path_of(folder, "a")
+    if is_damaged:
+        path.write_bytes(b"TQR1 half")
+
+    def open_(name, *args, **options):
+        if name != path:
+            return opened(name, *args, **options)
+        monkeypatch.undo()
+        try:
+            return opened(name, *args, **options)
+        finally:
+            path.unlink(missing_ok=True)
+            write(Folder(folder.path), "a")
+
+    monkeypatch.setattr(os, "open", open_)
+    assert finds_none(folder)
+    assert read(folder, "a") == b"a" * 1000
+
+
 def test_records_of_a_clock_that_was_years_ahead_are_evicted_first(tmp_path):
     folder = Folder(tmp_path / "store", limit=10 * 1100)
     write(folder, *"abcdefgh")
@@ -301,6 +349,26 @@ def test_a_full_disk_makes_room(folder, monkeypatch):
     (folder.path / BLOCKS / "other").write_bytes(b"x" * 5000)
     with pytest.raises(OSError, match="No space left"):
         write(folder, "i")
+
+
+def test_a_disk_that_stays_full_costs_at_most_one_record(folder, monkeypatch):
+    """Eviction frees nothing where snapshots keep the files."""
+    write(folder, *"abc")
+    opened = os.open
+
+    def open_(path, flags, *args, **options):
+        if flags & os.O_CREAT and Path(path).parent.name == BLOCKS:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return opened(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", open_)
+    with pytest.raises(OSError, match="No space left"), folder.writing():
+        folder.write(BLOCKS, key_of("d"), b"d" * 5000)
+    assert letters(folder) == [*"abc"], "they would not make room for it"
+    for _ in range(3):
+        with pytest.raises(OSError, match="No space left"):
+            write(folder, "d")
+    assert letters(folder) == [*"bc"]
 
 
 def test_a_folder_that_was_deleted_is_made_again(folder):

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import cache as native
 from zoo import build
 
-from mlx_tq.config import KVConfig
+from mlx_tq.config import PROFILES, KVConfig
 from mlx_tq.errors import CacheFormatError
 from mlx_tq.prompt_cache import cache_file
 from mlx_tq.prompt_cache.cache_file import load_prompt_cache, save_prompt_cache
@@ -69,6 +69,33 @@ def test_save_load_and_continue_is_never_saved(name, length, tmp_path):
         logits = [run(model, each, 1, 5, 20, 1, start=length) for each in (caches, loaded.caches)]
         assert mx.array_equal(*logits)
         assert same_bits([cache.state for cache in caches], [cache.state for cache in loaded.caches])
+
+
+def test_a_batch_of_sequences(tmp_path):
+    """In mlx-lm's own caches, of several sequences of one length."""
+    path, config = tmp_path / "cache.safetensors", PROFILES["off"]
+    caches = make_prompt_cache(MODEL, config)
+    tokens = mx.array([TOKENS[:20], TOKENS[20:40]])
+    MODEL(tokens, cache=caches)
+    save_prompt_cache(path, caches, model=MODEL, config=config)
+    loaded = load_prompt_cache(path, model=MODEL).caches
+    assert mx.array_equal(MODEL(tokens, cache=caches), MODEL(tokens, cache=loaded))
+
+
+def test_peak_memory_is_the_size_of_the_file(tmp_path):
+    path, config = tmp_path / "cache.safetensors", PROFILES["off"]
+    caches = make_prompt_cache(MODEL, config)
+    for cache in caches:
+        rows = mx.zeros((1, 2, 8192, 64))
+        cache.update_and_fetch(rows, rows)
+    save_prompt_cache(path, caches, model=MODEL, config=config)
+    del caches, cache, rows
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    loaded = load_prompt_cache(path, model=MODEL).caches
+    assert loaded[0].offset == 8192
+    assert mx.get_peak_memory() - before < 1.1 * path.stat().st_size
 
 
 def test_what_a_file_holds(saved):
@@ -162,6 +189,19 @@ def edited(path, **fields):
             header[name] = value
     header["checksum"] = cache_file.checksum(arrays, header)
     mx.save_safetensors(str(path), arrays, header)
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), OSError("input/output error"), RuntimeError("[malloc] Unable to allocate 80 bytes.")]
+)
+def test_a_failure_of_the_machine_is_not_one_of_the_file(saved, monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(mx, "eval", fail)
+    with pytest.raises(type(error)) as raised:
+        load_prompt_cache(saved[0], model=MODEL)
+    assert raised.value is error
 
 
 def test_a_second_save_takes_the_place_of_the_first(saved):

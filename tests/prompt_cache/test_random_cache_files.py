@@ -11,9 +11,9 @@ import pytest
 from cli.tools import command, environment
 from zoo import build
 
-from mlx_tq.config import EvictConfig, KVConfig
+from mlx_tq.config import PROFILES, EvictConfig, KVConfig
 from mlx_tq.errors import MlxTqError
-from mlx_tq.prompt_cache.cache_file import checksum, load_prompt_cache, save_prompt_cache
+from mlx_tq.prompt_cache.cache_file import CONVERSATION, checksum, load_prompt_cache, save_prompt_cache
 from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache
 
 TOKENS = [(7 * i * i + 3 * i) % 160 for i in range(400)]
@@ -26,6 +26,7 @@ KINDS = {
     "evicts": ("llama", KVConfig(key="q8", value="tq4", sinks=4, window=24, evict=EVICT)),
     "hybrid": ("falcon_h1", SMALL),
     "sliding": ("gemma3_text", SMALL),
+    "full precision": ("llama", PROFILES["off"]),
 }
 VALUES = [
     None, True, False, 0, 1, -1, 2, 24, 31, 32, 33, 150, 200, 2**26, 2**31, 2**40, 2**63, -(2**70), 0.5, -1.5, 1e300,
@@ -51,7 +52,7 @@ def write(model, config, path):
         caches = make_prompt_cache(model, config)
         for start in range(0, 200, 50):
             model(mx.array([TOKENS[start : start + 50]]), cache=caches)
-        save_prompt_cache(path, caches, model=model, config=config, metadata={"chat": "a"})
+        save_prompt_cache(path, caches, model=model, config=config, metadata={CONVERSATION: "a"})
     arrays, header = mx.load(str(path), return_metadata=True)
     mx.eval(arrays)
     return model, arrays, header
