@@ -20,7 +20,7 @@ from http_limits.process_checks import (
 from mlx_tq.cli.options import check_environment, choose_backend
 from mlx_tq.cli.terminal_text import readable
 from mlx_tq.distributed.launch import exit_now, exit_on_sigterm, is_launched, launched_rank, write_last_line
-from mlx_tq.errors import ConfigError, MlxTqError, RankError
+from mlx_tq.errors import ConfigError, MlxTqError, RankError, is_out_of_memory, one_line
 
 Run = Callable[[argparse.Namespace], int]
 DONE, FAILED, USAGE_ERROR, INTERRUPTED = 0, 1, 2, 130
@@ -78,8 +78,8 @@ def guarded(command: str, run: Callable[[], int]) -> int:
         return USAGE_ERROR if isinstance(error, ConfigError) else FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
-    except RuntimeError as error:
-        if not _is_rank_failure(error):
+    except (RuntimeError, MemoryError) as error:
+        if not _is_rank_failure(error) and not is_out_of_memory(error):
             raise
         _report(command, _describe_failure(error))
         return FAILED
@@ -143,6 +143,8 @@ def _is_rank_failure(error: Exception) -> bool:
 def _describe_failure(error: Exception) -> str:
     if _is_rank_failure(error):
         return f"another rank has ended or cannot be reached ({error})."
+    if is_out_of_memory(error):
+        return f"the machine has too little memory ({one_line(error)}). Take a smaller model, or a shorter context."
     return str(error) if isinstance(error, MlxTqError) else repr(error)
 
 

@@ -8,11 +8,13 @@ import tomllib
 from importlib import import_module
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 import mlx_tq
 from mlx_tq.__main__ import COMMANDS
 from mlx_tq.cli import screen
+from mlx_tq.cli.runner import guarded
 
 from .tools import ROOT, environment
 
@@ -174,6 +176,14 @@ def test_output_on_a_full_disk_is_one_line():
     script = "import os, sys; os.close(1); os.execv(sys.executable, [sys.executable, '-m', 'mlx_tq', '--version'])"
     done = run("-c", script)
     assert (done.returncode, done.stderr) == (0, ""), "no output at all"
+
+
+@pytest.mark.parametrize(
+    "allocate", [lambda: bytes(2**62), lambda: mx.eval(mx.ones((2**30, 2**30), mx.uint8))], ids=["Python", "mlx"]
+)
+def test_too_little_memory_is_one_line(allocate, capsys):
+    assert guarded("generate", allocate) == 1
+    assert re.fullmatch(r"mlx_tq generate: the machine has too little memory \(.*\).*\n", capsys.readouterr().err)
 
 
 def test_no_color(monkeypatch, capsys):
