@@ -3,7 +3,7 @@
 import signal
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import openai
 import pytest
@@ -246,8 +246,13 @@ def test_clients_that_left_do_not_wait(narrow, head, body):
     stream = narrow.chat("Hello", stream=True, extra_headers=session, logit_bias=ENDLESS, max_tokens=1200)
     read_first_text(stream)
     sent = f"{head}Host: localhost\r\nX-Session-Id: left\r\n\r\n{body}".encode()
-    with connections(narrow.url, 1, sent):
-        wait_for(lambda: is_full(narrow, "left"))
+    with ExitStack() as stack:
+
+        def is_another_waiting():
+            stack.enter_context(connections(narrow.url, 1, sent))  # each time: `is_full` may have been there before it
+            return is_full(narrow, "left")
+
+        wait_for(is_another_waiting)
     wait_for(lambda: not is_full(narrow, "left"))
     assert narrow.metrics()["mlx_tq_running"] == 1, "the answer that they waited for goes on"
     stream.close()
