@@ -1,7 +1,9 @@
 """Commands and settings."""
 
 import json
+import os
 import plistlib
+import subprocess
 import sys
 from pathlib import Path
 
@@ -96,10 +98,11 @@ def test_no_home_is_needed_with_a_data_dir(homeless, start_service, tmp_path):
     assert ("Traceback" in unknown.err, "~nobody-here/model" in unknown.out) == (False, True)
 
 
-def test_an_ephemeral_service_needs_a_temporary_folder(monkeypatch):
-    monkeypatch.setenv("TMPDIR", "/no/such/folder")
-    done = command("serve", "--ephemeral", "true", "--port", 0)
-    assert (done.code, "cannot be written to /no/such/folder" in done.err) == (2, True)
+def test_an_ephemeral_service_needs_a_temporary_folder():
+    line = [sys.executable, "-m", "rescue_svc", "serve", "--ephemeral", "true", "--port", "0"]
+    environment = os.environ | {"TMPDIR": "/no/such/folder"}
+    done = subprocess.run(line, stdin=subprocess.PIPE, capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, "cannot be written to /no/such/folder" in done.stderr) == (2, True)
 
 
 def test_doctor(start_service, tmp_path):
