@@ -31,7 +31,7 @@ from mlx_tq.cli.screen import (
 from mlx_tq.cli.terminal_text import readable, say
 from mlx_tq.config import RescueConfig
 from mlx_tq.distributed.group import ALONE, Ranks
-from mlx_tq.errors import CacheFormatError, ConfigError
+from mlx_tq.errors import CacheFormatError, ConfigError, one_line
 from mlx_tq.prompt_cache.cache_file import check_config, with_formats
 from mlx_tq.rescue import AUTO, OFF, START_S
 from mlx_tq.session import Session
@@ -210,7 +210,7 @@ class Chat:
         try:
             return Path(path).expanduser()
         except RuntimeError as error:
-            raise ConfigError(f"{command} {path}: {error}. Write the folder itself.") from error
+            raise ConfigError(f"{command} {path}: {one_line(error)}. Write the folder itself.") from error
 
     def _reset(self, _: str) -> None:
         self._session.reset()

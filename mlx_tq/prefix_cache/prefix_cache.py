@@ -31,7 +31,7 @@ from mlx_lm.models.cache import CacheList
 from mlx_tq import __version__
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.distributed.group import ALONE, Ranks
-from mlx_tq.errors import CacheFormatError
+from mlx_tq.errors import CacheFormatError, ConfigError, one_line
 from mlx_tq.files import cache_folder
 from mlx_tq.kernels import backend, thresholds
 from mlx_tq.models import exact_fingerprint
@@ -126,7 +126,11 @@ def open_folder(name: str | Folder | None, limit: int = LIMIT, ranks: Ranks = AL
         return name
     if name in (None, OFF):
         return None
-    folder = Folder(cache_folder() / "prefix_cache" if name == AUTO else Path(name).expanduser(), limit)
+    try:
+        path = cache_folder() / "prefix_cache" if name == AUTO else Path(name).expanduser()
+    except RuntimeError as error:  # no such user
+        raise ConfigError(f"the prefix cache {name}: {one_line(error)}. Write the folder itself.") from error
+    folder = Folder(path, limit)
     return folder if ranks.is_alone else Folder(folder.path / f"{RANK}{ranks.rank}-of-{ranks.size}", limit)
 
 
