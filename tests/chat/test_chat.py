@@ -222,10 +222,14 @@ def service(tmp_path_factory):
     made.stop()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("words", "answers"),
-    [(("chat",), True), (("chat", "--max-tokens", "8"), False), (("generate", "-p", LONG), True)],
+    [
+        (("chat",), True),
+        pytest.param(("chat", "--max-tokens", "8"), False, marks=pytest.mark.full),
+        (("generate", "-p", LONG), True),
+    ],
     ids=["chat", "chat at its prompt", "generate"],
 )
 def test_a_signal_deletes_the_text_at_the_service(popen, service, words, answers, number):

@@ -70,6 +70,7 @@ def test_config_with_a_wrong_value(tmp_path, config):
         load(copy_model(tmp_path / "model", **config))
 
 
+@pytest.mark.full
 def test_config_with_a_rope_base_for_each_layer(tmp_path):
     path = zoo_model(
         tmp_path / "model", "llama", model_type="step3p5", num_attention_groups=2, rope_theta=[1e4, 5_000_000.0]
@@ -170,7 +171,11 @@ ENDLESS = {
 }
 
 
-@pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
+@pytest.mark.parametrize(
+    "template",
+    [ENDLESS["nested loops"], *(pytest.param(ENDLESS[name], marks=pytest.mark.full) for name in list(ENDLESS)[1:])],
+    ids=ENDLESS,
+)
 def test_template_without_end(cli, tmp_path, template):
     words = ("generate", *HI, "--model", copy_model(tmp_path / "model", template=lambda _: template))
     refused(cli(*words), "chat template refuses this conversation: rendering it takes more than 20,000,000 steps")

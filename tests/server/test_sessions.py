@@ -127,7 +127,7 @@ def test_a_signal_deletes_the_text_at_the_service(folder, tmp_path, service, num
     assert (code, stored(service) - before) == (0, set())
 
 
-@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("first", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
 def test_more_signals_do_not_keep_the_text_at_the_service(folder, tmp_path, service, first):
     before = stored(service)
     with hangup_set_to(signal.SIG_DFL):
