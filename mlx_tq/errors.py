@@ -54,7 +54,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def one_line(message: object) -> str:
-    """Return another library's message, or the name of its error if that has none, as one short line."""
+    """Return another library's message as one short line, or the name of its error if the message is empty."""
     text = " ".join(str(message).split()).rstrip(".") or type(message).__name__
     return text if len(text) <= _MAX_LINE else f"{text[:_MAX_LINE]}..."
 

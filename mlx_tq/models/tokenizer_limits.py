@@ -77,4 +77,4 @@ def _at_most(steps: int) -> Iterator[None]:
         yield
     finally:
         sys.settrace(before)
-        steps = sys.maxsize  # a generator that goes on keeps `count` in its frame
+        steps = sys.maxsize  # the frame of a generator that outlives the block keeps `count`

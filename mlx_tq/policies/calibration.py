@@ -53,6 +53,13 @@ class QueryStats:
         return QueryStats(*(a + weight * (b - a) for a, b in zip(self.arrays(), other.arrays(), strict=True)))
 
 
+def _have_shapes(arrays: list[mx.array], count: int, dim: int, pairs: int) -> bool:
+    """Return whether these are the first `count` arrays of `QueryStats` for heads of `dim` dims and RoPE pairs."""
+    heads = arrays[0].shape[0]
+    shapes = [(heads, dim), (heads, pairs), (heads, dim, dim)][:count]
+    return [array.shape for array in arrays] == shapes
+
+
 class Calibrator:
     """Gathers the statistics of one layer's queries from its first `warmup` tokens behind the attention sinks.
 
@@ -147,10 +154,8 @@ class Calibrator:
     def set_rope(self, rope: Rope | None) -> None:
         """Set the RoPE, which files do not store; raise CacheFormatError if it is not that of the statistics."""
         for arrays in (self._sums, self.stats.arrays() if self.stats else []):
-            heads = arrays[0].shape[0] if arrays else 0
-            dim, pairs = (0, 0) if rope is None else (rope.dim, rope.gain.size)
-            shapes = [(heads, dim), (heads, pairs), (heads, dim, dim)][: 3 if self.covariance else 2]
-            if rope is not None and arrays and [array.shape for array in arrays] != shapes:
+            count = 3 if self.covariance else 2
+            if rope is not None and arrays and not _have_shapes(arrays, count, rope.dim, rope.gain.size):
                 raise CacheFormatError("the statistics of a calibration are of another model")
         self.rope = rope
 
@@ -185,10 +190,12 @@ class Calibration:
         if len(ropes) != len(self.layers):
             return f"has {len(self.layers)} layers, the model {len(ropes)}"
         for number, (rope, stats, expected) in enumerate(zip(ropes, self.layers, self.ropes, strict=True)):
-            is_same_size = (stats.center.shape[1], stats.amplitude.shape[1]) == (rope.dim, rope.gain.size)
             fingerprint = rope.fingerprint()
-            is_same_size = is_same_size and expected.shape == fingerprint.shape
-            if not is_same_size or float(mx.abs(fingerprint - expected).max()) > _ROPE_TOLERANCE:
+            sizes = (stats.center.shape[1], stats.amplitude.shape[1], expected.shape)
+            if (
+                sizes != (rope.dim, rope.gain.size, fingerprint.shape)
+                or float(mx.abs(fingerprint - expected).max()) > _ROPE_TOLERANCE
+            ):
                 return f"was made under another RoPE than layer {number} has"
         return ""
 
@@ -235,9 +242,9 @@ def load_calibration(path: str | Path, model: str) -> Calibration:
         ]
         calibration = Calibration(str(path), layers, [arrays[f"{n}.rope"] for n in numbers])
         for stats in layers:
-            heads, dim, pairs = (*stats.center.shape, stats.amplitude.shape[1])
-            shapes = [(heads, dim), (heads, pairs), (heads, dim, dim)][: len(stats.arrays())]
-            if [array.shape for array in stats.arrays()] != shapes:
+            arrays_of_layer = stats.arrays()
+            dim, pairs = stats.center.shape[1], stats.amplitude.shape[1]
+            if not _have_shapes(arrays_of_layer, len(arrays_of_layer), dim, pairs):
                 raise ValueError("arrays of other shapes")
         return calibration
     except Exception as error:

@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -64,10 +63,6 @@ def open_service(location: str, token: str | None = None) -> "ServiceLocator":
 
     The folder is RESCUE_DATA_DIR if that is set. The token defaults to RESCUE_TOKEN.
     """
-    if find_spec("httpx2") is None:
-        raise ConfigError(
-            "rescue needs httpx2; install it with `pip install 'mlx-tq[rescue]'`, or choose --rescue off."
-        )
     token = token or os.environ.get(TOKEN_VARIABLE) or None
     parts = urlsplit(location)
     is_url = parts.scheme in ("http", "https") and parts.hostname

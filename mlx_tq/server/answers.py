@@ -16,7 +16,8 @@ from mlx_tq.session.transcript import to_ranges
 
 Object = dict[str, Any]
 
-_MAX_CALL = 2**16  # characters; some models' parsers take quadratic time, here about that of generating the text
+# Characters. Some models' parsers take quadratic time: at this length, about as long as generating the text.
+_MAX_CALL = 2**16
 
 
 @dataclass

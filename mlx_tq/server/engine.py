@@ -422,9 +422,8 @@ class Engine:
     def _process_token(self, running: RunningJob, response: Any) -> None:
         running.close_stored()
         finish_reason = response.finish_reason
-        if (
-            finish_reason is None and running.decode_recall is not None
-        ):  # all ranks search, also for a job that will end
+        # All ranks search, also for a job that will end.
+        if finish_reason is None and running.decode_recall is not None:
             running.decode_recall.count_token()
         event = running.next_event(response)
         if isinstance(event, Piece) and event.recalled is not None:

@@ -2,13 +2,11 @@
 
 import math
 import random
-import re
-import subprocess
 
 import mlx.core as mx
 import pytest
-from cli.tools import command, environment
 from jinja2 import TemplateError
+from random_files import check_errors, exit_codes
 
 import mlx_tq
 from mlx_tq.errors import MlxTqError
@@ -113,25 +111,17 @@ def load_and_compute(path):
 # 5,000 files take three minutes.
 @pytest.mark.parametrize("seeds", [range(40), pytest.param(range(1000, 6000), marks=pytest.mark.full)], ids=len)
 def test_it_loads_and_computes_or_says_why_not(whole, tmp_path, seeds):
-    path, errors = tmp_path / "model.gguf", []
-    for seed in seeds:
+    path = tmp_path / "model.gguf"
+
+    def attempt(seed):
         path.write_bytes(mutate(whole, seed))
-        try:
-            errors.append(load_and_compute(path))
-        except BaseException as error:
-            raise AssertionError(f"seed {seed}") from error
-        assert errors[-1] is None or re.fullmatch(r"[^\n]{50,700}\.", errors[-1]), f"seed {seed}: {errors[-1]}"
-    assert 0 < errors.count(None) < len(seeds) / 2
+        return load_and_compute(path)
+
+    check_errors(seeds, attempt, r"[^\n]{50,700}\.")
 
 
 @pytest.mark.full  # each of 24 processes takes three seconds
 def test_the_command_ends_in_an_answer_or_in_one_line(whole, tmp_path):
-    path, codes = tmp_path / "model.gguf", set()
-    for seed in range(24):
-        path.write_bytes(mutate(whole, seed))
-        words = ("generate", "--model", path, "-p", "hi", "-m", 1, "--verbose", "F")
-        result = subprocess.run(command(*words), env=environment(), capture_output=True, text=True)
-        codes.add(result.returncode)
-        lines = result.stderr.splitlines()
-        assert result.returncode == 0 or (result.returncode in (1, 2) and len(lines) == 1), f"seed {seed}: {lines}"
-    assert codes == {0, 1, 2}
+    path = tmp_path / "model.gguf"
+    words = ("generate", "--model", path, "-p", "hi", "-m", 1, "--verbose", "F")
+    assert exit_codes(range(24), lambda seed: path.write_bytes(mutate(whole, seed)), *words) == {0, 1, 2}

@@ -2,13 +2,11 @@
 
 import json
 import random
-import re
-import subprocess
 from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-from cli.tools import command, environment
+from random_files import check_errors, exit_codes
 from zoo import build
 
 from mlx_tq.config import PROFILES, EvictConfig, KVConfig
@@ -133,26 +131,16 @@ def load_and_continue(path, model):
 # 2,000 files take a minute.
 @pytest.mark.parametrize("seeds", [range(60), pytest.param(range(1000, 3000), marks=pytest.mark.full)], ids=len)
 def test_it_continues_or_says_why_not(files, tmp_path, seeds):
-    path, errors = tmp_path / "cache.safetensors", []
-    for seed in seeds:
-        model = forge(files, seed, path)
-        try:
-            errors.append(load_and_continue(path, model))
-        except BaseException as error:
-            raise AssertionError(f"seed {seed}") from error
-        assert errors[-1] is None or re.fullmatch(r"[^\n]{50,600}\.", errors[-1]), f"seed {seed}: {errors[-1]}"
-    assert 0 < errors.count(None) < len(seeds) / 2
+    path = tmp_path / "cache.safetensors"
+    check_errors(seeds, lambda seed: load_and_continue(path, forge(files, seed, path)), r"[^\n]{50,600}\.")
 
 
 @pytest.mark.full  # each of 24 processes takes three seconds
 def test_the_command_ends_in_an_answer_or_in_one_line(exact, tmp_path):
-    path, codes = tmp_path / "cache.safetensors", set()
-    model, _ = exact
-    for seed in range(24):
+    path, (model, _) = tmp_path / "cache.safetensors", exact
+
+    def write_forged(seed):
         forge([write(model, SMALL, path), write(model, replace(SMALL, evict=EVICT), path)], seed, path)
-        words = ("generate", "--dtype", "float32", "--prompt-cache-file", path, "-p", "hi", "-m", 1, "--verbose", "F")
-        result = subprocess.run(command(*words), env=environment(), capture_output=True, text=True)
-        codes.add(result.returncode)
-        lines = result.stderr.splitlines()
-        assert result.returncode == 0 or (result.returncode == 1 and len(lines) == 1), f"seed {seed}: {lines}"
-    assert codes == {0, 1}
+
+    words = ("generate", "--dtype", "float32", "--prompt-cache-file", path, "-p", "hi", "-m", 1, "--verbose", "F")
+    assert exit_codes(range(24), write_forged, *words) == {0, 1}

@@ -114,35 +114,36 @@ def test_an_edited_conversation_restarts_the_session_and_its_text_is_forgotten(e
     wait_for(lambda: stored(service) <= before)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_deletes_the_text_at_the_service(folder, tmp_path, service, number):
+@pytest.fixture
+def evicted(folder, tmp_path, service):
+    """Start a server that has sent text to the service, and yield it with the function that returns its sessions."""
     before = stored(service)
     with hangup_set_to(signal.SIG_DFL):
         server = Server(folder, tmp_path / "log", *PACKED, *EVICTS, "--rescue", service.url)
     try:
         ask(server, "ended", long_text())
         wait_for(lambda: stored(service) - before)
+        yield server, lambda: stored(service) - before
     finally:
-        code = server.stop(number)
-    assert (code, stored(service) - before) == (0, set())
+        server.stop()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_deletes_the_text_at_the_service(evicted, number):
+    server, sessions = evicted
+    assert (server.stop(number), sessions()) == (0, set())
 
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
-def test_more_signals_do_not_keep_the_text_at_the_service(folder, tmp_path, service, first):
-    before = stored(service)
-    with hangup_set_to(signal.SIG_DFL):
-        server = Server(folder, tmp_path / "log", *PACKED, *EVICTS, "--rescue", service.url)
-    try:
-        ask(server, "ended", long_text())
-        wait_for(lambda: stored(service) - before)
-        server.process.send_signal(first)
-        while server.process.poll() is None:
-            for number in (signal.SIGTERM, signal.SIGHUP):
-                server.process.send_signal(number)
-            time.sleep(0.001)
-    finally:
-        server.stop()
-    assert not stored(service) - before
+def test_more_signals_do_not_keep_the_text_at_the_service(evicted, first):
+    server, sessions = evicted
+    server.process.send_signal(first)
+    while server.process.poll() is None:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            server.process.send_signal(number)
+        time.sleep(0.001)
+    server.stop()
+    assert not sessions()
     assert "Traceback" not in server.log()
 
 
