@@ -93,7 +93,7 @@ def test_metadata(archive):
     assert fields["Requires-Python"] == ">=3.11"
     assert "# mlx_tq" in fields.get_payload()
     core = [line for line in fields.get_all("Requires-Dist") if "extra ==" not in line]
-    assert {re.match(r"[\w-]+", line).group() for line in core} == {"mlx", "mlx-lm", "numpy", "rich"}
+    assert {re.match(r"[\w-]+", line).group() for line in core} == {"httpx2", "mlx", "mlx-lm", "numpy", "rich"}
     assert not any("[" in line for line in core)
 
 
