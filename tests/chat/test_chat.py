@@ -228,7 +228,7 @@ def service(tmp_path_factory):
     [
         (("chat",), True),
         pytest.param(("chat", "--max-tokens", "8"), False, marks=pytest.mark.full),
-        (("generate", "-p", LONG), True),
+        pytest.param(("generate", "-p", LONG), True, marks=pytest.mark.full),
     ],
     ids=["chat", "chat at its prompt", "generate"],
 )

@@ -356,7 +356,7 @@ def histories(count):
     return found
 
 
-TestCacheMachine = histories(40)
+TestCacheMachine = histories(25)
 TestCacheMachineAtLength = pytest.mark.full(histories(60))
 
 

@@ -93,7 +93,7 @@ def test_an_incomplete_body_costs_nothing(narrow):
     assert narrow.chat(QUESTION).choices[0].message.content == "417295"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.full)])
 def test_a_signal_in_the_middle_of_a_stream(folder, tmp_path, number):
     with hangup_set_to(signal.SIG_DFL):
         server = Server(folder, tmp_path / "log", *PACKED, "--decode-concurrency", "1")

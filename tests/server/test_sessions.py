@@ -128,7 +128,7 @@ def evicted(folder, tmp_path, service):
         server.stop()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGHUP])
 def test_a_signal_deletes_the_text_at_the_service(evicted, number):
     server, sessions = evicted
     assert (server.stop(number), sessions()) == (0, set())
