@@ -4,7 +4,7 @@ import logging
 import sqlite3
 
 from rescue_svc.errors import StoreDamagedError
-from rescue_svc.store import fts
+from rescue_svc.store import fts, session_tables
 from rescue_svc.store.files import transaction
 from rescue_svc.store.records import COLUMNS, span_of_row, vector_of_row
 
@@ -19,19 +19,23 @@ def verify(connection: sqlite3.Connection, *, rebuild_words: bool) -> None:
         raise StoreDamagedError(_message("rows refer to a session or span that does not exist"))
     sessions = connection.execute("SELECT id, name, spans, text_bytes FROM sessions").fetchall()
     for session, name, spans, size in sessions:
-        rows = connection.execute(f"SELECT {COLUMNS} FROM spans WHERE session = ?", (session,))  # noqa: S608
+        table = session_tables.spans_with_text(session)
+        rows = connection.execute(f"SELECT {COLUMNS} FROM {table}")  # noqa: S608
         sizes = [len(span_of_row(row, name).text.encode()) for row in rows]
         if (spans, size) != (len(sizes), sum(sizes)):
             raise StoreDamagedError(_message(f"session {name} should have {spans} spans and has {len(sizes)}"))
-    rows = connection.execute("SELECT span, model, vector, seal FROM embeddings")
-    damaged = [span for span, model, blob, seal in rows if vector_of_row(span, model, blob, seal) is None]
+    damaged = []
+    for session, *_ in sessions:
+        table = session_tables.vectors_with_seal(session)
+        rows = connection.execute(f"SELECT span, model, vector, seal FROM {table}")  # noqa: S608
+        damaged += [span for span, model, blob, seal in rows if vector_of_row(span, model, blob, seal) is None]
     if damaged:
         log.warning("damaged vectors are recomputed", extra={"vectors": len(damaged)})
         with transaction(connection):
             connection.executemany("DELETE FROM embeddings WHERE span = ?", ((span,) for span in damaged))
     for session, *_ in sessions:
         if rebuild_words or not fts.is_whole(connection, session):
-            texts = connection.execute("SELECT id, text FROM spans WHERE session = ?", (session,)).fetchall()
+            texts = connection.execute(f"SELECT id, text FROM texts_{session:d}").fetchall()  # noqa: S608
             with transaction(connection):
                 fts.drop(connection, session)
                 fts.create(connection, session)

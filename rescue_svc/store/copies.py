@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rescue_svc.errors import StoreDamagedError
-from rescue_svc.store import files, fts
+from rescue_svc.store import files, session_tables
 from rescue_svc.store.migrations import migrate
-from rescue_svc.store.records import COLUMNS, insert_vector, span_of_row, vector_of_row
+from rescue_svc.store.records import span_of_row, vector_of_row
 
 
 @dataclass(frozen=True)
@@ -68,18 +68,17 @@ def _copy_intact(source: sqlite3.Connection, target: sqlite3.Connection, damaged
         names[session] = name
         declared += spans
         target.execute("INSERT INTO sessions VALUES (?, ?, 0, 0, ?, ?, ?)", (session, name, *times))
-        fts.create(target, session)
-    for *row, session in _rows(source, "spans", f"{COLUMNS}, session"):
+        session_tables.create(target, session)
+    for *row, digest, seal, session in _rows(source, "spans", "id, start, stop, layer, score, digest, seal, session"):
         seen += 1
-        with suppress(StoreDamagedError, KeyError):  # damaged, or of a lost session
+        with suppress(StoreDamagedError, KeyError, sqlite3.DatabaseError):  # damaged, or of a lost session
             name = names[session]
-            span = span_of_row(tuple(row), name)
-            stored = (span.id, span.start, span.stop, span.layer, span.score, span.text, span.digest(), span.seal(name))
+            text = session_tables.read_text(source, session, row[0])
+            span = span_of_row((*row, text, digest, seal), name)
             target.execute(
-                f"INSERT INTO spans ({COLUMNS}, session) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",  # noqa: S608
-                (*stored, session),
+                "INSERT INTO spans VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (row[0], session, *row[1:], digest, seal)
             )
-            fts.add(target, session, span.id, span.text)
+            session_tables.add_text(target, session, span.id, span.text)
             target.execute(
                 "UPDATE sessions SET spans = spans + 1, text_bytes = text_bytes + ? WHERE id = ?",
                 (len(span.text.encode()), session),
@@ -92,9 +91,10 @@ def _copy_intact(source: sqlite3.Connection, target: sqlite3.Connection, damaged
     if not copied and not is_complete:
         raise StoreDamagedError("nothing is intact")
     vectors = sum(
-        insert_vector(target, span, model, vector)
-        for _, span, model, vector, seal in _rows(source, "embeddings", "seq, span, model, vector, seal")
-        if vector_of_row(span, model, vector, seal) is not None
+        session_tables.insert_vector(target, *row)
+        for session in names
+        for row in _rows(source, session_tables.vectors_with_seal(session), "span, model, vector, seal")
+        if vector_of_row(*row) is not None
     )
     return Rebuilt(copied, vectors, max(declared, seen) - copied, None if is_complete else damaged_file)
 

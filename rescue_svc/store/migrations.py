@@ -17,14 +17,14 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         """CREATE TABLE spans (
             id INTEGER PRIMARY KEY AUTOINCREMENT, session INTEGER NOT NULL REFERENCES sessions(id) ON DELETE CASCADE,
             start INTEGER NOT NULL, stop INTEGER NOT NULL, layer INTEGER NOT NULL, score REAL NOT NULL,
-            text TEXT NOT NULL, digest BLOB NOT NULL, seal INTEGER NOT NULL, UNIQUE (session, digest)) STRICT""",
+            digest BLOB NOT NULL, seal INTEGER NOT NULL, UNIQUE (session, digest)) STRICT""",
         "CREATE INDEX spans_by_start ON spans (session, start, stop)",
     ),
     (
         """CREATE TABLE embeddings (
             seq INTEGER PRIMARY KEY AUTOINCREMENT,
             span INTEGER NOT NULL UNIQUE REFERENCES spans(id) ON DELETE CASCADE,
-            session INTEGER NOT NULL, model TEXT NOT NULL, vector BLOB NOT NULL, seal INTEGER NOT NULL) STRICT""",
+            session INTEGER NOT NULL, model TEXT NOT NULL, seal INTEGER NOT NULL) STRICT""",
         "CREATE INDEX embeddings_by_session ON embeddings (session, model, seq)",
     ),
 )

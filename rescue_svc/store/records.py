@@ -1,7 +1,6 @@
 """Rows of the store, with seals that detect damage."""
 
 import hashlib
-import sqlite3
 import struct
 import zlib
 from dataclasses import dataclass
@@ -75,22 +74,13 @@ def span_of_row(row: SpanRow, session: str) -> Span:
     return span
 
 
-def _vector_seal(span: int, model: str, vector: bytes) -> int:
+def vector_seal(span: int, model: str, vector: bytes) -> int:
     """Return a CRC-32 of a stored vector, its span and its model."""
     return zlib.crc32(vector + struct.pack("<q", span) + model.encode())
 
 
 def vector_of_row(span: int, model: str, vector: bytes, seal: int) -> Vectors | None:
     """Return the float32 vector [D] of a row, or None if it is damaged."""
-    if not isinstance(vector, bytes) or len(vector) % 4 or _vector_seal(span, model, vector) != seal:
+    if not isinstance(vector, bytes) or len(vector) % 4 or vector_seal(span, model, vector) != seal:
         return None
     return np.frombuffer(vector, dtype="<f4")
-
-
-def insert_vector(connection: sqlite3.Connection, span: int, model: str, vector: bytes) -> int:
-    """Store the bytes of a vector with their seal; return 1, or 0 if the span was forgotten."""
-    return connection.execute(
-        """INSERT OR REPLACE INTO embeddings (span, session, model, vector, seal)
-           SELECT id, session, ?, ?, ? FROM spans WHERE id = ?""",
-        (model, vector, _vector_seal(span, model, vector), span),
-    ).rowcount

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from rescue_svc.errors import StoreUnavailableError
 from rescue_svc.settings import Caps
-from rescue_svc.store import check, files, fts
+from rescue_svc.store import check, files, fts, session_tables
 from rescue_svc.store.interface import Store, no_session
 from rescue_svc.store.migrations import migrate
 from rescue_svc.store.records import (
@@ -25,9 +25,9 @@ from rescue_svc.store.records import (
     Session,
     Span,
     Vectors,
-    insert_vector,
     span_of_row,
     vector_of_row,
+    vector_seal,
 )
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 READERS = 4
 _SESSION = "id, name, spans, text_bytes, created, updated, expires"
 _SESSIONS = f"SELECT {_SESSION} FROM sessions"  # noqa: S608
-_SPANS = f"SELECT {COLUMNS} FROM spans"  # noqa: S608
 
 
 class SqliteStore(Store):
@@ -108,14 +107,14 @@ class SqliteStore(Store):
             new = []
             for span in spans:
                 row = connection.execute(
-                    """INSERT INTO spans (session, start, stop, layer, score, text, digest, seal)
-                       VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+                    """INSERT INTO spans (session, start, stop, layer, score, digest, seal)
+                       VALUES (?, ?, ?, ?, ?, ?, ?)
                        ON CONFLICT (session, digest) DO NOTHING RETURNING id""",
-                    (session, span.start, span.stop, span.layer, span.score, span.text, span.digest(), span.seal(name)),
+                    (session, span.start, span.stop, span.layer, span.score, span.digest(), span.seal(name)),
                 ).fetchone()
                 if row:
                     new.append(span)
-                    fts.add(connection, session, row[0], span.text)
+                    session_tables.add_text(connection, session, row[0], span.text)
             size = sum(len(span.text.encode()) for span in new)
             total = connection.execute(
                 """UPDATE sessions SET spans = spans + ?, text_bytes = text_bytes + ?, updated = max(updated, ?),
@@ -146,11 +145,18 @@ class SqliteStore(Store):
                VALUES (?, 0, 0, ?, ?, ?) RETURNING id""",
             (name, now, now, expires),
         ).fetchone()[0]
-        fts.create(connection, session)
+        session_tables.create(connection, session)
         return session
 
     def _rows(self, statement: str, *parameters: object) -> list[Any]:
         with self._read() as connection:
+            return connection.execute(statement, parameters).fetchall()
+
+    def _session_rows(self, session: int, statement: str, *parameters: object) -> list[Any]:
+        """Return the rows of a statement on a session's own tables, none if it is forgotten."""
+        with self._read() as connection:
+            if not _exists(connection, session):
+                return []
             return connection.execute(statement, parameters).fetchall()
 
     def session(self, name: str) -> Session | None:
@@ -161,13 +167,16 @@ class SqliteStore(Store):
         return [Session(*row) for row in self._rows(f"{_SESSIONS} ORDER BY updated DESC, id DESC")]
 
     def page(self, session: Session, first: int, count: int) -> list[Span]:
-        rows = self._rows(f"{_SPANS} WHERE session = ? ORDER BY id LIMIT ? OFFSET ?", session.id, count, first)
-        return [span_of_row(row, session.name) for row in rows]
+        return self._spans(session, "ORDER BY id LIMIT ? OFFSET ?", count, first)
 
     def spans(self, session: Session, ids: Sequence[int] | None = None) -> list[Span]:
-        chosen = "" if ids is None else f" AND id IN ({','.join('?' * len(ids))})"
-        rows = self._rows(f"{_SPANS} WHERE session = ?{chosen} ORDER BY id", session.id, *(ids or ()))
-        return [span_of_row(row, session.name) for row in rows]
+        chosen = "" if ids is None else f"WHERE id IN ({','.join('?' * len(ids))})"
+        return self._spans(session, f"{chosen} ORDER BY id", *(ids or ()))
+
+    def _spans(self, session: Session, condition: str, *parameters: object) -> list[Span]:
+        table = session_tables.spans_with_text(session.id)
+        statement = f"SELECT {COLUMNS} FROM {table} {condition}"  # noqa: S608
+        return [span_of_row(row, session.name) for row in self._session_rows(session.id, statement, *parameters)]
 
     def covered(self, session: Session, ranges: Sequence[tuple[int, int]]) -> set[int]:
         statement = "SELECT id FROM spans WHERE session = ? AND start >= ? AND start < ? AND stop <= ?"
@@ -180,7 +189,7 @@ class SqliteStore(Store):
 
     def bm25(self, session: Session, query: str, limit: int, excluded: set[int]) -> dict[int, float]:
         with self._read() as connection:
-            if not connection.execute("SELECT 1 FROM sessions WHERE id = ?", (session.id,)).fetchone():
+            if not _exists(connection, session.id):
                 return {}
             common = self._common_words.setdefault(session.id, {})
             return fts.search(connection, session, query, limit, excluded, common)
@@ -192,7 +201,7 @@ class SqliteStore(Store):
             if row is None:
                 raise no_session(name)
             session = Session(*row)
-            fts.drop(connection, session.id)
+            session_tables.drop(connection, session.id)
             connection.execute("DELETE FROM embeddings WHERE session = ?", (session.id,))
             connection.execute("DELETE FROM sessions WHERE id = ?", (session.id,))
         with self._writing, files.sqlite_errors():
@@ -209,19 +218,22 @@ class SqliteStore(Store):
             )
 
     def embed_next(self, model: str, limit: int, embed: Callable[[list[Pending]], Vectors]) -> bool:
-        rows = self._rows(
-            """SELECT s.id, s.session, s.text FROM spans s LEFT JOIN embeddings e ON e.span = s.id AND e.model = ?
-               WHERE s.id > ? AND e.span IS NULL ORDER BY s.id LIMIT ?""",
-            model,
-            self._embedded.get(model, 0),
-            limit,
-        )
-        spans = [Pending(*row) for row in rows]
+        with self._read() as connection:
+            rows = connection.execute(
+                """SELECT s.id, s.session FROM spans s LEFT JOIN embeddings e ON e.span = s.id AND e.model = ?
+                   WHERE s.id > ? AND e.span IS NULL ORDER BY s.id LIMIT ?""",
+                (model, self._embedded.get(model, 0), limit),
+            ).fetchall()
+            spans = [
+                Pending(span, session, session_tables.read_text(connection, session, span)) for span, session in rows
+            ]
         if spans:
             matrix = embed(spans)
             with self._write() as connection:
                 for item, vector in zip(spans, matrix, strict=True):  # stores none of a span that is forgotten by now
-                    insert_vector(connection, item.span, model, vector.astype("<f4").tobytes())
+                    data = vector.astype("<f4").tobytes()
+                    seal = vector_seal(item.span, model, data)
+                    session_tables.insert_vector(connection, item.span, model, data, seal)
             self._embedded[model] = spans[-1].span
         return bool(spans)
 
@@ -240,12 +252,10 @@ class SqliteStore(Store):
 
         Damaged ones are removed.
         """
-        rows = self._rows(
-            "SELECT seq, span, vector, seal FROM embeddings WHERE session = ? AND model = ? AND seq > ? ORDER BY seq",
-            session,
-            model,
-            after,
-        )
+        table = session_tables.vectors_with_seal(session)
+        condition = "model = ? AND seq > ? ORDER BY seq"
+        statement = f"SELECT seq, span, vector, seal FROM {table} WHERE {condition}"  # noqa: S608
+        rows = self._session_rows(session, statement, model, after)
         read = [(span, vector_of_row(span, model, blob, seal)) for _, span, blob, seal in rows]
         intact = [(span, vector) for span, vector in read if vector is not None and vector.shape == (dim,)]
         spans = [span for span, _ in intact]
@@ -262,3 +272,7 @@ class SqliteStore(Store):
     def count_vectors(self, session: int, model: str, upto: int = 2**62) -> int:
         statement = "SELECT count(*) FROM embeddings WHERE session = ? AND model = ? AND seq <= ?"
         return int(self._rows(statement, session, model, upto)[0][0])
+
+
+def _exists(connection: sqlite3.Connection, session: int) -> bool:
+    return connection.execute("SELECT 1 FROM sessions WHERE id = ?", (session,)).fetchone() is not None

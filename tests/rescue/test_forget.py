@@ -10,7 +10,7 @@ from http_harness import wait_for
 
 from rescue_svc.embed.hashing import HashingEmbedder
 from rescue_svc.errors import SessionNotFoundError
-from rescue_svc.store import NewSpan, fts
+from rescue_svc.store import NewSpan, session_tables
 from rescue_svc.store.files import connect
 
 from .harness import EACH_STORE, IN_FULL_EACH_STORE
@@ -136,6 +136,17 @@ def test_no_trace_remains_while_others_write_and_search(start_service, storage, 
         assert traces(storage.files(service.data_dir)) == []
 
 
+def test_no_trace_remains_where_the_database_moves_rows(opening, tmp_path):
+    """SQLite moves rows to other pages as a table grows and shrinks, and does not zero what they leave."""
+    store, _ = opening(data_dir=tmp_path)
+    rng = random.Random(4)
+    for number in range(60):
+        store.write("secret", [NewSpan(n, n + 1, -1, 0.0, f"{SECRET} {n}") for n in range(rng.randint(1, 100))])
+        store.write("other", [NewSpan(number, number + 1, -1, 0.0, "innocent " * rng.randint(1, 20))])
+        store.forget("secret")
+        assert traces([tmp_path / "rescue.db"]) == []
+
+
 def test_a_crash_during_forget_is_completed_at_the_next_start(start_service, storage, tmp_path):
     """The deletion is committed; the next start empties the log and removes the index."""
     first = start_service()
@@ -146,7 +157,7 @@ def test_a_crash_during_forget_is_completed_at_the_next_start(start_service, sto
     with closing(connect(folder / "rescue.db")) as connection, closing(connect(folder / "rescue.db")):
         connection.execute("PRAGMA wal_autocheckpoint = 0")
         connection.execute("BEGIN")
-        fts.drop(connection, 1)
+        session_tables.drop(connection, 1)
         connection.execute("DELETE FROM sessions")
         connection.execute("COMMIT")
         copy = shutil.copytree(folder, tmp_path / "copy")  # the second connection keeps the log from being emptied

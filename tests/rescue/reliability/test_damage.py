@@ -132,8 +132,9 @@ def changed(pristine, copy):
 CHANGES = [
     *(
         (f"spans SET {change} WHERE id", "span 3 of session s0")
-        for change in ("layer = 1", "score = 9.0", "start = 0", "stop = 99", "text = 'a lie'", "seal = 0")
+        for change in ("layer = 1", "score = 9.0", "start = 0", "stop = 99", "seal = 0")
     ),
+    ("texts_1 SET text = 'a lie' WHERE id", "span 3 of session s0"),
     ("spans SET session = 99 WHERE id", "rows refer to a session or span that does not exist"),
     ("sessions SET spans = 23 WHERE id", "session s2 should have 23 spans and has 24"),
     ("sessions SET text_bytes = 1 WHERE id", "session s2 should have"),
@@ -147,10 +148,16 @@ def test_a_changed_row_is_detected(opening, changed, statement, says):
 
 
 @pytest.mark.parametrize(
-    "change", ["vector = zeroblob(length(vector))", "vector = x'00'", "seal = 0", "model = 'else'"]
+    "change",
+    [
+        "vectors_1 SET vector = zeroblob(length(vector))",
+        "vectors_1 SET vector = x'00'",
+        "embeddings SET seal = 0",
+        "embeddings SET model = 'else'",
+    ],
 )
 def test_a_changed_vector_is_computed_again(pristine, changed, change):
-    work = changed(f"embeddings SET {change} WHERE span")
+    work = changed(f"{change} WHERE span")
     shutil.rmtree(work / "index")
     assert answers(work) == pristine[2]
 
