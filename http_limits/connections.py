@@ -12,6 +12,8 @@ from httptools import HttpParserError
 from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from http_limits.request_parser import RequestParser
+
 CONNECTIONS = 512  # or four for each request that may be in progress, if that is more
 BACKLOG = 128  # connections accepted in one iteration of the event loop
 MIN_WRITE_BYTES = 2**14
@@ -28,6 +30,7 @@ _RESERVED = 5 * BACKLOG  # file descriptors for files, and for connections that 
 class Connection(HttpToolsProtocol):
     """An HTTP connection with deadlines for reading and writing and a bound on what is buffered."""
 
+    parser: RequestParser  # type: ignore[assignment]  # uvicorn's, which ours has the methods of
     max_connections: int  # in all; one address may have half as many
     head_s = 10.0  # from the connection, or from the previous response, to the end of the request head
     write_s = 30.0  # in which a client has to accept `MIN_WRITE_BYTES` bytes, or the rest
@@ -42,6 +45,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self.parser = RequestParser(self)
         self._set_option(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT_IN_KERNEL)
         self._head_timer = self.loop.call_later(self.head_s, self._close)
         self._write_timer = self.loop.call_later(self.write_s, self._check_write_progress)
@@ -135,6 +139,8 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.offers_upgrade:
+            return
         if len(self.pipeline) >= MAX_PIPELINED:
             self._refuse(f"More than {MAX_PIPELINED} requests are pipelined.")
         self._in_head = False
@@ -149,6 +155,8 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.offers_upgrade:
+            return
         self._pending_bytes = 0
         super().on_message_complete()
 

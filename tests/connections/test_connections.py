@@ -102,6 +102,30 @@ def read_to_end(client):
     return bytes(received)
 
 
+@pytest.mark.parametrize(
+    "offer", [b"Upgrade: h2c\r\nConnection: Upgrade, HTTP2-Settings", b"Connection: upgrade\r\nUPGRADE: websocket"]
+)
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+def test_an_offer_to_change_the_protocol_is_ignored(offer, together, framing):
+    """Java's HTTP client offers HTTP/2 with every request."""
+    body = b"x" * 100_000
+    head = b"POST /length?q HTTP/1.1\r\nHost: x\r\n" + offer + b"\r\n"
+    if framing == "length":
+        parts = [head + b"Content-Length: %d\r\n\r\n" % len(body), body]
+    else:
+        parts = [head + CHUNKED, b"%x\r\n%s\r\n" % (len(body), body), b"0\r\n\r\n"]
+    plain = b"POST /length HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc"
+    with serving() as (connect, _):
+        client = connect(b"")
+        for part in [b"".join([*parts, plain])] if together else [*parts, plain]:
+            client.sendall(part)
+            time.sleep(0 if together else 0.05)
+        client.sendall(get(b"/", b"Connection: close"))
+        answers = read_to_end(client).split(b"HTTP/1.1 ")[1:]
+    assert [answer.partition(b"\r\n\r\n")[2] for answer in answers] == [b"100000", b"3", b"ok"]
+
+
 def test_the_longest_idle_connection_is_closed_for_a_request():
     with serving() as (connect, all_connections):
         half = []
