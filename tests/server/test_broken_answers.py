@@ -22,9 +22,9 @@ from .engines import LIMITS
 
 
 @contextmanager
-def serving(loaded):
+def serving(loaded, *flags):
     """Serve a model in this process; yield the API and its client."""
-    request = Request.from_args(build_parser().parse_args(["--kv-profile", "off"]))
+    request = Request.from_args(build_parser().parse_args(["--kv-profile", "off", *flags]))
     service = ModelService(request, *loaded, None, EngineLimits(**LIMITS), None, ALONE)
     api = Api(service, Guard(None, [], 10**6, 8))
     try:
