@@ -201,6 +201,7 @@ class Answer:
         self._id, self._created = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}", int(time.time())
         self.choices, self.prompt_tokens, self.rescued_tokens = choices, prompt_tokens, rescued_tokens
         self.cached_tokens = self.completion_tokens = 0
+        self.first_token_at = self.last_token_at = 0.0  # by `time.perf_counter`
         self.session: Object | None = None  # report of the session, once that is known
 
     def may_end_call(self, event: Event) -> bool:
@@ -217,6 +218,8 @@ class Answer:
         if not isinstance(event, Piece):
             return []
         self.completion_tokens += 1
+        self.last_token_at = time.perf_counter()
+        self.first_token_at = self.first_token_at or self.last_token_at
         choice = self.choices[event.index]
         delta, logprobs = choice.add(event), list[Object]()
         if event.logprob is not None:
