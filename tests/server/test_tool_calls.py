@@ -104,3 +104,18 @@ def test_calls_and_mentions_of_marks(scripted, text, reasoning, content, calls):
 @pytest.mark.parametrize("options", [{"tool_choice": "none"}, {"tools": None}])
 def test_without_tools_there_are_no_calls(scripted, options):
     assert scripted.answers(f"<think>Hm.</think>A {CALL}", **options) == [("Hm.", f"A {CALL}", [], False)] * 4
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL]}),
+        ("/v1/responses", {"input": "hi", "tools": [{"type": "function", **TOOL["function"]}]}),
+    ],
+)
+def test_a_template_without_tools_is_named(server, path, body):
+    response = server.post(path, **body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "tools")
+    assert "the chat template of needle32 does not show tools" in error["message"]
+    assert "--chat-template" in error["message"]
