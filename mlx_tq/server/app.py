@@ -29,7 +29,7 @@ from mlx_tq.server.api_errors import (
     InvalidRequestError,
     UnavailableError,
 )
-from mlx_tq.server.embeddings import embed
+from mlx_tq.server.embeddings import embed, embedder_objects
 from mlx_tq.server.guard import Guard
 from mlx_tq.server.job import Event, Job, Piece, Progress
 from mlx_tq.server.model_service import DEFAULT_MODEL, ModelService
@@ -72,7 +72,7 @@ class Api:
             ("POST", "/v1/completions"): partial(self._complete, CompletionRequest),
             ("POST", "/v1/responses"): self._respond,
             ("POST", "/v1/embeddings"): self._embed,
-            ("GET", "/v1/models"): lambda _: JSONResponse({"object": "list", "data": [service.model_object()]}),
+            ("GET", "/v1/models"): self._list_models,
             ("GET", "/v1/models/{name:path}"): self._model,
             ("GET", "/v1/plan"): lambda _: JSONResponse(service.report()),
             ("DELETE", "/v1/sessions/{name}"): self._drop_session,
@@ -128,9 +128,21 @@ class Api:
             )
         return JSONResponse({"status": "ok"})
 
-    def _model(self, request: Request) -> Response:
-        self._service.check_model(request.path_params["name"])
-        return JSONResponse(self._service.model_object())
+    async def _models(self) -> list[Object]:
+        model = self._service.model_object()
+        return [model, *await embedder_objects(self._service.rescue, model["created"])]
+
+    async def _list_models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": await self._models()})
+
+    async def _model(self, request: Request) -> Response:
+        model, *embedders = await self._models()
+        name = request.path_params["name"]
+        for embedder in embedders:
+            if embedder["id"] == name:
+                return JSONResponse(embedder)
+        self._service.check_model(name)
+        return JSONResponse(model)
 
     async def _drop_session(self, request: Request) -> Response:
         await _run_until_disconnect(request, self._service.sessions.drop(request.path_params["name"]))
