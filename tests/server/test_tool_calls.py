@@ -22,7 +22,7 @@ ANSWERS = [  # of a model: text, reasoning, content, calls
 
 
 class Scripted:
-    """A server whose model writes what it is told to."""
+    """A server whose model generates given texts."""
 
     def __init__(self, client, encode):
         self._client, self._encode = client, encode
