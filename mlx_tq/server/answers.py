@@ -104,6 +104,7 @@ class Choice:
             self._opening = None
             if start.startswith(mark):
                 self._state, text = self._machine.make_state("reasoning"), start.removeprefix(mark)
+        segments: list[tuple[str, str]]
         self._state, segments = TextStateMachine.split(self._state, text)
         if is_last:
             self._state, rest, state = TextStateMachine.flush(self._state)
