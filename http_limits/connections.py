@@ -5,11 +5,12 @@ import math
 import resource
 import socket
 import struct
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
 from httptools import HttpParserError
-from uvicorn import Config
+from uvicorn import Config, Server
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from http_limits.request_parser import RequestParser
@@ -220,6 +221,18 @@ def server_config(app: Any, max_requests: int, **options: Any) -> Config:
     protocol = limited_connection(max(CONNECTIONS, 4 * max_requests))
     logs: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
     return Config(app, http=protocol, ws="none", backlog=BACKLOG, **logs, **options)
+
+
+class ListeningServer(Server):
+    """A server that calls `on_listening` when it accepts connections."""
+
+    def __init__(self, config: Config, on_listening: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_listening = on_listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_listening()
 
 
 def url_of(listener: socket.socket) -> str:

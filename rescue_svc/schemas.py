@@ -229,6 +229,7 @@ class EmbedderInfo(BaseModel):
     """State of the embedder."""
 
     name: str
+    model: str | None = Field(description="name of its vectors, as `POST /embed` returns it; null without an embedder")
     state: Literal["off", "unavailable", "idle", "starting", "ready"]
     reason: str | None
     pending: int = Field(description="spans without a vector yet")

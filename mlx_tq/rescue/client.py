@@ -171,6 +171,10 @@ class RescueClient(AbstractContextManager["RescueClient"]):
         body = {"texts": list(texts)}
         return self._attempt(lambda: self._request("POST", "/embed", wire.parse_embeddings, body, EMBED_S), EMBED_S)
 
+    def embedder(self) -> str | None:
+        """Return the name of the service's embedder, or None if it has none; raises RescueError."""
+        return self._attempt(lambda: self._request("GET", "/readyz", wire.parse_embedder), CALL_S)
+
     def ready(self, timeout: float) -> bool:
         """Return whether the service runs in time; raises RescueError if a private one cannot be started."""
         try:

@@ -76,6 +76,14 @@ def parse_embeddings(response: bytes) -> Embeddings:
     return Embeddings(model, vectors)
 
 
+def parse_embedder(response: bytes) -> str | None:
+    embedder = _parse_object(response).get("embedder")
+    _check(isinstance(embedder, dict), "embedder", embedder)
+    model: str | None = embedder.get("model")
+    _check(model is None or isinstance(model, str), "model", model)
+    return model
+
+
 def _parse_object(response: bytes) -> Any:
     try:
         value = json.loads(response)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_lm.generate import TextStateMachine, make_text_state_machine
+from mlx_lm.generate import TextStateMachine
 
 from mlx_tq.server.api_errors import ApiError
 from mlx_tq.server.job import Event, Piece, Quoted, Started, TokenLogprob
@@ -15,6 +15,7 @@ from mlx_tq.server.schemas import ResponseRequest, use_response_names
 from mlx_tq.session.transcript import to_ranges
 
 Object = dict[str, Any]
+Transitions = dict[str, list[tuple[str, str]]]  # state to marks and next states
 
 # Characters. Some models' parsers take quadratic time: at this length, about as long as generating the text.
 _MAX_CALL = 2**16
@@ -34,23 +35,22 @@ class Choice:
     """One answer of a request, as far as it was generated, split into content, reasoning and tool calls.
 
     Without `tokenizer`, all text is content. `state` is "reasoning" where the prompt ended inside the model's
-    reasoning. If the answer is `constrained` to a grammar, all text after the reasoning is content. Calls are parsed
-    only if the request has `tools`; a call that is not valid is content.
+    reasoning; else an answer may begin with reasoning. If the answer is `constrained` to a grammar, all text after the
+    reasoning is content. Calls are parsed only if the request has `tools`, and not in the reasoning. A call that is not
+    valid is content with its marks, as are marks that the content only mentions.
     """
 
     def __init__(
         self, tokenizer: Any = None, state: str = "normal", tools: Sequence[Object] = (), *, constrained: bool = False
     ) -> None:
-        if tokenizer is None:
-            machine = TextStateMachine({"normal": []})
-        elif constrained:
-            machine = TextStateMachine(
-                {"reasoning": [(tokenizer.think_end, "normal")] if tokenizer.has_thinking else []}
-            )
-        else:
-            machine = make_text_state_machine(tokenizer)
-        self._state = machine.make_state(state)
         self._tokenizer, self._tools = tokenizer, list(tools)
+        transitions: Transitions = {}
+        if tokenizer is not None:
+            transitions = _transitions(tokenizer, has_tools=bool(tools), constrained=constrained)
+        self._machine = TextStateMachine(transitions)
+        self._state = self._machine.make_state(state)
+        may_reason = "reasoning" in transitions and state == "normal" and not constrained
+        self._opening = "" if may_reason else None  # text that may still become the mark before the reasoning
         self._call_text: str | None = None  # of a call that is not complete
         self.message = Delta()
         self.logprobs: list[Object] = []
@@ -59,13 +59,9 @@ class Choice:
 
     def add(self, piece: Piece) -> Delta:
         """Add a piece; return what it adds to the message."""
-        self._state, segments = TextStateMachine.split(self._state, piece.text)
-        if piece.finish_reason is not None:
-            self._state, rest, state = TextStateMachine.flush(self._state)
-            segments = [*segments, (state, rest), ("normal", "")]  # the last one ends a call
         delta, message = Delta(), self.message
-        for state, text in segments:
-            if state == "tool" and self._tools:
+        for state, text in self._split(piece.text, is_last=piece.finish_reason is not None):
+            if state == "tool":
                 self._call_text = (self._call_text or "") + text
                 continue
             self._end_call(delta)
@@ -73,6 +69,8 @@ class Choice:
                 delta.reasoning += text
             else:
                 delta.content += text
+        if piece.finish_reason is not None:
+            self._end_call(delta, finish_reason=piece.finish_reason)
         message.content += delta.content
         message.reasoning += delta.reasoning
         message.tool_calls += delta.tool_calls
@@ -95,32 +93,91 @@ class Choice:
     def is_in_call(self) -> bool:
         return self._call_text is not None
 
-    def _end_call(self, delta: Delta) -> None:
-        """Parse a complete call; one that cannot be parsed becomes content."""
+    def _split(self, text: str, *, is_last: bool) -> list[tuple[str, str]]:
+        """Return the states that the text passes through, each with its part of the text, as far as it is certain."""
+        if self._opening is not None:
+            text = self._opening + text
+            start, mark = text.lstrip(), self._tokenizer.think_start
+            if mark.startswith(start) and start != mark and not is_last:
+                self._opening = text
+                return []
+            self._opening = None
+            if start.startswith(mark):
+                self._state, text = self._machine.make_state("reasoning"), start.removeprefix(mark)
+        segments: list[tuple[str, str]]
+        self._state, segments = TextStateMachine.split(self._state, text)
+        if is_last:
+            self._state, rest, state = TextStateMachine.flush(self._state)
+            segments.append((state, rest))
+        return segments
+
+    def _end_call(self, delta: Delta, finish_reason: str | None = None) -> None:
+        """Parse the open call, if there is one, or make it content. At its end is a mark, or the end of the answer."""
         if self._call_text is None:
             return
         text, self._call_text = self._call_text, None
+        start_mark, end_mark = self._tokenizer.tool_call_start, self._tokenizer.tool_call_end
         first_index = len(self.message.tool_calls) + len(delta.tool_calls)
-        try:
+        is_cut = finish_reason == "length" and end_mark
+        calls = [] if is_cut else self._parse_calls(text, first_index)
+        if not calls and not is_cut and start_mark in text:  # the first mark was only mentioned
+            mention, text = text.rsplit(start_mark, 1)
+            delta.content += start_mark + mention
             calls = self._parse_calls(text, first_index)
-        except Exception:  # noqa: BLE001 - whatever the parsers of many models raise
-            delta.content += text
-        else:
+        if calls:
             delta.tool_calls += calls
+        else:
+            delta.content += start_mark + text + (end_mark if finish_reason is None else "")
 
     def _parse_calls(self, text: str, first_index: int) -> list[Object]:
+        """Return the calls in a text; none if clients could not read them."""
         if len(text) > _MAX_CALL:
-            raise ValueError(f"the call has {len(text):,} characters; at most {_MAX_CALL:,} are parsed")
-        parsed, calls = self._tokenizer.tool_parser(text, self._tools), []
-        for index, call in enumerate(parsed if isinstance(parsed, list) else [parsed], first_index):
-            name, arguments, call_id = call["name"], call["arguments"], call.get("id")
-            if not isinstance(name, str) or not isinstance(arguments, dict):
-                raise TypeError("a call needs a name and an object of arguments")
-            function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False, allow_nan=False)}
-            if not isinstance(call_id, str):
-                call_id = f"call_{uuid.uuid4().hex[:24]}"
-            calls.append({"index": index, "id": call_id, "type": "function", "function": function})
+            return []
+        try:
+            parsed = self._tokenizer.tool_parser(text, self._tools)
+            parsed = parsed if isinstance(parsed, list) else [parsed]
+            calls = [_call_object(call, index) for index, call in enumerate(parsed, first_index)]
+            json.dumps(calls, ensure_ascii=False).encode()  # which lone surrogates prevent
+        except Exception:  # noqa: BLE001 - whatever the parsers of many models raise
+            return []
         return calls
+
+
+def _transitions(tokenizer: Any, *, has_tools: bool, constrained: bool) -> Transitions:
+    """Return the marks that end each state, and the next states.
+
+    They are those of mlx-lm's `make_text_state_machine`, but reasoning is not opened inside the content, and calls are
+    neither in the reasoning nor in answers to requests without tools.
+    """
+    transitions: Transitions = {"normal": []}
+    if tokenizer.has_thinking:
+        transitions["reasoning"] = [(tokenizer.think_end, "normal")]
+    if constrained:
+        return transitions
+    transitions["normal"] += [(mark, "normal") for mark in tokenizer.structural_markers]
+    for state, edges in tokenizer.response_transitions.items():
+        transitions.setdefault(state, []).extend(edge for edge in edges if has_tools or edge[1] != "tool")
+    if has_tools:
+        if all(target != "tool" for edges in transitions.values() for _, target in edges):
+            transitions["normal"].append((tokenizer.tool_call_start, "tool"))
+        transitions["tool"] = [(tokenizer.tool_call_end, "normal")] if tokenizer.tool_call_end else []
+    return transitions
+
+
+def _call_object(call: Object, index: int) -> Object:
+    """Return a parsed call as clients expect it: with a name, and an object of arguments as JSON."""
+    arguments = call.get("arguments", call.get("parameters"))  # Llama calls them parameters
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments or "{}")
+    if arguments is None:
+        arguments = {}
+    name, call_id = call["name"], call.get("id")
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        raise TypeError("a call needs a name and an object of arguments")
+    if not isinstance(call_id, str):
+        call_id = f"call_{uuid.uuid4().hex[:24]}"
+    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False, allow_nan=False)}
+    return {"index": index, "id": call_id, "type": "function", "function": function}
 
 
 class Answer:
@@ -145,6 +202,7 @@ class Answer:
         self._id, self._created = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}", int(time.time())
         self.choices, self.prompt_tokens, self.rescued_tokens = choices, prompt_tokens, rescued_tokens
         self.cached_tokens = self.completion_tokens = 0
+        self.first_token_at = self.last_token_at = 0.0  # by `time.perf_counter`
         self.session: Object | None = None  # report of the session, once that is known
 
     def may_end_call(self, event: Event) -> bool:
@@ -161,6 +219,8 @@ class Answer:
         if not isinstance(event, Piece):
             return []
         self.completion_tokens += 1
+        self.last_token_at = time.perf_counter()
+        self.first_token_at = self.first_token_at or self.last_token_at
         choice = self.choices[event.index]
         delta, logprobs = choice.add(event), list[Object]()
         if event.logprob is not None:

@@ -18,6 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from mlx_tq.server import schemas
 from mlx_tq.server.answers import Answer, Object, ResponseAnswer
@@ -28,7 +29,7 @@ from mlx_tq.server.api_errors import (
     InvalidRequestError,
     UnavailableError,
 )
-from mlx_tq.server.embeddings import embed
+from mlx_tq.server.embeddings import embed, embedder_objects
 from mlx_tq.server.guard import Guard
 from mlx_tq.server.job import Event, Job, Piece, Progress
 from mlx_tq.server.model_service import DEFAULT_MODEL, ModelService
@@ -71,7 +72,7 @@ class Api:
             ("POST", "/v1/completions"): partial(self._complete, CompletionRequest),
             ("POST", "/v1/responses"): self._respond,
             ("POST", "/v1/embeddings"): self._embed,
-            ("GET", "/v1/models"): lambda _: JSONResponse({"object": "list", "data": [service.model_object()]}),
+            ("GET", "/v1/models"): self._list_models,
             ("GET", "/v1/models/{name:path}"): self._model,
             ("GET", "/v1/plan"): lambda _: JSONResponse(service.report()),
             ("DELETE", "/v1/sessions/{name}"): self._drop_session,
@@ -97,7 +98,7 @@ class Api:
 
     async def _handle(self, path: str, handler: Handler, request: Request) -> Response:
         """Run a handler; whatever it raises becomes a response in OpenAI's shape."""
-        started = time.perf_counter()
+        request.state.path, request.state.started = path, time.perf_counter()
         try:
             if path not in _PUBLIC:
                 self._guard.check_caller(request)
@@ -111,7 +112,8 @@ class Api:
             log.exception("internal error")
             response = _error_response(ApiError(_INTERNAL_ERROR))
         self._service.metrics.requests.labels(path, response.status_code).inc()
-        log.info("%s %s %d %.0f ms", request.method, path, response.status_code, 1e3 * (time.perf_counter() - started))
+        if not isinstance(response, AnswerStream):  # which logs its end
+            _log_end(request, response.status_code)
         return response
 
     # Routes without generation.
@@ -126,9 +128,21 @@ class Api:
             )
         return JSONResponse({"status": "ok"})
 
-    def _model(self, request: Request) -> Response:
-        self._service.check_model(request.path_params["name"])
-        return JSONResponse(self._service.model_object())
+    async def _models(self) -> list[Object]:
+        model = self._service.model_object()
+        return [model, *await embedder_objects(self._service.rescue, model["created"])]
+
+    async def _list_models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": await self._models()})
+
+    async def _model(self, request: Request) -> Response:
+        model, *embedders = await self._models()
+        name = request.path_params["name"]
+        for embedder in embedders:
+            if embedder["id"] == name:
+                return JSONResponse(embedder)
+        self._service.check_model(name)
+        return JSONResponse(model)
 
     async def _drop_session(self, request: Request) -> Response:
         await _run_until_disconnect(request, self._service.sessions.drop(request.path_params["name"]))
@@ -176,6 +190,7 @@ class Api:
             preparation = (service.prepare, body, make_answer, session, grammar)
             work = service.large_requests.run(request.state.nbytes, *preparation)
             jobs, answer, turn = await _run_until_disconnect(request, work)
+            request.state.answer = answer
             service.engine.submit(*jobs)
         except BaseException:
             if session is not None:
@@ -190,10 +205,8 @@ class Api:
         async def respond() -> Response:
             await _add(answer, await anext(events))
             if body.stream:
-                stream = self._stream(answer, events, settled, usage=body.wants_usage)
-                return StreamingResponse(
-                    stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache", **headers}
-                )
+                stream = self._stream(request, events, settled, usage=body.wants_usage)
+                return AnswerStream(request, stream, {"Cache-Control": "no-cache", **headers})
             async for event in events:
                 await _add(answer, event)
             if settled is not None:
@@ -254,9 +267,10 @@ class Api:
                 metrics.disconnects.inc()
 
     async def _stream(
-        self, answer: Answer, events: AsyncGenerator[Event], settled: asyncio.Task[None] | None, *, usage: bool
+        self, request: Request, events: AsyncGenerator[Event], settled: asyncio.Task[None] | None, *, usage: bool
     ) -> AsyncIterator[str]:
         """Yield server-sent events; during the prefill, comments with its progress."""
+        answer: Answer = request.state.answer
         try:
             for value in answer.start_events():
                 yield _sse(value)
@@ -271,12 +285,50 @@ class Api:
                 yield _sse(value)
             yield answer.stream_end
         except ApiError as error:
+            request.state.error = error
             yield _sse(answer.error_event(error))
         except Exception:
             log.exception("internal error")
-            yield _sse(answer.error_event(ApiError(_INTERNAL_ERROR)))
+            request.state.error = ApiError(_INTERNAL_ERROR)
+            yield _sse(answer.error_event(request.state.error))
         finally:
             await events.aclose()
+
+
+class AnswerStream(StreamingResponse):
+    """The stream of an answer. Its end is logged, also if the client leaves before."""
+
+    def __init__(self, request: Request, stream: AsyncIterator[str], headers: dict[str, str]) -> None:
+        super().__init__(stream, media_type="text/event-stream", headers=headers)
+        self._request = request
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            state = self._request.state
+            is_ended = state.answer.is_complete or hasattr(state, "error")
+            _log_end(self._request, self.status_code if is_ended else ClientDisconnectedError.status)
+
+
+def _log_end(request: Request, status: int) -> None:
+    """Log a request that has ended, and the tokens of its answer if it has one."""
+    state, now = request.state, time.perf_counter()
+    facts = [f"{1e3 * (now - state.started):.0f} ms"]
+    if status == ClientDisconnectedError.status:
+        facts.append("the client disconnected")
+    if hasattr(state, "error"):
+        facts.append(f"error {state.error.code} in the stream")
+    answer: Answer | None = getattr(state, "answer", None)
+    if answer is not None:
+        facts.append(f"{answer.prompt_tokens} prompt tokens ({answer.cached_tokens} cached)")
+        facts.append(f"{answer.completion_tokens} completion tokens")
+        first, last = answer.first_token_at, answer.last_token_at
+        if answer.completion_tokens:
+            facts.append(f"first token after {1e3 * (first - state.started):.0f} ms")
+        if last > first:
+            facts.append(f"{(answer.completion_tokens - 1) / (last - first):.1f} tokens/s")
+    log.info("%s %s %d %s", request.method, state.path, status, ", ".join(facts))
 
 
 def _error_response(error: ApiError) -> JSONResponse:

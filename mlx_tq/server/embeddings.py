@@ -1,6 +1,7 @@
 """/v1/embeddings, computed by the embedder of the rescue service."""
 
 import base64
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,15 @@ from mlx_tq.server.api_errors import InvalidRequestError, ModelNotFoundError, Un
 from mlx_tq.server.schemas import EmbeddingRequest
 
 _BATCH = 32  # texts of a call; a longer call would delay other users of the service
+
+
+async def embedder_objects(client: RescueClient | None, created: int) -> list[dict[str, Any]]:
+    """Return the embedder as a model in OpenAI's shape; none if the service has none, or does not answer."""
+    name: str | None = None
+    if client is not None:
+        with suppress(RescueError):  # the client reports it
+            name = await run_in_threadpool(client.embedder)
+    return [] if name is None else [{"id": name, "object": "model", "created": created, "owned_by": "mlx_tq"}]
 
 
 async def embed(request: EmbeddingRequest, client: RescueClient | None, default_model: str) -> dict[str, Any]:

@@ -57,7 +57,8 @@ class ModelService:
         self.created = int(time.time())
         self._tokenizer, self._plan = tokenizer, plan
         self.positions = position_limit(model)
-        self._prompt_builder = PromptBuilder(tokenizer, args.chat_template_args, self.positions)
+        template = "the template of --chat-template" if args.chat_template else f"the chat template of {self.name}"
+        self._prompt_builder = PromptBuilder(tokenizer, args.chat_template_args, self.positions, template)
         self.rescue = ranks.run_on_first(lambda: None if service == OFF else RescueClient(open_service(service)))
         self.sessions = Sessions(request, self._prompt_builder, self.rescue, self.positions, self.metrics)
         self._grammars = Grammars(tokenizer)

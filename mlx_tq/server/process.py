@@ -8,9 +8,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-import uvicorn
-
-from http_limits.connections import server_config, url_of
+from http_limits.connections import ListeningServer, server_config, url_of
 from mlx_tq.cli.loading import free_memory, load_model
 from mlx_tq.cli.options import Request
 from mlx_tq.cli.screen import console, show_plan
@@ -50,7 +48,7 @@ def serve(request: Request, api_key: str | None, folder: Folder | None, listener
     salt = salt_of(api_key, shared=args.prefix_cache_share)
     service = ModelService(request, *_load(request, folder, salt, ranks), ranks)
 
-    class Server(uvicorn.Server):
+    class Server(ListeningServer):
         def handle_exit(self, sig: int, frame: Any) -> None:
             # Ends running answers, and with them their connections. The signal may have interrupted any code.
             asyncio.get_running_loop().call_soon_threadsafe(api.stop)
@@ -60,7 +58,7 @@ def serve(request: Request, api_key: str | None, folder: Folder | None, listener
     guard = Guard(api_key, args.allowed_origins, args.max_body or default_max_body(service.positions), slots)
     api = Api(service, guard)
     config = server_config(api.app(args.allowed_origins), slots, timeout_graceful_shutdown=_GRACE_S)
-    server = Server(config)
+    server = Server(config, lambda: console.print(f"listening on {url_of(listener)} (chat page; API at /v1)"))
 
     def end(*_: object) -> None:
         server.should_exit = True
@@ -70,7 +68,6 @@ def serve(request: Request, api_key: str | None, folder: Folder | None, listener
     signal.signal(signal.SIGTERM, end)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
-    console.print(f"listening on {url_of(listener)}")
     try:
         server.run(sockets=[listener])
     finally:

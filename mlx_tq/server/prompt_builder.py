@@ -4,6 +4,7 @@ import inspect
 import secrets
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from threading import Lock
 from typing import Any
 
@@ -47,11 +48,20 @@ class Prompt:
 
 
 class PromptBuilder:
-    """Renders and tokenizes prompts; thread-safe. `positions` is the model's context length, or None."""
+    """Renders and tokenizes prompts; thread-safe. `positions` is the model's context length, or None.
 
-    def __init__(self, tokenizer: Any, template_args: dict[str, Any], positions: int | None = None) -> None:
+    `template_name` says in errors which chat template is meant.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        template_args: dict[str, Any],
+        positions: int | None = None,
+        template_name: str = "the model's chat template",
+    ) -> None:
         self.tokenizer, self.plain = tokenizer, PlainText(tokenizer)
-        self._template_args = template_args
+        self._template_args, self._template_name = template_args, template_name
         self._limit = PromptLengthLimit(tokenizer, positions)
         # A fast tokenizer is thread-safe unless its truncation or padding changes, which the first call may do; hence
         # the `encode("")` below.
@@ -109,9 +119,23 @@ class PromptBuilder:
             raise InvalidRequestError(f"chat_template_kwargs may not set {', '.join(wrong)}", "chat_template_kwargs")
         messages = [_template_message(message, index) for index, message in enumerate(request.messages)]
         tools = request.callable_tools
+        if tools and not self._shows_tools:
+            advice = "leave tools out, or start the server with a --chat-template that shows them"
+            raise InvalidRequestError(f"{self._template_name} does not show tools to the model; {advice}", "tools")
         if tools and not self.tokenizer.has_tool_calling:
-            raise InvalidRequestError("the model's chat template has no tools; leave them out", "tools")
+            message = f"mlx-lm cannot parse the tool calls of {self._template_name}; leave tools out"
+            raise InvalidRequestError(message, "tools")
         return messages, {**self._template_args, **self.plain.escape(kwargs), "tools": self.plain.escape(tools) or None}
+
+    @cached_property
+    def _shows_tools(self) -> bool:
+        function = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
+        messages, tools = [{"role": "user", "content": "hi"}], [{"type": "function", "function": function}]
+        try:
+            with_tools, without = (self._render(messages, {**self._template_args, "tools": t}) for t in (tools, None))
+        except InvalidRequestError:
+            return True  # the template refuses this conversation; the request's own may be different
+        return with_tools != without
 
     def split_turn(
         self, messages: list[Message], options: dict[str, Any], cached_messages: int

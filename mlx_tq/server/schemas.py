@@ -279,7 +279,10 @@ class EmbeddingRequest(Strict):
     @classmethod
     def _refuse_tokens(cls, value: Any) -> Any:
         if isinstance(value, list) and any(isinstance(part, int | list) for part in value):
-            raise ValueError("tokens are of another model than the embedder; send texts")
+            raise ValueError(
+                "tokens are of another model than the embedder; send texts (LangChain's OpenAIEmbeddings does so with "
+                "check_embedding_ctx_length=False)"
+            )
         return value
 
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import uvicorn
 
-from http_limits.connections import open_listener, server_config, url_of
+from http_limits.connections import ListeningServer, open_listener, server_config, url_of
 from http_limits.service_socket import SOCKET, private_listener
 from rescue_svc import logs
 from rescue_svc.app import create_app
@@ -97,8 +97,8 @@ def _listen_and_serve(settings: Settings, shutdown: Shutdown) -> None:
             fields = {"url": url_of(listener), "store": service.store.describe()}
             with _user_sockets(settings) as sockets:
                 fields["connections"] = config.http.max_connections  # type: ignore[union-attr]
-                log.info("listening", extra=fields)
-                shutdown.serve(uvicorn.Server(config), [listener, *sockets])
+                server = ListeningServer(config, lambda: log.info("listening", extra=fields))
+                shutdown.serve(server, [listener, *sockets])
         finally:
             service.close()
             log.info("closed")

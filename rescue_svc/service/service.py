@@ -131,10 +131,13 @@ class RescueService:
     def embedder_info(self) -> EmbedderInfo:
         if self.embedder is None:
             state: Literal["off", "unavailable"] = "off" if self.settings.embedder == "none" else "unavailable"
-            return EmbedderInfo(name=self.settings.embedder, state=state, reason=self._no_embedder_reason, pending=0)
+            name, reason = self.settings.embedder, self._no_embedder_reason
+            return EmbedderInfo(name=name, model=None, state=state, reason=reason, pending=0)
         worker = self.embedder
         pending = self.store.count_pending(worker.model)
-        return EmbedderInfo(name=worker.name, state=worker.state, reason=worker.reason, pending=pending)
+        return EmbedderInfo(
+            name=worker.name, model=worker.model, state=worker.state, reason=worker.reason, pending=pending
+        )
 
     def refresh_gauges(self) -> None:
         sessions = self.store.sessions()

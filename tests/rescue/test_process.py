@@ -38,6 +38,11 @@ def logged(server, request_id):
     return next(line for line in requests(server) if line["request_id"] == request_id)
 
 
+def test_it_accepts_connections_when_it_says_so(server):
+    events = [line["event"].partition(" [")[0] for line in server.lines()]
+    assert events.index("Started server process") < events.index("listening")
+
+
 def test_no_text_in_the_log(server):
     server.write_and_embed("said", (f"the {SECRET} is here", 0, 5))
     assert server.search("said", f"where is the {SECRET}?")

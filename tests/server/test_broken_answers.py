@@ -22,9 +22,9 @@ from .engines import LIMITS
 
 
 @contextmanager
-def serving(loaded):
+def serving(loaded, *flags):
     """Serve a model in this process; yield the API and its client."""
-    request = Request.from_args(build_parser().parse_args(["--kv-profile", "off"]))
+    request = Request.from_args(build_parser().parse_args(["--kv-profile", "off", *flags]))
     service = ModelService(request, *loaded, None, EngineLimits(**LIMITS), None, ALONE)
     api = Api(service, Guard(None, [], 10**6, 8))
     try:
@@ -61,7 +61,8 @@ def test_an_error_while_an_answer_is_written(loaded, monkeypatch, path, extra):
         assert "internal error" in str(last_event(client.post(path, json={**extra, "stream": True})))
 
 
-def test_an_answer_ends_while_an_engine_step_takes_long(loaded, monkeypatch):
+def test_an_answer_ends_while_an_engine_step_takes_long(loaded, monkeypatch, caplog):
+    caplog.set_level("INFO", "mlx_tq.server.app")
     steps, is_slow, release = count(), Event(), Event()
     kind = type(loaded[0])
     forward = kind.__call__
@@ -80,5 +81,6 @@ def test_an_answer_ends_while_an_engine_step_takes_long(loaded, monkeypatch):
             assert is_slow.wait(60)
             client.portal.call(api.stop)
             assert last_event(stream.result(30))["error"]["code"] == "unavailable"
+            assert "error unavailable in the stream" in caplog.text
         finally:
             release.set()

@@ -107,6 +107,73 @@ def test_keyboard_only(server, open_page):
     assert (body["temperature"], body["max_tokens"]) == (0, 1)
 
 
+# Whether more is there than fits, and the end is in view.
+AT_END = """() => {
+  const main = document.querySelector("main"), below = main.scrollHeight - main.clientHeight - main.scrollTop;
+  return main.scrollHeight > main.clientHeight + 100 && below < 4;
+}"""
+
+
+def test_the_end_stays_in_view(server, open_page):
+    page = open_page(server, viewport={"width": 1280, "height": 440})
+
+    def is_at_end():
+        return page.evaluate(AT_END)
+
+    for text in ("\n".join(f"Line {n}." for n in range(12)), "Hello", "And now?"):
+        say(page, text)
+        wait_for(is_at_end)
+    page.reload()
+    expect(page.locator("#messages > li")).to_have_count(6)
+    wait_for(is_at_end)
+    never_end(page)
+    page.get_by_label("Message").fill("Talk on")
+    page.keyboard.press("Enter")
+    answer = page.locator("#messages > li .content").last
+    expect(answer).to_have_text(re.compile(r"\w{2}"), timeout=60_000)
+    wait_for(is_at_end)
+    latest = page.get_by_role("button", name="Jump to latest")
+    expect(latest).to_be_hidden()
+    page.evaluate("document.querySelector('main').scrollTop = 40")
+    expect(latest).to_be_visible()
+    length = len(answer.inner_text())
+    wait_for(lambda: len(answer.inner_text()) > length + 200)
+    assert page.evaluate("document.querySelector('main').scrollTop") == 40, "what the user reads stays where it is"
+    latest.click()
+    expect(latest).to_be_hidden()
+    expect(page.get_by_label("Message")).to_be_focused()
+    length = len(answer.inner_text())
+    wait_for(lambda: len(answer.inner_text()) > length + 200)
+    wait_for(is_at_end)
+    page.keyboard.press("Escape")
+    expect(page.locator("#status")).to_have_text("Stopped")
+    wait_for(is_at_end)
+    page.evaluate("document.querySelector('main').scrollTop = 0")
+    expect(latest).to_be_visible()
+    page.unroute("**/v1/chat/completions")
+    say(page, "Are you there?")
+    wait_for(is_at_end)
+
+
+def test_a_long_message_is_folded(server, open_page):
+    page = open_page(server)
+    say(page, "One line.")
+    expect(page.get_by_role("button", name="Show all")).to_have_count(0)
+    paste = "\n".join(f"Line {n}." for n in range(40))
+    say(page, paste)
+    content = page.locator("#messages .user .content").last
+    for _ in range(2):  # when it is sent, and after a reload
+        button = page.get_by_role("button", name="Show all")
+        assert content.bounding_box()["height"] < 200
+        button.click()
+        assert content.bounding_box()["height"] > 900
+        expect(content).to_have_text(paste)
+        expect(content).to_be_in_viewport()
+        page.get_by_role("button", name="Show less").click()
+        assert content.bounding_box()["height"] < 200
+        page.reload()
+
+
 def test_untrusted_text_is_not_executed(server, open_page):
     page = open_page(server)
     say(page, f"{SCRIPT} and an innocent \u202eneighbor\x1b]0;owned\x07")
@@ -137,8 +204,10 @@ def test_an_injected_script_does_not_run(server, browser):
 
 
 def test_it_fits_narrow_windows_and_has_contrast(server, open_page):
-    page = open_page(server)
+    page = open_page(server, viewport={"width": 375, "height": 667})
     say(page, "x" * 400)
+    expect(page.locator("#layout")).to_be_hidden()
+    assert page.evaluate("document.querySelector('main').clientHeight > innerHeight / 2"), "the conversation has room"
     page.get_by_text("Cache layout").click()
     for width, scheme in ((320, "light"), (320, "dark"), (768, "dark"), (1600, "light")):
         page.set_viewport_size({"width": width, "height": 700})

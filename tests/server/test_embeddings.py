@@ -9,7 +9,7 @@ from rescue.harness import Server as RescueService
 
 from mlx_tq.rescue import RescueClient, open_service
 from mlx_tq.server.api_errors import UnavailableError
-from mlx_tq.server.embeddings import embed
+from mlx_tq.server.embeddings import embed, embedder_objects
 from mlx_tq.server.schemas import EmbeddingRequest, parse
 from rescue_svc.embed.hashing import HashingEmbedder
 
@@ -43,7 +43,8 @@ def test_vectors_equal_those_of_the_embedder(embedding, encoding):
 @pytest.mark.parametrize(
     ("body", "status", "param", "word"),
     [
-        ({"input": [1, 2]}, 400, "input", "send texts"),
+        ({"input": [1, 2]}, 400, "input", "check_embedding_ctx_length=False"),
+        ({"input": [[1, 2], [3]]}, 400, "input", "send texts"),
         ({"input": ""}, 400, "input", "at least 1"),
         ({"input": ["a", "b" * 8193]}, 400, "input.1", "8192"),
         ({"input": "a", "dimensions": 3}, 400, "dimensions", "384"),
@@ -55,6 +56,17 @@ def test_invalid_requests(embedding, body, status, param, word):
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (status, param)
     assert word in error["message"]
+
+
+def test_the_embedder_is_listed_as_a_model(embedding):
+    models = embedding.openai.models.list().data
+    assert [model.id for model in models] == ["needle32", "hashing-1"]
+    assert embedding.openai.models.retrieve("hashing-1") == models[1]
+    assert embedding.http.get("/v1/models").json()["data"][1] == {
+        "id": "hashing-1", "object": "model", "created": models[0].created, "owned_by": "mlx_tq"
+    }  # fmt: skip
+    with pytest.raises(openai.NotFoundError):
+        embedding.openai.models.retrieve("hashing-2")
 
 
 def test_without_a_rescue_service(server):
@@ -71,7 +83,9 @@ def test_a_service_without_an_embedder_or_that_has_ended(tmp_path):
             for _ in range(8):
                 with pytest.raises(UnavailableError, match="no embedder"):
                     asyncio.run(embed(request, client, "default_model"))
+            assert asyncio.run(embedder_objects(client, 0)) == []
             plain.stop()
+            assert asyncio.run(embedder_objects(client, 0)) == []
             with pytest.raises(UnavailableError, match="cannot be reached"):
                 asyncio.run(embed(request, client, "default_model"))
     finally:

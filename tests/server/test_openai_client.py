@@ -1,15 +1,17 @@
 """The openai client and a real server process."""
 
 import json
+import re
 from pathlib import Path
 
 import openai
 import pytest
+from http_harness import wait_for
 
 from benchmarks.server.requests import REQUESTS, outcome
 
 from .conftest import ENDLESS, QUESTION
-from .harness import text_of_stream
+from .harness import read_first_text, text_of_stream
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "server_conformance.json"
 
@@ -134,6 +136,25 @@ def test_models_and_health(server, folder):
     assert server.openai.models.retrieve("needle32").id == "needle32"
     with pytest.raises(openai.NotFoundError, match="not served"):
         server.openai.models.retrieve("gpt-9")
+
+
+def test_it_accepts_connections_when_it_says_so(server):
+    log = server.log()
+    assert log.index("Application startup complete") < log.index(f"listening on {server.url} (chat page; API at /v1)")
+
+
+def test_a_stream_is_logged_at_its_end(server):
+    start = len(server.log())
+    assert text_of_stream(server.chat(QUESTION, stream=True, max_tokens=5)) == "41729"
+    with server.chat(QUESTION, stream=True, max_tokens=2000, logit_bias=ENDLESS) as stream:
+        read_first_text(stream)
+    prompt = r"\d+ prompt tokens \(\d+ cached\)"
+    rates = r"first token after \d+ ms, [\d.]+ tokens/s"
+    wait_for(lambda: server.log()[start:].count("POST") == 2)
+    complete, left = server.log()[start:].strip().splitlines()
+    path = "POST /v1/chat/completions"
+    assert re.search(rf"{path} 200 \d+ ms, {prompt}, 5 completion tokens, {rates}$", complete)
+    assert re.search(rf"{path} 499 \d+ ms, the client disconnected, {prompt}, \d+ completion tokens, first", left)
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: request.name)

@@ -130,6 +130,7 @@ async function send(text) {
   const question = show(chat.turns.at(-1)), item = show(turn);
   item.classList.add("busy");
   setBusy(true);
+  showEnd();
   let fault = "";
   try {
     await generate(turn, item);
@@ -147,7 +148,7 @@ async function send(text) {
     fit();
   } else {
     chat.turns.push(turn);
-    follow(() => item.append(...details(turn)));
+    item.append(...details(turn));
   }
   running = null;
   setBusy(false);
@@ -168,7 +169,7 @@ async function generate(turn, item) {
     if (reasoning) showReasoning(item, reasoning);
     if (content) {
       turn.content += content;
-      follow(() => item.querySelector(".content").append(visible(content)));
+      item.querySelector(".content").append(visible(content));
     }
     if (content || reasoning) showStatus("Generating");
     if (choice?.finish_reason) turn.finish = choice.finish_reason;
@@ -187,7 +188,7 @@ function showReasoning(item, text) {
     details.append(element("summary", "Reasoning"), element("p"));
     item.querySelector(".content").before(details);
   }
-  follow(() => item.querySelector(".reasoning p").append(visible(text)));
+  item.querySelector(".reasoning p").append(visible(text));
 }
 
 // Display
@@ -195,9 +196,22 @@ function showReasoning(item, text) {
 function show(turn) {
   const item = element("li", "", turn.role);
   item.append(element("h2", turn.role === "user" ? "You" : "Assistant"), element("p", visible(turn.content), "content"), ...details(turn));
-  follow(() => $("messages").append(item));
+  if (turn.role === "user" && (turn.content.length > 1200 || turn.content.split("\n").length > 12)) fold(item);
+  $("messages").append(item);
   $("empty").hidden = true;
   return item;
+}
+
+function fold(item) {
+  const button = element("button", "", "plain");
+  button.onclick = () => {
+    const folded = item.classList.toggle("folded");
+    button.textContent = folded ? "Show all" : "Show less";
+    button.setAttribute("aria-expanded", !folded);
+    if (folded) item.scrollIntoView({ block: "nearest" });
+  };
+  item.append(button);
+  button.click();
 }
 
 function details({ usage, session, finish, stopped }) {
@@ -239,13 +253,29 @@ function showMemory() {
   bar.setAttribute("aria-label", `${parts.map(([, text]) => text).join(", ")}, of ${tokens(total)}`);
 }
 
-// Keep the end in view, unless the user has scrolled away.
-function follow(change) {
-  const main = document.querySelector("main");
-  const atEnd = main.scrollHeight - main.scrollTop - main.clientHeight < 40;
-  change();
-  if (atEnd) main.scrollTop = main.scrollHeight;
+// The end stays in view, whatever grows or shrinks, until the user scrolls up.
+const main = document.querySelector("main");
+let following = true, lastTop = 0;
+const atEnd = () => main.scrollHeight - main.scrollTop - main.clientHeight < 4;
+
+function follow() {
+  following ||= atEnd();
+  if (following) main.scrollTop = main.scrollHeight;
+  $("latest").hidden = following;
 }
+
+function showEnd() {
+  following = true;
+  follow();
+}
+
+main.onscroll = () => {
+  // A scroll down may be our own, and the end have moved on since.
+  if (main.scrollTop < lastTop) following = false;
+  lastTop = main.scrollTop;
+  following ||= atEnd();
+  $("latest").hidden = following;
+};
 
 function setBusy(busy) {
   $("send").hidden = $("new-chat").disabled = busy;
@@ -283,6 +313,10 @@ $("composer").onsubmit = event => {
   $("message").value = "";
   fit();
   send(text);
+};
+$("latest").onclick = () => { showEnd(); $("message").focus(); };
+$("messages").onclick = event => {  // what the user opens stays in view
+  if (event.target.closest("summary, button")) following = false;
 };
 $("stop").onclick = () => { running?.abort(); $("message").focus(); };
 document.addEventListener("keydown", event => {
@@ -325,4 +359,6 @@ $("confirm").onclose = () => {
 
 chat.turns.forEach(show);
 showMemory();
+const sizes = new ResizeObserver(follow);
+[main, $("messages")].forEach(node => sizes.observe(node));
 connect();

@@ -1,0 +1,121 @@
+"""Tool calls over HTTP: whatever a model writes, an answer ends as one, with calls that clients can read."""
+
+import json
+import re
+
+import mlx.core as mx
+import pytest
+
+from .test_broken_answers import serving
+from .test_messages import CALL, TOOL, tokenizer  # noqa: F401 - a fixture
+
+NO_THINKING = ("--chat-template-args", '{"enable_thinking": false}')  # or prompts open the reasoning
+END = 2  # the token that ends an answer
+ADD = [("add", '{"a": 2}')]
+BROKEN = '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call> and <tool_call>[]</tool_call>.'
+ANSWERS = [  # of a model: text, reasoning, content, calls
+    ('<tool_call>{"name": "add"}</tool_call>', "", "", [("add", "{}")]),
+    (BROKEN, "", BROKEN, []),
+    ("<think>Some write <tool_call> tags.</think>It is 4.", "Some write <tool_call> tags.", "It is 4.", []),
+    (f"A <think> tag, a <tool_call> tag.{CALL}", "", "A <think> tag, a <tool_call> tag.", ADD),
+]
+
+
+class Scripted:
+    """A server whose model generates given texts."""
+
+    def __init__(self, client, encode):
+        self._client, self._encode = client, encode
+        self.tokens = []
+
+    def forward(self, tokens, logits):
+        """Replace the logits of a decode step."""
+        if tokens.shape[1] > 1 or not self.tokens:
+            return logits
+        return mx.where(mx.arange(logits.shape[-1]) == self.tokens.pop(0), 0.0, -100.0)[None, None]
+
+    def answers(self, text, **options):
+        """Return reasoning, content, calls and finish of an answer: of chats and of responses, whole and streamed."""
+        tools = [{"type": "function", **TOOL["function"]}]
+        chat = {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL], **options}
+        response = {"input": "hi", "tools": tools, **options}
+        answers = []
+        for path, body, read in (
+            ("/v1/chat/completions", chat, read_chat),
+            ("/v1/responses", response, read_response),
+        ):
+            for stream in (False, True):
+                parts = re.findall("<|[^<]+", text)  # so that no mark becomes a control token
+                self.tokens = [token for part in parts for token in self._encode(part)] + [END]
+                sent = self._client.post(path, json={**body, "stream": stream})
+                assert sent.status_code == 200, sent.text
+                answers.append(read(events_of(sent.text) if stream else sent.json()))
+        return answers
+
+
+def events_of(text):
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def read_chat(body):
+    if isinstance(body, dict):
+        (choice,) = body["choices"]
+        deltas, finish = [choice["message"]], choice["finish_reason"]
+    else:
+        choices = [choice for event in body for choice in event["choices"]]
+        deltas, finish = [choice["delta"] for choice in choices], choices[-1]["finish_reason"]
+    calls = [call["function"] for delta in deltas for call in delta.get("tool_calls", [])]
+    texts = ["".join(delta.get(name) or "" for delta in deltas) for name in ("reasoning", "content")]
+    return *texts, [(call["name"], call["arguments"]) for call in calls], finish == "tool_calls"
+
+
+def read_response(body):
+    if isinstance(body, list):
+        body = body[-1]["response"]
+    items = body["output"]
+    texts = [
+        "".join(item["content"][0]["text"] for item in items if item["type"] == kind)
+        for kind in ("reasoning", "message")
+    ]
+    calls = [(item["name"], item["arguments"]) for item in items if item["type"] == "function_call"]
+    assert body["status"] == "completed"
+    return *texts, calls, bool(calls)
+
+
+@pytest.fixture(scope="module")
+def scripted(loaded, tokenizer):  # noqa: F811
+    model = loaded[0]
+    kind = type(model)
+    forward = kind.__call__
+    with pytest.MonkeyPatch.context() as patch, serving((model, tokenizer), *NO_THINKING) as (_, client):
+        server = Scripted(client, loaded[1].encode)
+        patch.setattr(
+            kind, "__call__", lambda self, ids, *args, **kw: server.forward(ids, forward(self, ids, *args, **kw))
+        )
+        yield server
+
+
+@pytest.mark.parametrize(("text", "reasoning", "content", "calls"), ANSWERS, ids=["call", "broken", "thoughts", "text"])
+def test_calls_and_mentions_of_marks(scripted, text, reasoning, content, calls):
+    assert scripted.answers(text) == [(reasoning, content, calls, bool(calls))] * 4
+
+
+@pytest.mark.parametrize("options", [{"tool_choice": "none"}, {"tools": None}])
+def test_without_tools_there_are_no_calls(scripted, options):
+    assert scripted.answers(f"<think>Hm.</think>A {CALL}", **options) == [("Hm.", f"A {CALL}", [], False)] * 4
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL]}),
+        ("/v1/responses", {"input": "hi", "tools": [{"type": "function", **TOOL["function"]}]}),
+    ],
+)
+def test_a_template_without_tools_is_named(server, path, body):
+    response = server.post(path, **body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "tools")
+    assert "the chat template of needle32 does not show tools" in error["message"]
+    assert "--chat-template" in error["message"]
