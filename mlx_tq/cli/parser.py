@@ -105,10 +105,13 @@ def add_backend_argument(parser: argparse._ActionsContainer) -> None:
     _add_option(parser, BACKEND)
 
 
-def add_model_arguments(parser: argparse._ActionsContainer, *, adapter: bool = True) -> None:
-    """Add the flags that choose a model; `adapter` says whether the command takes LoRA adapters."""
+def add_model_arguments(parser: argparse._ActionsContainer, *, adapter: bool = True, several: bool = False) -> None:
+    """Add the flags that choose a model, or `several`; `adapter` says whether the command takes LoRA adapters."""
     add = parser.add_argument
-    add("--model", help="folder, hub name, .gguf file or smollm2 (default: the embedded model)")
+    names = "folder, hub name, .gguf file or smollm2"
+    if several:
+        names += ", or a folder of models; may be repeated, and the first model is the default"
+    add("--model", action="append" if several else "store", help=f"{names} (default: the embedded model)")
     if adapter:
         add("--adapter-path", metavar="DIR", help="folder of LoRA adapters from mlx_lm.lora (default: none)")
     add("--trust-remote-code", action="store_true", help="allow the tokenizer to run its own code")

@@ -3,6 +3,8 @@
 import hashlib
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -72,7 +74,7 @@ def load(
     """
     if dtype is not None and dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
-    source = str(embedded_path() if model is None else smollm2_path() if model == SMOLLM2 else model)
+    source = _source_of(model)
     _check_source(source, options.get("adapter_path"))
     _check_config(source)
     if not ranks.is_alone:
@@ -92,6 +94,24 @@ def load(
     limit_tokenizer(tokenizer)
     tokenizer.model_max_length = sys.maxsize  # mlx_tq reports prompts that are too long; transformers would warn too
     return (loaded, tokenizer, config) if return_config else (loaded, tokenizer)
+
+
+def _source_of(model: str | Path | None) -> str:
+    return str(embedded_path() if model is None else smollm2_path() if model == SMOLLM2 else model)
+
+
+def local_path(model: str | Path | None) -> Path:
+    """Return the folder or file of a model, which is downloaded if the model is on the hub; it may be damaged."""
+    from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS  # imports transformers, which takes a second
+
+    source = _source_of(model)
+    _check_source(source, None)
+    if (path := Path(source)).exists():
+        return path
+    with _report_hub_errors(source):
+        from huggingface_hub import snapshot_download  # takes 0.1 s to import
+
+        return Path(snapshot_download(source, allow_patterns=DEFAULT_ALLOW_PATTERNS))
 
 
 def embedded_path() -> Path:
@@ -159,13 +179,14 @@ def _load_file(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[str
         raise _not_loaded(source, _describe_error(error), "Download or convert it again.") from error
 
 
-def _load_folder(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+@contextmanager
+def _report_hub_errors(source: str) -> Iterator[None]:
+    """Raise ConfigError where a model is neither in a folder nor on the hub, or cannot be read."""
     from httpx2 import HTTPError  # takes 0.1 s
-    from huggingface_hub.errors import HFValidationError, StrictDataclassError  # takes 0.1 s
-    from mlx_lm import load as load_model  # imports transformers, which takes a second
+    from huggingface_hub.errors import HFValidationError  # takes 0.1 s
 
     try:
-        loaded, tokenizer, config = load_model(source, return_config=True, **options)
+        yield
     except HFValidationError as error:
         raise ConfigError(f"there is no model folder {source!r}, and it is not a valid hub name. {_REMEDY}") from error
     except (HTTPError, OSError) as error:
@@ -173,6 +194,17 @@ def _load_folder(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[s
         if not Path(source).exists():
             reason = f"there is no such folder, and the hub did not give it ({reason})"
         raise _not_loaded(source, reason) from error
+
+
+def _load_folder(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    from huggingface_hub.errors import StrictDataclassError  # takes 0.1 s
+    from mlx_lm import load as load_model  # imports transformers, which takes a second
+
+    try:
+        with _report_hub_errors(source):
+            loaded, tokenizer, config = load_model(source, return_config=True, **options)
+    except MlxTqError:
+        raise
     except json.JSONDecodeError as error:
         raise _not_loaded(source, f"a JSON file is damaged ({error})") from error
     except (KeyError, TypeError, StrictDataclassError) as error:
@@ -220,7 +252,7 @@ def ranks_of(model: Any) -> Ranks:
 
 def check_heads(source: str, ranks: Ranks) -> None:
     """Raise ConfigError, before weights are read, if `ranks` do not divide the model's KV heads."""
-    config = _read_config(source)
+    config = read_config(source)
     text = config.get("text_config")
     config = {**config, **text} if isinstance(text, dict) else config
     heads = config.get("num_key_value_heads") or config.get("num_attention_heads")
@@ -232,8 +264,8 @@ def check_heads(source: str, ranks: Ranks) -> None:
         )
 
 
-def _read_config(source: str) -> dict[str, Any]:
-    """Return the configuration of a model, or {} if loading the model will report what is wrong."""
+def read_config(source: str) -> dict[str, Any]:
+    """Return the configuration of a folder, GGUF file or hub model, or {} if loading it will report what is wrong."""
     from httpx2 import HTTPError  # takes 0.1 s to import
 
     path = Path(source)

@@ -21,9 +21,9 @@ from mlx_tq.errors import ConfigError
 
 def build_parser() -> CommandParser:
     """Return the parser: the flags of mlx_lm.server that have a meaning here, and ours."""
-    parser = command_parser("server", "Serve a model over OpenAI's API on compressed KV caches.")
+    parser = command_parser("server", "Serve a model, or several, over OpenAI's API on compressed KV caches.")
     add_cache_arguments(parser, recall=True, prefix_cache=True, rescue=True)
-    add_model_arguments(parser.add_argument_group("model"))
+    add_model_arguments(parser.add_argument_group("model"), several=True)
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="address to listen on; any but loopback needs an API key")
     add("--port", type=int, default=8080, metavar="N", help="port to listen on; 0 takes a free one")
@@ -65,7 +65,15 @@ def build_parser() -> CommandParser:
     add("--allow-lark", action="store_true", help="accept Lark grammars in response_format from clients")
     add("--prompt-cache-size", type=int, default=10, metavar="N", help="prompts whose caches stay in memory")
     add("--prompt-cache-bytes", **size, help="bytes of those caches (default: the rest of --kv-memory-limit)")
-    add("--kv-memory-limit", **size, help="bytes of all KV caches, such as 4GB (default: the free memory)")
+    add(
+        "--kv-memory-limit",
+        **size,
+        help="bytes of a model's KV caches, such as 4GB (default: the free memory; of several models, each has a part)",
+    )
+    models = (
+        "bytes of all loaded models with their KV caches; less recently used ones make room (default: the free memory)"
+    )
+    add("--model-memory-limit", **size, help=models)
     add(
         "--prefix-cache-share",
         action="store_true",
@@ -85,8 +93,10 @@ def run(args: argparse.Namespace) -> int:
     from http_limits.log_limit import LogLimit
     from http_limits.request_checks import is_loopback
     from mlx_tq.cli.loading import join_ranks, open_prefix_folder
+    from mlx_tq.server.model_sources import find_models  # loads mlx
 
     ranks = join_ranks(request)
+    sources = find_models(request, ranks)
     folder = open_prefix_folder(request, ranks)
     log = logging.StreamHandler(sys.stderr)
     log.addFilter(LogLimit())
@@ -104,10 +114,10 @@ def run(args: argparse.Namespace) -> int:
 
     listener = ranks.run_on_first(listen)
     if listener is None:
-        process.follow(request, folder, ranks)
+        process.follow(request, sources[0], folder, ranks)
     else:
         with listener:
-            process.serve(request, api_key, folder, listener, ranks)
+            process.serve(request, sources, api_key, folder, listener, ranks)
     return DONE
 
 

@@ -20,6 +20,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from mlx_tq.rescue import RescueClient
 from mlx_tq.server import schemas
 from mlx_tq.server.answers import Answer, Object, ResponseAnswer
 from mlx_tq.server.api_errors import (
@@ -30,9 +31,11 @@ from mlx_tq.server.api_errors import (
     UnavailableError,
 )
 from mlx_tq.server.embeddings import embed, embedder_objects
-from mlx_tq.server.guard import Guard
+from mlx_tq.server.guard import Guard, LargeRequests
 from mlx_tq.server.job import Event, Job, Piece, Progress
-from mlx_tq.server.model_service import DEFAULT_MODEL, ModelService
+from mlx_tq.server.metrics import ServerMetrics
+from mlx_tq.server.model_pool import DEFAULT_MODEL, ModelPool
+from mlx_tq.server.model_service import ModelService
 from mlx_tq.server.schemas import Body, ChatRequest, CompletionRequest, EmbeddingRequest, ResponseRequest
 from mlx_tq.server.sessions import HEADER, SessionTurn
 from mlx_tq.server.web import HEADERS, PAGE
@@ -47,26 +50,27 @@ _INTERNAL_ERROR = "internal error; see the server's log"
 
 
 class Api:
-    def __init__(self, service: ModelService, guard: Guard) -> None:
-        self._service, self._guard = service, guard
+    def __init__(self, pool: ModelPool, guard: Guard, rescue: RescueClient | None = None) -> None:
+        self._pool, self._guard, self._rescue = pool, guard, rescue
+        self._large_requests = LargeRequests()
+        self._metrics = ServerMetrics({model.name: model.metrics for model in pool.models})
         self._tasks: set[asyncio.Task[None]] = set()
         self._unfinished: set[asyncio.Queue[Event]] = set()  # of answers
 
     def stop(self) -> None:
         """End all answers with an error, also while an engine step takes long. Only the event loop may call this."""
-        self._service.engine.stop()
+        self._pool.stop()
         for events in self._unfinished:
             events.put_nowait(UnavailableError("the server is stopping"))
 
     def app(self, origins: list[str]) -> Starlette:
-        """Return the ASGI application. It starts the engine; the caller ends it."""
+        """Return the ASGI application. It starts the engines; the caller ends them."""
 
         @asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
-            self._service.engine.start(asyncio.get_running_loop())
+            self._pool.start()
             yield
 
-        service = self._service
         handlers: dict[tuple[str, str], Handler] = {
             ("POST", "/v1/chat/completions"): partial(self._complete, ChatRequest),
             ("POST", "/v1/completions"): partial(self._complete, CompletionRequest),
@@ -74,11 +78,9 @@ class Api:
             ("POST", "/v1/embeddings"): self._embed,
             ("GET", "/v1/models"): self._list_models,
             ("GET", "/v1/models/{name:path}"): self._model,
-            ("GET", "/v1/plan"): lambda _: JSONResponse(service.report()),
+            ("GET", "/v1/plan"): self._plan,
             ("DELETE", "/v1/sessions/{name}"): self._drop_session,
-            ("GET", "/metrics"): lambda _: Response(
-                generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST
-            ),
+            ("GET", "/metrics"): lambda _: Response(generate_latest(self._metrics), media_type=CONTENT_TYPE_LATEST),
             ("GET", "/health"): self._health,
             ("GET", "/"): lambda _: HTMLResponse(PAGE, headers=HEADERS),
         }
@@ -111,7 +113,7 @@ class Api:
         except Exception:
             log.exception("internal error")
             response = _error_response(ApiError(_INTERNAL_ERROR))
-        self._service.metrics.requests.labels(path, response.status_code).inc()
+        self._metrics.requests.labels(path, response.status_code).inc()
         if not isinstance(response, AnswerStream):  # which logs its end
             _log_end(request, response.status_code)
         return response
@@ -119,9 +121,10 @@ class Api:
     # Routes without generation.
 
     def _health(self, request: Request) -> Response:
-        if not self._service.engine.is_healthy:
+        engines = [service.engine for service in self._pool.services]
+        if not all(engine.is_healthy for engine in engines):
             raise UnavailableError("the engine has ended; start the server again")
-        if self._service.engine.is_stalled:
+        if any(engine.is_stalled for engine in engines):
             raise UnavailableError(
                 "one engine step has taken more than 2 minutes; restart the server, and if the model is just slow, "
                 "lower --prefill-step-size"
@@ -129,29 +132,40 @@ class Api:
         return JSONResponse({"status": "ok"})
 
     async def _models(self) -> list[Object]:
-        model = self._service.model_object()
-        return [model, *await embedder_objects(self._service.rescue, model["created"])]
+        models = [self._pool.describe(model) for model in self._pool.models]
+        return [*models, *await embedder_objects(self._rescue, models[0]["created"])]
 
     async def _list_models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": await self._models()})
 
     async def _model(self, request: Request) -> Response:
-        model, *embedders = await self._models()
         name = request.path_params["name"]
-        for embedder in embedders:
-            if embedder["id"] == name:
-                return JSONResponse(embedder)
-        self._service.check_model(name)
-        return JSONResponse(model)
+        for model in await self._models():
+            if model["id"] == name:
+                return JSONResponse(model)
+        return JSONResponse(self._pool.describe(self._pool.find(name)))
+
+    async def _plan(self, request: Request) -> Response:
+        service = await _run_until_disconnect(request, self._pool.acquire(request.query_params.get("model")))
+        try:
+            return JSONResponse(service.report())
+        finally:
+            self._pool.release(service)
 
     async def _drop_session(self, request: Request) -> Response:
-        await _run_until_disconnect(request, self._service.sessions.drop(request.path_params["name"]))
-        await run_in_threadpool(self._service.sessions.forget_dropped)
+        """Drop the sessions of a name; each model that is loaded may have one."""
+        for service in self._pool.services:
+            self._pool.retain(service)
+            try:
+                await _run_until_disconnect(request, service.sessions.drop(request.path_params["name"]))
+                await run_in_threadpool(service.sessions.forget_dropped)
+            finally:
+                self._pool.release(service)
         return Response(status_code=204)
 
     async def _embed(self, request: Request) -> Response:
         body = await self._parse_body(request, EmbeddingRequest)
-        return JSONResponse(await embed(body, self._service.rescue, DEFAULT_MODEL))
+        return JSONResponse(await embed(body, self._rescue, DEFAULT_MODEL))
 
     # Routes with generation.
 
@@ -159,7 +173,7 @@ class Api:
         content = await self._guard.read_body(request)
         request.state.nbytes = len(content)
         # Parsing a large body holds the GIL; several in turn would block the event loop.
-        work = self._service.large_requests.run(len(content), schemas.parse, kind, content)
+        work = self._large_requests.run(len(content), schemas.parse, kind, content)
         return await _run_until_disconnect(request, work)
 
     async def _complete(self, kind: type[ChatRequest] | type[CompletionRequest], request: Request) -> Response:
@@ -178,8 +192,21 @@ class Api:
     async def _generate(
         self, request: Request, body: ChatRequest | CompletionRequest, make_answer: Callable[..., Answer]
     ) -> Response:
+        service = await _run_until_disconnect(request, self._pool.acquire(body.model))
+        try:
+            return await self._generate_by(service, request, body, make_answer)
+        finally:
+            self._pool.release(service)
+
+    async def _generate_by(
+        self,
+        service: ModelService,
+        request: Request,
+        body: ChatRequest | CompletionRequest,
+        make_answer: Callable[..., Answer],
+    ) -> Response:
         """Generate the answer. A stream starts when the job leaves the queue, so that refusals have an HTTP status."""
-        service, session_name = self._service, request.headers.get(HEADER)
+        session_name = request.headers.get(HEADER)
         grammar = session = settled = None
         if session_name is not None:
             session = await _run_until_disconnect(request, service.sessions.enter(session_name))
@@ -188,7 +215,7 @@ class Api:
                 client = request.client.host if request.client else ""
                 grammar = await _run_until_disconnect(request, service.response_formats.compile(body, client))
             preparation = (service.prepare, body, make_answer, session, grammar)
-            work = service.large_requests.run(request.state.nbytes, *preparation)
+            work = self._large_requests.run(request.state.nbytes, *preparation)
             jobs, answer, turn = await _run_until_disconnect(request, work)
             request.state.answer = answer
             service.engine.submit(*jobs)
@@ -197,10 +224,10 @@ class Api:
                 service.sessions.leave(session)
             raise
         if turn is not None:
-            settled = self._spawn(self._settle(turn, jobs[0], answer))
+            settled = self._spawn(self._settle(service, turn, jobs[0], answer))
         max_tokens = min(job.max_tokens for job in jobs)
         headers = {"X-Max-Tokens": str(max_tokens)} if max_tokens < (body.answer_tokens or 0) else {}
-        events = self._events(jobs)
+        events = self._events(service, jobs)
 
         async def respond() -> Response:
             await _add(answer, await anext(events))
@@ -219,19 +246,21 @@ class Api:
             await events.aclose()
             raise
 
-    async def _settle(self, turn: SessionTurn, job: Job, answer: Answer) -> None:
+    async def _settle(self, service: ModelService, turn: SessionTurn, job: Job, answer: Answer) -> None:
         """End a session's turn when its job has left the engine and its events were read."""
-        sessions = self._service.sessions
+        sessions = service.sessions
+        self._pool.retain(service)
         try:
             result = await job.session_result.get()
             await job.events_closed.wait()
             if result.caches is not None and answer.is_complete:
                 await run_in_threadpool(sessions.settle, turn, result, answer.message())
-                answer.session = self._service.session_report(result)
+                answer.session = service.session_report(result)
         except Exception:
             log.exception("cannot continue a session")  # its next request continues from the answer before
         finally:
             sessions.leave(turn.session)
+            self._pool.release(service)
         self._spawn(run_in_threadpool(sessions.forget_dropped))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -241,11 +270,12 @@ class Api:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _events(self, jobs: list[Job]) -> AsyncGenerator[Event]:
+    async def _events(self, service: ModelService, jobs: list[Job]) -> AsyncGenerator[Event]:
         """Yield the events of jobs, which share a queue, and raise their errors. Closing it early cancels the jobs."""
-        metrics, started, first_token, ended = self._service.metrics, time.perf_counter(), True, False
+        metrics, started, first_token, ended = service.metrics, time.perf_counter(), True, False
         unfinished, queue = sum(len(job.answers) for job in jobs), jobs[0].events
         self._unfinished.add(queue)
+        self._pool.retain(service)  # until the last event of a stream was read
         try:
             while not ended:
                 event = await queue.get()
@@ -260,9 +290,10 @@ class Api:
                 yield event
         finally:
             self._unfinished.discard(queue)
+            self._pool.release(service)
             for job in jobs:
                 job.events_closed.set()
-                self._service.engine.cancel(job)
+                service.engine.cancel(job)
             if not ended:
                 metrics.disconnects.inc()
 

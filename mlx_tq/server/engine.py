@@ -104,7 +104,7 @@ class Engine:
             self._stopping = True
             self._changed.notify()
 
-    def join(self, timeout: float) -> None:
+    def join(self, timeout: float | None = None) -> None:
         self.stop()
         if self._thread.is_alive():
             self._thread.join(timeout)
@@ -516,7 +516,6 @@ class Engine:
         fp16_nbytes = sum(map(self._plan.fp16_nbytes, tokens)) if self._plan else self._batch.prompt_cache_nbytes
         self.metrics.running.set(len(self._running))
         self.metrics.kv_bytes.set(self._batch.prompt_cache_nbytes)
-        self.metrics.memory_bytes.set(mx.get_active_memory())
         self.metrics.kv_fp16_bytes.set(fp16_nbytes)
         self.metrics.prompt_cache_bytes.set(self._stored_prompts.memory.nbytes)
         self.metrics.prompt_cache_entries.set(len(self._stored_prompts.memory))

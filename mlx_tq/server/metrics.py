@@ -1,21 +1,26 @@
-"""`Metrics`: the Prometheus metrics of one server."""
+"""Prometheus metrics: `Metrics` of a model, `ServerMetrics` of a server and all its models."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from collections.abc import Iterator, Mapping
+
+import mlx.core as mx
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.registry import Collector
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Metrics:
+    """The metrics of one model."""
+
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
 
-        def counter(name: str, help_text: str, *labels: str) -> Counter:
-            return Counter(f"mlx_tq_{name}", help_text, labels, registry=registry)
+        def counter(name: str, help_text: str) -> Counter:
+            return Counter(f"mlx_tq_{name}", help_text, registry=registry)
 
         def gauge(name: str, help_text: str) -> Gauge:
             return Gauge(f"mlx_tq_{name}", help_text, registry=registry)
 
-        self.requests = counter("requests", "Responses by route and status", "route", "status")
         self.disconnects = counter("disconnects", "Clients that disconnected before their answer was complete")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens")
         self.cached_tokens = counter("cached_tokens", "Prompt tokens found in memory or in the prefix cache")
@@ -24,11 +29,11 @@ class Metrics:
         self.generated_tokens = counter("generated_tokens", "Generated tokens")
         self.recalled_tokens = counter("recalled_tokens", "Archived tokens recalled as KV rows")
         self.rescued_tokens = counter("rescued_tokens", "Tokens of evicted text quoted to sessions")
+        self.waiting_for_model = gauge("waiting_for_model", "Requests that wait until their model is loaded")
         self.waiting = gauge("waiting", "Requests in the queue")
         self.running = gauge("running", "Requests in the batch")
         self.kv_bytes = gauge("kv_bytes", "Bytes of the batch's KV caches")
         self.kv_fp16_bytes = gauge("kv_fp16_bytes", "Bytes of the same tokens in an fp16 cache")
-        self.memory_bytes = gauge("memory_bytes", "Bytes that mlx uses, including the model's weights")
         self.prompt_cache_bytes = gauge("prompt_cache_bytes", "Bytes of stored prompts in memory")
         self.prompt_cache_entries = gauge("prompt_cache_entries", "Stored prompts in memory")
         self.sessions = gauge("sessions", "Sessions")
@@ -36,3 +41,34 @@ class Metrics:
         self.first_token_seconds = Histogram(
             "mlx_tq_first_token_seconds", "Time to first token", registry=registry, buckets=_SECONDS
         )
+
+    def clear_gauges(self) -> None:
+        """Set what an unloaded model has to zero; counters go on when it is loaded again."""
+        for gauge in (self.waiting, self.running, self.kv_bytes, self.kv_fp16_bytes):
+            gauge.set(0)
+        self.prompt_cache_bytes.set(0)
+        self.prompt_cache_entries.set(0)
+        self.sessions.set_function(float)
+        self.session_bytes.set_function(float)
+
+
+class ServerMetrics(Collector):
+    """The metrics of a server and its models, which are by name; several have a label `model`."""
+
+    def __init__(self, models: Mapping[str, Metrics]) -> None:
+        self._models, self._registry = models, CollectorRegistry()
+        self.requests = Counter(
+            "mlx_tq_requests", "Responses by route and status", ("route", "status"), registry=self._registry
+        )
+        memory = Gauge("mlx_tq_memory_bytes", "Bytes that mlx uses, including weights", registry=self._registry)
+        memory.set_function(mx.get_active_memory)
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._registry.collect()
+        families: dict[str, Metric] = {}
+        for model, metrics in self._models.items():
+            label = {"model": model} if len(self._models) > 1 else {}
+            for family in metrics.registry.collect():
+                merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                merged.samples += [sample._replace(labels={**sample.labels, **label}) for sample in family.samples]
+        yield from families.values()

@@ -1,38 +1,33 @@
 """`ModelService`: what the server offers, without HTTP. Requests become jobs, and an answer for their events."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from mlx_tq.cli.loading import check_memory, check_positions
 from mlx_tq.cli.options import Request
-from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import ConfigError
 from mlx_tq.grammar.constraint import CompiledGrammar, Grammars
 from mlx_tq.integration.probe import position_limit
-from mlx_tq.models import EMBEDDED
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache
+from mlx_tq.prompt_cache.memory import weights_nbytes
 from mlx_tq.prompt_cache.plan import Plan
-from mlx_tq.rescue import OFF, RescueClient, open_service
+from mlx_tq.rescue import RescueClient
 from mlx_tq.server.admission import EngineLimits
 from mlx_tq.server.answers import Answer, Choice
-from mlx_tq.server.api_errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
+from mlx_tq.server.api_errors import ContextLengthError, InvalidRequestError
 from mlx_tq.server.engine import Engine
-from mlx_tq.server.guard import LargeRequests
 from mlx_tq.server.job import Event, Job, SessionResult
 from mlx_tq.server.metrics import Metrics
+from mlx_tq.server.model_sources import public_name
 from mlx_tq.server.prompt_builder import PromptBuilder
 from mlx_tq.server.response_formats import ResponseFormats
 from mlx_tq.server.sampling import Sampling, logits_processors
 from mlx_tq.server.schemas import ChatRequest, CompletionRequest
 from mlx_tq.server.sessions import HEADER, ServerSession, Sessions, SessionTurn
-
-DEFAULT_MODEL = "default_model"  # what clients of mlx-lm's server call the model that it was started with
 
 AnyRequest = ChatRequest | CompletionRequest
 
@@ -48,38 +43,27 @@ class ModelService:
         plan: Plan | None,
         limits: EngineLimits,
         prefix_cache: PrefixCache | None,
-        ranks: Ranks,
+        rescue: RescueClient | None,
+        metrics: Metrics,
     ) -> None:
-        args, service, self.metrics = request.args, request.rescue.service, Metrics()
-        name = args.model or EMBEDDED
-        # Clients see the name of a folder, not where it is.
-        self.name = Path(name).resolve().name if args.model is not None and Path(name).exists() else name
-        self.created = int(time.time())
+        args, self.rescue, self.metrics = request.args, rescue, metrics
+        self.name = public_name(args.model)
+        self.users = self.last_used = 0  # requests that use it now, and when the last one did, as its pool counts
+        self.nbytes = weights_nbytes(model) + (limits.memory or 0)  # that it may take
         self._tokenizer, self._plan = tokenizer, plan
         self.positions = position_limit(model)
         template = "the template of --chat-template" if args.chat_template else f"the chat template of {self.name}"
         self._prompt_builder = PromptBuilder(tokenizer, args.chat_template_args, self.positions, template)
-        self.rescue = ranks.run_on_first(lambda: None if service == OFF else RescueClient(open_service(service)))
         self.sessions = Sessions(request, self._prompt_builder, self.rescue, self.positions, self.metrics)
         self._grammars = Grammars(tokenizer)
         self.response_formats = ResponseFormats(self._grammars, args.max_queue, allow_lark=args.allow_lark)
         self.engine = Engine(model, tokenizer, request.config, plan, limits, self.metrics, self.sessions, prefix_cache)
         self._sampling = Sampling(args.temp, args.top_p, args.top_k, args.min_p)
         self._max_tokens = args.max_tokens
-        self.large_requests = LargeRequests()
 
     def close(self) -> None:
         self.sessions.close()
         self._grammars.close()
-
-    def model_object(self) -> dict[str, Any]:
-        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "mlx_tq"}
-
-    def check_model(self, name: str | None) -> None:
-        """Refuse the name of another model: requests never choose what is loaded."""
-        if name not in (None, DEFAULT_MODEL, self.name):
-            message = f"the model {str(name)[:100]!r} is not served; this server has {self.name}"
-            raise ModelNotFoundError(message, "model")
 
     def prepare(
         self,
@@ -89,7 +73,6 @@ class ModelService:
         grammar: CompiledGrammar | None = None,
     ) -> tuple[list[Job], Answer, SessionTurn | None]:
         """Return a job for each prompt, their answer, still empty, and the turn of the session."""
-        self.check_model(request.model)
         turn = None if session is None else self._begin_turn(session, request)
         start, quotation = (None, 0) if turn is None else (turn.start, turn.start.max_quotation)
         count, constraint, logprobs = request.n or 1, None, None

@@ -1,11 +1,15 @@
-"""The server process: loads the model, listens on a socket, and serves until a signal ends it."""
+"""The server process: loads the first model, listens on a socket, and serves until a signal ends it."""
 
 import asyncio
 import logging
 import signal
 import socket
 import sys
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from http_limits.connections import ListeningServer, server_config, url_of
@@ -19,35 +23,57 @@ from mlx_tq.prefix_cache.folder import Folder
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.plan import Plan
+from mlx_tq.rescue import OFF, RescueClient, open_service
 from mlx_tq.server.admission import EngineLimits
 from mlx_tq.server.app import Api
 from mlx_tq.server.engine import Engine
 from mlx_tq.server.guard import Guard, default_max_body
 from mlx_tq.server.metrics import Metrics
+from mlx_tq.server.model_pool import ModelPool, PooledModel
 from mlx_tq.server.model_service import ModelService
+from mlx_tq.server.model_sources import ModelSource
 from mlx_tq.server.stored_prompts import salt_of
 from mlx_tq.session.text import TEMPLATE_ERRORS
 
 log = logging.getLogger(__name__)
 
 _GRACE_S = 5
+_MIN_CACHE_SHARE = 8  # at least this part of the memory is for caches, where weights would take more
 _SHOWN_TOKENS = 8192  # context for which the bytes of the cache are shown
 
 
-def follow(request: Request, folder: Folder | None, ranks: Ranks) -> None:
+def follow(request: Request, source: ModelSource, folder: Folder | None, ranks: Ranks) -> None:
     """Load this rank's part of the model, and follow the first rank until it ends."""
-    model, tokenizer, plan, limits, prefix_cache = _load(request, folder, "", ranks)
     ranks.run_on_first(lambda: None)  # opens the rescue service
+    of_model = _request_of(request, source, request.args.kv_memory_limit)
+    model, tokenizer, plan, limits, prefix_cache = _load(of_model, folder, "", ranks)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank gets it too, and ends all ranks
     Engine(model, tokenizer, request.config, plan, limits, Metrics(), prefix_cache=prefix_cache).serve()
 
 
-def serve(request: Request, api_key: str | None, folder: Folder | None, listener: socket.socket, ranks: Ranks) -> None:
-    """Load the model and serve it until a signal comes; of several ranks, this is the first."""
-    args = request.args
-    salt = salt_of(api_key, shared=args.prefix_cache_share)
-    service = ModelService(request, *_load(request, folder, salt, ranks), ranks)
+def serve(
+    request: Request,
+    sources: list[ModelSource],
+    api_key: str | None,
+    folder: Folder | None,
+    listener: socket.socket,
+    ranks: Ranks,
+) -> None:
+    """Load the first model and serve all until a signal comes; of several ranks, this is the first."""
+    rescue_service = request.rescue.service
+    rescue = ranks.run_on_first(lambda: None if rescue_service == OFF else RescueClient(open_service(rescue_service)))
+    with rescue or nullcontext():
+        salt = salt_of(api_key, shared=request.args.prefix_cache_share)
+        pool = _make_pool(
+            request, sources, partial(_make_service, folder=folder, salt=salt, rescue=rescue, ranks=ranks)
+        )
+        pool.load_default()
+        _serve_pool(pool, rescue, request.args, api_key, listener)
 
+
+def _serve_pool(
+    pool: ModelPool, rescue: RescueClient | None, args: Namespace, api_key: str | None, listener: socket.socket
+) -> None:
     class Server(ListeningServer):
         def handle_exit(self, sig: int, frame: Any) -> None:
             # Ends running answers, and with them their connections. The signal may have interrupted any code.
@@ -55,8 +81,8 @@ def serve(request: Request, api_key: str | None, folder: Folder | None, listener
             super().handle_exit(sig, frame)
 
     slots = args.max_queue + args.decode_concurrency
-    guard = Guard(api_key, args.allowed_origins, args.max_body or default_max_body(service.positions), slots)
-    api = Api(service, guard)
+    max_body = args.max_body or max(default_max_body(model.positions) for model in pool.models)
+    api = Api(pool, Guard(api_key, args.allowed_origins, max_body, slots), rescue)
     config = server_config(api.app(args.allowed_origins), slots, timeout_graceful_shutdown=_GRACE_S)
     server = Server(config, lambda: console.print(f"listening on {url_of(listener)} (chat page; API at /v1)"))
 
@@ -71,8 +97,37 @@ def serve(request: Request, api_key: str | None, folder: Folder | None, listener
     try:
         server.run(sockets=[listener])
     finally:
-        service.engine.join(_GRACE_S)
-        service.close()
+        pool.close(_GRACE_S)
+
+
+def _make_pool(
+    request: Request, sources: list[ModelSource], make_service: Callable[[Request, Metrics], ModelService]
+) -> ModelPool:
+    """Return the pool of a server's models. Several share the memory, of which each has a part for its caches."""
+    args, limit, cache_nbytes = request.args, None, request.args.kv_memory_limit
+    if len(sources) > 1:
+        limit = args.model_memory_limit or free_memory()
+        room = max(limit - sum(source.nbytes for source in sources), limit // _MIN_CACHE_SHARE)
+        cache_nbytes = cache_nbytes or room // len(sources)
+    models = []
+    for source in sources:
+        metrics, of_model = Metrics(), _request_of(request, source, cache_nbytes)
+        nbytes = source.nbytes + (0 if request.config.is_off else cache_nbytes or 0)
+        load = partial(make_service, of_model, metrics)
+        models.append(PooledModel(source.name, load, metrics, nbytes, source.context_length))
+    return ModelPool(models, limit, args.max_queue)
+
+
+def _request_of(request: Request, source: ModelSource, cache_nbytes: int | None) -> Request:
+    """Return the request of a server that has only one of the models."""
+    args = Namespace(**{**vars(request.args), "model": source.path, "kv_memory_limit": cache_nbytes})
+    return replace(request, args=args)
+
+
+def _make_service(
+    request: Request, metrics: Metrics, *, folder: Folder | None, salt: str, rescue: RescueClient | None, ranks: Ranks
+) -> ModelService:
+    return ModelService(request, *_load(request, folder, salt, ranks), rescue, metrics)
 
 
 def _load(

@@ -184,8 +184,6 @@ class Sessions:
                 self._discard(session.transcript)
             self._sessions.clear()
         self.forget_dropped()
-        if self._client is not None:
-            self._client.close()
 
     # Memory, also for the engine's thread.
 

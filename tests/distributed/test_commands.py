@@ -157,6 +157,7 @@ def test_a_model_that_mlx_lm_does_not_divide_by_heads_is_refused_by_name(name, w
             ["server", "--pipeline"],
             "--pipeline is not supported: mlx_tq divides a model by its heads, not its layers",
         ),
+        (2, ["server", "--model", "x", "--model", "y"], "2 models need a single process, and 2 ranks were started."),
         (2, ["chat", "--load", "x"], "--load needs a single process, and 2 ranks were started. Drop one of the two."),
         (2, ["evaluate", "needle"], "evaluate runs in one process; generate, chat, server run in several."),
     ],

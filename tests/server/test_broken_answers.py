@@ -10,11 +10,12 @@ import pytest
 from starlette.testclient import TestClient
 
 from mlx_tq.cli.options import Request
-from mlx_tq.distributed.group import ALONE
 from mlx_tq.server import build_parser
 from mlx_tq.server.admission import EngineLimits
 from mlx_tq.server.app import Api
 from mlx_tq.server.guard import Guard
+from mlx_tq.server.metrics import Metrics
+from mlx_tq.server.model_pool import ModelPool, PooledModel
 from mlx_tq.server.model_service import ModelService
 
 from .conftest import ENDLESS
@@ -25,14 +26,15 @@ from .engines import LIMITS
 def serving(loaded, *flags):
     """Serve a model in this process; yield the API and its client."""
     request = Request.from_args(build_parser().parse_args(["--kv-profile", "off", *flags]))
-    service = ModelService(request, *loaded, None, EngineLimits(**LIMITS), None, ALONE)
-    api = Api(service, Guard(None, [], 10**6, 8))
+    service = ModelService(request, *loaded, None, EngineLimits(**LIMITS), None, None, metrics := Metrics())
+    pool = ModelPool([PooledModel(service.name, lambda: service, metrics)])
+    pool.load_default()
+    api = Api(pool, Guard(None, [], 10**6, 8))
     try:
         with TestClient(api.app([]), "http://localhost") as client:
             yield api, client
     finally:
-        service.engine.join(30)
-        service.close()
+        pool.close(30)
 
 
 def last_event(stream):

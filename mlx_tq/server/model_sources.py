@@ -1,0 +1,99 @@
+"""`ModelSource`: a model that a server may load. Only those of its flags exist: no request adds one."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_tq.cli.options import Request
+from mlx_tq.distributed.group import Ranks
+from mlx_tq.errors import ConfigError, MlxTqError
+from mlx_tq.models import EMBEDDED, local_path, read_config
+from mlx_tq.policies import CalibratedPolicy
+
+_CONFIG, _WEIGHTS, _GGUF = "config.json", "*.safetensors", ".gguf"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model of `--model`, by the `name` that requests use; `path` is what `models.load` takes.
+
+    With one model, the server loads it at once, so that nothing is known of it before.
+    """
+
+    name: str
+    path: str | None
+    nbytes: int = 0  # of its files
+    context_length: int | None = None
+
+
+def find_models(request: Request, ranks: Ranks) -> list[ModelSource]:
+    """Return the models of `--model`, the default first; several are looked at, and downloaded where that is needed.
+
+    Raises ConfigError for several models where one is needed, one that does not exist, and two of one name.
+    """
+    paths = [model for path in request.args.model or () for model in _expand(path)]
+    if len(paths) < 2:
+        path = paths[0] if paths else None
+        if request.args.model_memory_limit:
+            raise ConfigError("--model-memory-limit requires several models. Name another --model, or drop it.")
+        return [ModelSource(public_name(path), path)]
+    _check_several(request, len(paths), ranks)
+    sources: dict[str, ModelSource] = {}
+    for path in paths:
+        name = public_name(path)
+        if name in sources:
+            raise ConfigError(
+                f"two models are named {name!r}: {sources[name].path} and {path}. Requests choose by that name; "
+                "rename one of them, or drop one."
+            )
+        sources[name] = _inspect(name, path)
+    return list(sources.values())
+
+
+def _check_several(request: Request, count: int, ranks: Ranks) -> None:
+    """Raise ConfigError for what several models cannot have."""
+    args = request.args
+    if not ranks.is_alone:
+        raise ConfigError(f"{count} models need a single process, and {ranks.size} ranks were started. Name one model.")
+    policy = None if request.config.evict is None else request.config.evict.policy
+    of_one = {
+        "--adapter-path": args.adapter_path is not None,
+        "--chat-template": args.chat_template is not None,
+        "--kv-calibration FILE": isinstance(policy, CalibratedPolicy) and policy.file is not None,
+    }
+    for flag, is_given in of_one.items():
+        if is_given:
+            raise ConfigError(f"{flag} is for one model, and --model names {count}. Drop it, or name one model.")
+
+
+def _expand(path: str) -> list[str]:
+    """Return the models in a folder that is not one itself, by name; else `path`, which loading will check."""
+    folder = Path(path)
+    try:
+        if not path.strip() or not folder.is_dir() or (folder / _CONFIG).exists():
+            return [path]
+        entries = sorted(folder.iterdir())
+    except OSError:
+        return [path]
+    return [str(entry) for entry in entries if entry.suffix == _GGUF or (entry / _CONFIG).is_file()] or [path]
+
+
+def public_name(path: str | None) -> str:
+    """Return the name that clients see: of a folder or file, without where it is."""
+    if path is None:
+        return EMBEDDED
+    return Path(path).resolve().name if Path(path).exists() else path
+
+
+def _inspect(name: str, path: str) -> ModelSource:
+    local = local_path(path)
+    files = [local] if local.is_file() else local.glob(_WEIGHTS)
+    try:
+        config = read_config(str(local))
+    except MlxTqError:  # a damaged file; whoever asks for the model gets an error
+        config = {}
+    text = config.get("text_config")
+    config = {**config, **text} if isinstance(text, dict) else config
+    positions = config.get("max_position_embeddings")
+    return ModelSource(
+        name, path, sum(file.stat().st_size for file in files), positions if isinstance(positions, int) else None
+    )
