@@ -78,7 +78,7 @@ def test_a_model_is_loaded_when_it_is_named(start, models):
 
 @pytest.fixture(scope="module")
 def narrow(start, models):
-    """Run a server with room for one model."""
+    """Run a server with room for the first model alone, or for the two small ones."""
     return start(*limits(models / "alpha"), "--max-queue", "8", model=models)
 
 
@@ -118,7 +118,7 @@ def test_requests_for_models_that_do_not_fit_together_take_turns(narrow):
     names = ["alpha", "beta", "gamma", "beta"] * 2
     with polled(narrow, "/health"):
         assert together([lambda name=name: ask(narrow, name) for name in names]) == names
-    assert len(loaded(narrow)) == 1
+    assert loaded(narrow) == ["alpha"] or "alpha" not in loaded(narrow)
 
 
 def test_a_model_that_answers_is_not_unloaded(narrow):
