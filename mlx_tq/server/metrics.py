@@ -27,7 +27,8 @@ class Metrics:
         self.waiting = gauge("waiting", "Requests in the queue")
         self.running = gauge("running", "Requests in the batch")
         self.kv_bytes = gauge("kv_bytes", "Bytes of the batch's KV caches")
-        self.kv_fp16_bytes = gauge("kv_fp16_bytes", "Bytes of the same tokens in an fp16 cache")
+        native = "Bytes that mlx-lm's own caches, one for each request, would hold for the same tokens"
+        self.kv_native_bytes = gauge("kv_native_bytes", native)
         self.memory_bytes = gauge("memory_bytes", "Bytes that mlx uses, including the model's weights")
         self.prompt_cache_bytes = gauge("prompt_cache_bytes", "Bytes of stored prompts in memory")
         self.prompt_cache_entries = gauge("prompt_cache_entries", "Stored prompts in memory")
