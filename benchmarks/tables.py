@@ -361,7 +361,6 @@ def streams() -> str:
         "decode, tok/s": lambda f: f"{f['decode_tokens_per_second']:.1f}",
         "time to first token, s": lambda f: f"{f['first_token']:.2f}",
         "KV, MB": lambda f: f"{f['kv_bytes'] / 1e6:.1f}",
-        "fp16, MB": lambda f: f"{f['fp16_bytes'] / 1e6:.1f}",
     }
     return record_table(name, figures, columns, on=EMBEDDED)
 
@@ -413,7 +412,7 @@ def soak() -> str:
 
 # Eviction and recall
 
-ARMS = {"off": "fp16", "balanced": "compressed", "off@90%": "evicted", "balanced@90%": "both"}
+ARMS = {"off": "mlx-lm's", "balanced": "compressed", "off@90%": "evicted", "balanced@90%": "both"}
 ARM_FILES = {"embedded": (3500,), "smollm2": (2000, 7500), "gemma3-270m": (8000, 16000, 32000)}
 FOUR_ARMS = (
     f"--profiles off,balanced,off@90%,balanced@90% --kv-evict published:granularity=1:aggregation=paper {SMALL_CACHE}"

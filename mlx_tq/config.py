@@ -61,7 +61,7 @@ class EvictConfig:
             nothing.
         recall_every: number of decoded tokens after which the archive is searched again (more for large archives).
         archive_limit: maximum bytes of the archive of one sequence; beyond it the oldest, least recalled blocks are
-            deleted. None for 20 GB, or a tenth of the free disk if that is less.
+            deleted. None for a tenth of the free disk, at most 20 GB.
 
     Raises:
         ConfigError: a wrong type or value; the message names the valid ones.

@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 from dataclasses import replace
-from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from mlx_tq.cli.options import AUTO, DEFAULT_PROFILE, OFF
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from mlx_tq.config import KVConfig
 
 _SINKS, _WINDOW = 32, 128
+_ANSWER_WIDTH = 44
 
 
 def build_parser() -> CommandParser:
@@ -32,24 +32,26 @@ def build_parser() -> CommandParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask for the fact with each setting; return 1 if rescue did not restore what fp16 found."""
+    """Ask for the fact with each setting; return 1 if rescue did not restore what mlx-lm's own cache found."""
     from mlx_tq.cli.haystack import QUESTION, build_case, load_text
     from mlx_tq.cli.loading import load_model
     from mlx_tq.cli.screen import console, human_bytes, results, table
     from mlx_tq.config import PROFILES, EvictConfig, profile
+    from mlx_tq.integration.probe import model_facts
     from mlx_tq.policies import TriAttention
     from mlx_tq.policies.policy import TEXT
 
     packed = profile(DEFAULT_PROFILE, sinks=_SINKS, window=_WINDOW)
     policy = TriAttention(calibration=TEXT, warmup=256, granularity=64, trigger=64)
     evicting = replace(packed, evict=EvictConfig(policy, args.budget, "off"))  # rescue alone restores text
+    model, tokenizer = load_model(args)
+    native = model_facts(model).slots[0].dtype
     settings = {
-        "fp16": (PROFILES["off"], OFF),
+        native: (PROFILES["off"], OFF),
         "compressed": (packed, OFF),
         "+ evicted": (evicting, OFF),
         "+ rescued": (evicting, AUTO),
     }
-    model, tokenizer = load_model(args)
     room = {"sinks": _SINKS, "window": _WINDOW + 64}
     case = build_case(tokenizer, load_text(), tokens=args.tokens, depth=args.depth, seed=args.seed, chat=False, **room)
     console.print(f"A text of {case.question:,} tokens has the code word {case.answer} at token {case.needle[0]:,}.")
@@ -59,18 +61,20 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(json.dumps({"expected": case.answer, "outcomes": outcomes}) + "\n")
     else:
         results.print()
-        rows = table("", "KV cache", "answer", "found", "live", "evicted", "rescued", "bytes", "of fp16")
+        rows = table("", "KV cache", "answer", "found", "live", "evicted", "rescued", "bytes", f"of {native}")
+        answers = rows.columns[1]
+        answers.no_wrap, answers.justify, answers.max_width = False, "left", _ANSWER_WIDTH
         for outcome in outcomes:
             counts = [f"{outcome[key]:,}" for key in ("live", "evicted", "quoted_tokens")]
             sizes = human_bytes(outcome["nbytes"]), f"{outcome['nbytes'] / outcomes[0]['nbytes']:.0%}"
-            answer = shorten(readable(outcome["answer"]), 44, placeholder=" ...")
+            answer = " ".join(readable(outcome["answer"]).split())
             rows.add_row(outcome["name"], answer, "yes" if outcome["found"] else "no", *counts, *sizes)
         results.print(rows)
     return DONE if outcomes[-1]["found"] or not outcomes[0]["found"] else FAILED
 
 
 def _ask(model: Any, tokenizer: Any, case: "Case", name: str, config: "KVConfig", rescue: str) -> dict[str, Any]:
-    """Send the text, then ask for the code word; return the answer and the cache when the question came."""
+    """Send the text, then ask for the code word; return the answer and the cache behind it."""
     from mlx_tq.cli.haystack import QUESTION, Verdict, judge_answer  # loads mlx, which --help does without
     from mlx_tq.cli.screen import console, memory_bar  # likewise
     from mlx_tq.config import RescueConfig  # likewise
@@ -82,11 +86,10 @@ def _ask(model: Any, tokenizer: Any, case: "Case", name: str, config: "KVConfig"
         if session.client is not None:
             session.client.ready(START_S)
         "".join(session.respond(tokenizer.decode(case.ids[: case.question]), max_tokens=8))
-        stats = session.stats
         answer = "".join(session.respond(QUESTION, max_tokens=32)).strip()
         console.print(f"{name:12} {answer!r}")
         console.print(memory_bar(session))
-        quoted_tokens = len(session.turns[-1].quotation.ids)
+        stats, quoted_tokens = session.stats, session.quoted_tokens
     is_right = judge_answer(answer, case.answer) is Verdict.PASS
     return {"name": name, "answer": answer, "found": is_right, "quoted_tokens": quoted_tokens, **stats.to_dict()}
 

@@ -97,7 +97,7 @@ def measure(
             "tokens": before.tokens,
             "evicted": before.evicted,
             "kv_bytes": before.nbytes,
-            "fp16_bytes": before.fp16_nbytes,
+            "native_bytes": before.native_nbytes,
         }
         answers = {arm: ask(session, case.answer, needle), TWINS[arm]: ask(twin, case.answer, needle)}
         assert session.client is not None

@@ -30,7 +30,7 @@ class Figure:
     """One measurement; token counts are totals of all streams.
 
     `tokens_per_second` includes the prefill; `decode_tokens_per_second` counts from when every stream had a token.
-    `kv_bytes` and `fp16_bytes` are the largest bytes of the batch, and those of the same tokens in an fp16 cache.
+    `kv_bytes` are the largest bytes of the batch; the profile `off` gives those of mlx-lm's own cache.
     """
 
     profile: str
@@ -44,7 +44,6 @@ class Figure:
     first_token: float
     decode_tokens_per_second: float
     kv_bytes: int
-    fp16_bytes: int
 
 
 @contextmanager
@@ -95,8 +94,7 @@ async def stream(client, prompt, answer_tokens):
 async def watch(client, seen):
     while True:
         text = (await client.get("/metrics")).text
-        matches = [re.search(rf"^mlx_tq_{name} (\S+)", text, re.MULTILINE) for name in ("kv_bytes", "kv_fp16_bytes")]
-        seen.append(tuple(int(float(match[1])) for match in matches))
+        seen.append(int(float(re.search(r"^mlx_tq_kv_bytes (\S+)", text, re.MULTILINE)[1])))
         await asyncio.sleep(0.05)
 
 
@@ -114,7 +112,6 @@ async def measure(url, profile, prefix, prompts, answer_tokens):
     tokens = sum(usage["completion_tokens"] for usage in usages)
     all_begun = max(times[0] for times, _ in done)
     later = [moment for times, _ in done for moment in times if moment > all_begun]
-    compressed, native = max(seen)
     return Figure(
         profile=profile,
         prefix=prefix,
@@ -126,8 +123,7 @@ async def measure(url, profile, prefix, prompts, answer_tokens):
         tokens_per_second=round(tokens / seconds, 1),
         first_token=round(median(times[0] for times, _ in done) - started, 3),
         decode_tokens_per_second=round(len(later) / (max(later) - all_begun), 1) if later else 0.0,
-        kv_bytes=compressed,
-        fp16_bytes=native,
+        kv_bytes=max(seen),
     )
 
 

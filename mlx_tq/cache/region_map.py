@@ -41,6 +41,14 @@ class RegionSizes:
         packed = max(self.sinks, (length - self.window) // BLOCK * BLOCK)
         return self.sinks if self.normalize and packed + self.window < SCALE_READY else packed
 
+    @property
+    def first_packed(self) -> int:
+        """The least length at which tokens are packed."""
+        block = self.sinks // BLOCK * BLOCK + BLOCK
+        if self.normalize:
+            block = max(block, -(-(SCALE_READY - self.window) // BLOCK) * BLOCK)
+        return block + self.window
+
     def originals_from(self, packed: int) -> int:
         """Return the position from which originals are kept when tokens before `packed` are packed."""
         return self.packed_until(packed + self.window - BLOCK)

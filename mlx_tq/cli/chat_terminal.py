@@ -16,6 +16,7 @@ from mlx_tq.cli.runner import DONE, INTERRUPTED
 from mlx_tq.cli.screen import (
     collect_stats,
     console,
+    describe_size,
     human_bytes,
     memory_bar,
     note,
@@ -230,8 +231,8 @@ class Chat:
 
     def _show_stats(self, _: str) -> None:
         session, stats = self._session, self._session.stats
-        size = f"{human_bytes(stats.nbytes)}, fp16 {human_bytes(stats.fp16_nbytes)}"
-        if stats.nbytes < stats.fp16_nbytes:  # else its buffers are larger than so short a conversation
+        size = describe_size(stats)
+        if stats.is_comparable and stats.ratio > 1:
             size += f" ({stats.ratio:.1f}x)"
         rows = {
             "turns": f"{len(session.turns):,}",

@@ -110,7 +110,7 @@ _RESCUE = (
     "service that stores evicted text and finds it again: off, auto (your running service, else a private one), or a "
     "URL"
 )
-_LIMIT = "20GB, or a tenth of the free disk if that is less"
+_LIMIT = "a tenth of the free disk, at most 20GB"
 
 CACHE = (
     Option("--kv-profile", "PROFILE", str, f"KV cache profile: {', '.join(PROFILES)} (default: {DEFAULT_PROFILE})"),

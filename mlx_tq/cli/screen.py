@@ -14,7 +14,6 @@ from rich.text import Text
 from mlx_tq.cli.terminal_text import readable
 from mlx_tq.distributed.group import Ranks
 from mlx_tq.kernels import backend, thresholds
-from mlx_tq.prompt_cache.archive import LIMIT
 from mlx_tq.prompt_cache.layer_bytes import RegionBytes
 from mlx_tq.prompt_cache.layer_group import EvictionPlan
 from mlx_tq.prompt_cache.plan import LayerPlan, Plan
@@ -98,15 +97,16 @@ def prefill_progress(*, title: str = "reading the prompt", show: bool = True) ->
 
 def show_plan(plan: Plan, tokens: int, recall_blocker: str | None = None) -> None:
     """Print how each group of layers is stored, and the bytes of a context of `tokens`."""
-    rows = table(f"KV cache of {plan.model_type}, {tokens:,} tokens", "layers", "keys", "values", "bytes", "fp16", "")
+    native = f"{plan.native_dtype} cache"
+    rows = table(f"KV cache of {plan.model_type}, {tokens:,} tokens", "layers", "keys", "values", "bytes", native, "")
     rows.columns[-1].no_wrap, rows.columns[-1].justify = False, "left"  # a long note must not squeeze the figures
     sized = zip(plan.layers, plan.layers_at(tokens), strict=True)
     for _, group in groupby(sized, key=lambda pair: (pair[0].spec.keys, pair[0].spec.value, pair[0].note)):
         layers, nbytes = zip(*group, strict=True)
         size = sum(layer.allocated for layer in nbytes)
-        fp16 = sum(layer.fp16_nbytes(tokens) for layer in layers)
+        native_size = sum(layer.native_nbytes(tokens) for layer in layers)
         spec, indices = layers[0].spec, sorted({layers[0].slot.index, layers[-1].slot.index})
-        sizes = human_bytes(size), human_bytes(fp16)
+        sizes = human_bytes(size), human_bytes(native_size)
         rows.add_row("-".join(map(str, indices)), spec.keys, spec.value, *sizes, layers[0].note)
     compressed = {layer.slot.index for layer in plan.layers}
     others = [name for index, name in enumerate(plan.classes) if index not in compressed]
@@ -148,14 +148,20 @@ def _describe_eviction(plan: EvictionPlan, recall_blocker: str | None) -> str:
         return f"{line}; recall is disabled with {recall_blocker}"
     if not config.recalls:
         return line
-    limit = config.archive_limit
-    maximum = f"{human_bytes(LIMIT)} or a tenth of the free disk" if limit is None else human_bytes(limit)
+    maximum = human_bytes(plan.archive_limit)
     return f"{line}; evicted tokens are archived on disk until the run ends, at most {maximum}"
 
 
 def describe_tokens(stats: CacheStats) -> str:
+    live = human_bytes(stats.nbytes) + (f"; {stats.recalled:,} of them recalled" if stats.recalled else "")
     archived = f"{stats.archived:,} archived ({human_bytes(stats.archived_nbytes)})"
-    return f"Tokens: {stats.live:,} in memory ({human_bytes(stats.nbytes)}), {archived}, {stats.dropped:,} dropped"
+    return f"Tokens: {stats.live:,} in memory ({live}), {archived}, {stats.dropped:,} dropped"
+
+
+def describe_size(stats: CacheStats) -> str:
+    """Return the bytes of a cache, and those of mlx-lm's own if there is something to compare."""
+    size = human_bytes(stats.nbytes)
+    return f"{size}, {stats.native_dtype} cache {human_bytes(stats.native_nbytes)}" if stats.is_comparable else size
 
 
 def show_restored(turn: TurnStats, *, can_recall: bool) -> None:
@@ -189,15 +195,16 @@ def show_shadow(report: ShadowReport) -> None:
 
 
 def show_cache(cache: CacheStats) -> None:
-    compared = f"; fp16 takes {human_bytes(cache.fp16_nbytes)}, {cache.ratio:.2f}x as much"
-    if cache.nbytes == cache.fp16_nbytes:
-        compared = ""
-    elif cache.ratio < 1:
-        compared += " (a text this short is not packed, and its buffers are larger)"
+    compared = ""
+    if cache.is_comparable:
+        compared = f"; mlx-lm's {cache.native_dtype} cache takes {human_bytes(cache.native_nbytes)}"
+        compared += f", {cache.ratio:.2f}x as much" if cache.ratio > 1 else ""
+    elif cache.tokens < cache.compressed_from:
+        compared = f"; compression starts at {cache.compressed_from:,} tokens"
     console.print(f"KV cache: {cache.tokens:,} tokens in {human_bytes(cache.nbytes)}{compared}")
     if cache.rounds:
-        rounds = f"{cache.rounds} round{'s' * (cache.rounds > 1)} ({cache.evict_seconds:.2f} s)"
-        console.print(f"evicted: {cache.evicted:,} tokens in {rounds}; {100 * cache.retention:.1f} % kept")
+        console.print(describe_tokens(cache))
+        console.print(f"eviction: {cache.rounds} round{'s' * (cache.rounds > 1)}, {cache.evict_seconds:.2f} s")
     if cache.clamped:
         warn(f"{cache.clamped:,} vectors exceeded the range of fp16 and were clamped. Use --kv-profile off.")
 
@@ -212,8 +219,6 @@ def show_stats(stats: TurnStats, cache: CacheStats) -> None:
     else:
         console.print(f"{prompt}, {reason} before the first token")
     show_cache(cache)
-    if cache.rounds:
-        console.print(describe_tokens(cache))
     console.print(f"peak memory: {human_bytes(stats.peak_memory)}")
 
 
@@ -224,9 +229,10 @@ def collect_stats(ranks: Ranks, cache: CacheStats, warning: str | None) -> list[
 
 
 def show_ranks(stats: list[dict[str, Any]]) -> None:
-    rows = table("", "rank", "KV cache", "fp16", "evicted", "collective calls", "collective bytes")
+    native = f"{stats[0]['native_dtype']} cache"
+    rows = table("", "rank", "KV cache", native, "evicted", "collective calls", "collective bytes")
     for rank in stats:
-        sizes = human_bytes(rank["nbytes"]), human_bytes(rank["fp16_nbytes"])
+        sizes = human_bytes(rank["nbytes"]), human_bytes(rank["native_nbytes"])
         rows.add_row(str(rank["rank"]), *sizes, *(f"{rank[name]:,}" for name in ("evicted", "calls", "call_nbytes")))
     console.print(rows)
     for rank in stats:
@@ -241,14 +247,15 @@ def memory_bar(session: Session) -> Text:
     live = round(_BAR_WIDTH * stats.live / total)
     evicted = min(round(_BAR_WIDTH * stats.evicted / total), _BAR_WIDTH - live)
     archived = f"  {stats.archived:,} archived  {session.recalled_tokens:,} recalled" if stats.archived else ""
+    dropped = f"  {stats.dropped:,} dropped" if stats.archived and stats.dropped else ""
     return Text.assemble(
         ("█" * live, "green"),
         ("▒" * evicted, "yellow"),
         ("·" * (_BAR_WIDTH - live - evicted), "dim"),
         (f" {stats.live:,} live", "green"),
         (f"  {stats.evicted:,} evicted", "yellow"),
-        (f"{archived}  {session.quoted_tokens:,} rescued", "cyan"),
-        (f"  {human_bytes(stats.nbytes)}, fp16 {human_bytes(stats.fp16_nbytes)}", "dim"),
+        (f"{dropped}{archived}  {session.quoted_tokens:,} rescued", "cyan"),
+        (f"  {describe_size(stats)}", "dim"),
     )
 
 
@@ -258,7 +265,7 @@ def plan_dict(plan: Plan, tokens: int) -> dict[str, Any]:
     def describe_layer(layer: LayerPlan, nbytes: RegionBytes) -> dict[str, Any]:
         slot = {"index": layer.slot.index, "part": layer.slot.part}
         formats = {"key": layer.spec.keys, "value": layer.spec.value, "has_kernels": layer.has_kernels}
-        sizes = {"nbytes": nbytes.allocated, "fp16_nbytes": layer.fp16_nbytes(tokens)}
+        sizes = {"nbytes": nbytes.allocated, "native_nbytes": layer.native_nbytes(tokens)}
         return {**slot, **formats, "note": layer.note, **sizes}
 
     eviction = plan.eviction and {
@@ -267,7 +274,7 @@ def plan_dict(plan: Plan, tokens: int) -> dict[str, Any]:
         "budget_share": plan.eviction.budget.share,
         "calibration": plan.eviction.source,
         "recall": plan.eviction.config.recall,
-        "archive_limit": plan.eviction.config.archive_limit,
+        "archive_limit": plan.eviction.archive_limit if plan.eviction.config.recalls else None,
     }
     return {
         "model_type": plan.model_type,

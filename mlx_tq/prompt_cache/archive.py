@@ -28,14 +28,20 @@ from mlx_tq.cache.blocks import Block, LayerShape, block_nbytes, from_bytes, key
 from mlx_tq.config import BLOCK
 from mlx_tq.errors import CacheFormatError
 
-LIMIT = 20 * 10**9
+_LIMIT = 20 * 10**9
 _DISK_SHARE = 10  # the default limit is at most this part of the free disk
 _MAX_PENDING = 256 * 10**6  # bytes that may wait to be written
 
 
 def default_limit(folder: Path) -> int:
-    """Return the default bytes of an archive: 20 GB, or a tenth of the free disk if that is less."""
-    return min(LIMIT, shutil.disk_usage(folder).free // _DISK_SHARE)
+    """Return the default bytes of an archive: a tenth of the free disk, at most 20 GB; 0 if the disk is not readable.
+
+    The folder may be missing.
+    """
+    with contextlib.suppress(OSError):
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        return min(_LIMIT, shutil.disk_usage(existing).free // _DISK_SHARE)
+    return 0
 
 
 class ArchivedBlock:

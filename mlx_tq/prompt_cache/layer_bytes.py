@@ -1,7 +1,12 @@
-"""Bytes of one layer's tokens, region by region: exact while nothing is evicted, else an upper bound."""
+"""Bytes of one layer's tokens, region by region: exact while nothing is evicted, else an upper bound.
+
+All sizes that people compare are bytes of allocated arrays: `RegionBytes.allocated` with `native_cache_bytes`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from mlx_lm.models.cache import KVCache
 
 from mlx_tq.cache.layer import HEALTH_BYTES
 from mlx_tq.cache.normalizer import SKIP
@@ -49,14 +54,20 @@ def cold_layout(slot: SlotFacts, spec: CacheSpec) -> RowLayout:
     return spec.cold_layout(layer_layout(slot, spec), dtype_of(slot.dtype))
 
 
-def fp16_bytes(slot: SlotFacts, tokens: int) -> int:
-    """Return the bytes of tokens at 16 bits, whatever the model's dtype is."""
-    return slot.heads * tokens * (slot.key_dim + slot.value_dim) * 2
-
-
 def native_bytes(slot: SlotFacts, tokens: int) -> int:
     """Return the bytes of tokens in the model's dtype."""
-    return fp16_bytes(slot, tokens) * dtype_of(slot.dtype).size // 2
+    return slot.heads * tokens * (slot.key_dim + slot.value_dim) * dtype_of(slot.dtype).size
+
+
+def native_capacity(tokens: int) -> int:
+    """Return the tokens that a cache of mlx-lm's has room for once it has read `tokens` tokens in one go."""
+    step: int = KVCache.step
+    return -(-tokens // step) * step
+
+
+def native_cache_bytes(slot: SlotFacts, tokens: int) -> int:
+    """Return the bytes that mlx-lm's own cache allocates for `tokens` tokens."""
+    return native_bytes(slot, native_capacity(tokens))
 
 
 def layer_bytes(slot: SlotFacts, spec: CacheSpec, tokens: int, evicted: Evicted | None = None) -> RegionBytes:

@@ -41,7 +41,7 @@ from mlx_tq.policies.options import check_options
 from mlx_tq.policies.policy import CalibratedPolicy, PackedLayer, PackedTokens
 from mlx_tq.policies.rope import Rope
 from mlx_tq.policies.selection import PositionRange, select
-from mlx_tq.prompt_cache.archive import Archive, ArchivedBlock
+from mlx_tq.prompt_cache.archive import Archive, ArchivedBlock, default_limit
 from mlx_tq.prompt_cache.recall import QueryBuffer, Search, Selection, blocks_on_all_ranks, positions_of
 
 _TOGETHER = "All layers evict together: copy, keep and drop a prompt cache as a whole."
@@ -58,6 +58,12 @@ class EvictionPlan:
     layers: int  # that evict together
     positions: int | None = None  # that the model allows, if known
     source: str = ""  # where the queries' statistics come from, for people
+
+    @property
+    def archive_limit(self) -> int:
+        """Most bytes of the archive; by default the free disk decides."""
+        limit = self.config.archive_limit
+        return default_limit(cache_folder()) if limit is None else limit
 
     def allowed(self, seen: int) -> int:
         """Return the budget after `seen` tokens."""

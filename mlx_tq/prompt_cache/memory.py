@@ -14,11 +14,10 @@ from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import SlotFacts, model_facts, native_caches
 from mlx_tq.prompt_cache.compressed import plan_caches
-from mlx_tq.prompt_cache.layer_bytes import native_bytes
+from mlx_tq.prompt_cache.layer_bytes import native_bytes, native_cache_bytes, native_capacity
 from mlx_tq.prompt_cache.layer_group import EvictionPlan
 from mlx_tq.prompt_cache.plan import LayerPlan, Plan, budget_in_tokens, choose_formats
 
-_NATIVE_STEP = 256  # tokens by which mlx-lm's own caches grow
 _PROBE_TOKENS = 8
 _DEFAULT_LIMIT = 1 << 20  # tokens, if a model's configuration names no limit
 
@@ -27,29 +26,31 @@ Bytes = Callable[[int], int]
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes of stored tokens; a cache's `nbytes` adds the spare capacity of its buffers.
+    """Bytes of a cache, and of mlx-lm's own.
 
     Attributes:
         body: packed tokens; with eviction, the most that stay between two forward passes.
         sinks: first tokens, in full precision.
         window: recent tokens in full precision, the block in progress and the slack for trims included.
-        fp16: all tokens at 16 bits, evicted ones included.
+        allocated: all arrays of the cache, which have room for more tokens; the `nbytes` of the cache.
+        native: all arrays of mlx-lm's own cache of the same tokens, evicted ones included, at 16 bits.
     """
 
     body: int
     sinks: int
     window: int
-    fp16: int
+    allocated: int
+    native: int
 
     @property
     def total(self) -> int:
-        """Bytes of all regions."""
+        """Bytes of the stored tokens alone."""
         return self.body + self.sinks + self.window
 
     @property
     def ratio(self) -> float:
-        """How many times smaller than fp16 the cache is."""
-        return self.fp16 / self.total
+        """How many times smaller than mlx-lm's own cache the cache is, both as allocated."""
+        return self.native / self.allocated
 
 
 def memory_report(
@@ -72,9 +73,10 @@ def memory_report(
         SlotFacts(layer, None, num_kv_heads, head_dim, head_dim, "float16", 1.0, shared=False)
         for layer in range(num_layers)
     ]
-    full = sum(native_bytes(slot, seq_len) for slot in slots)
+    native = sum(native_cache_bytes(slot, seq_len) for slot in slots)
     if config.is_off:
-        return MemoryReport(body=0, sinks=0, window=full, fp16=full)
+        stored = sum(native_bytes(slot, seq_len) for slot in slots)
+        return MemoryReport(body=0, sinks=0, window=stored, allocated=native, native=native)
     plain = replace(config, outlier=0)  # no key norms are known
     formats = [choose_formats(plain, slot.index, num_layers) for slot in slots]
     layers = [
@@ -86,7 +88,7 @@ def memory_report(
         budget = budget_in_tokens(plan, config.evict)
         plan = replace(plan, eviction=EvictionPlan(config.evict, budget, num_layers))
     regions = plan.bytes_at(seq_len)
-    return MemoryReport(body=regions.packed, sinks=regions.sinks, window=regions.window, fp16=full)
+    return MemoryReport(regions.packed, regions.sinks, regions.window, regions.allocated, native)
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def sequence_bytes(model: Any, config: KVConfig, others: Bytes) -> Bytes:
     """Return the bytes of all caches of one sequence by its tokens; `others` comes from `other_bytes`."""
     if config.is_off:
         slots = model_facts(model).slots
-        return lambda tokens: others(tokens) + sum(native_bytes(slot, _round_to_step(tokens)) for slot in slots)
+        return lambda tokens: others(tokens) + sum(native_cache_bytes(slot, tokens) for slot in slots)
     plan = plan_caches(model, config)
     return lambda tokens: others(tokens) + plan.peak_nbytes(tokens)
 
@@ -138,26 +140,25 @@ def sequence_bytes(model: Any, config: KVConfig, others: Bytes) -> Bytes:
 def other_bytes(model: Any) -> Bytes:
     """Return the bytes of caches that are not compressed: a window of tokens, or a state of fixed size.
 
-    Runs the model once on a few tokens.
+    Runs the model once on a few tokens if it has such caches.
     """
     slots = {(slot.index, slot.part) for slot in model_facts(model).slots}
     caches = native_caches(model)
-    mx.eval(model(mx.zeros((1, _PROBE_TOKENS), mx.int32), cache=caches))
-    fixed, windows = 0, []
+    others = []
     for index, cache in enumerate(caches):
         parts = enumerate(cache.caches) if hasattr(cache, "caches") else [(None, cache)]
-        for number, part in parts:
-            if (index, number) in slots or part.empty():
-                continue
-            leaves: list[tuple[str, Any]] = tree_flatten(part.state)  # type: ignore[assignment]
-            nbytes = sum(leaf.nbytes for _, leaf in leaves if isinstance(leaf, mx.array))
-            window = getattr(part, "max_size", None) or getattr(part, "chunk_size", None)
-            if window is None:
-                fixed += nbytes
-            else:
-                windows.append((window, nbytes // _PROBE_TOKENS))
-    return lambda tokens: fixed + sum(min(window, _round_to_step(tokens)) * nbytes for window, nbytes in windows)
-
-
-def _round_to_step(tokens: int) -> int:
-    return -(-tokens // _NATIVE_STEP) * _NATIVE_STEP
+        others += [part for number, part in parts if (index, number) not in slots]
+    if others:
+        mx.eval(model(mx.zeros((1, _PROBE_TOKENS), mx.int32), cache=caches))
+    fixed, windows = 0, []
+    for part in others:
+        if part.empty():
+            continue
+        leaves: list[tuple[str, Any]] = tree_flatten(part.state)  # type: ignore[assignment]
+        nbytes = sum(leaf.nbytes for _, leaf in leaves if isinstance(leaf, mx.array))
+        window = getattr(part, "max_size", None) or getattr(part, "chunk_size", None)
+        if window is None:
+            fixed += nbytes
+        else:
+            windows.append((window, nbytes // _PROBE_TOKENS))
+    return lambda tokens: fixed + sum(min(window, native_capacity(tokens)) * nbytes for window, nbytes in windows)

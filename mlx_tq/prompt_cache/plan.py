@@ -21,7 +21,14 @@ from mlx_tq.policies.calibration import SKIP, Calibration, QueryStats
 from mlx_tq.policies.policy import CalibratedPolicy
 from mlx_tq.policies.rope import Rope, find_pairs, learn_rope
 from mlx_tq.prompt_cache.allocation import Allocation
-from mlx_tq.prompt_cache.layer_bytes import Evicted, RegionBytes, cold_layout, fp16_bytes, layer_bytes, layer_layout
+from mlx_tq.prompt_cache.layer_bytes import (
+    Evicted,
+    RegionBytes,
+    cold_layout,
+    layer_bytes,
+    layer_layout,
+    native_cache_bytes,
+)
 from mlx_tq.prompt_cache.layer_group import EvictionPlan
 
 _PROMOTED = "q8"  # the least format of layers where low-bit keys would hurt
@@ -59,8 +66,9 @@ class LayerPlan:
         rows = whole_steps(self.spec.packed_until(tokens) - self.spec.sinks)
         return self.slot.heads * rows * layer_layout(self.slot, self.spec).nbytes
 
-    def fp16_nbytes(self, tokens: int) -> int:
-        return fp16_bytes(self.slot, tokens)
+    def native_nbytes(self, tokens: int) -> int:
+        """Return the bytes that mlx-lm's own cache of this layer allocates for `tokens` tokens."""
+        return native_cache_bytes(self.slot, tokens)
 
 
 @dataclass(frozen=True)
@@ -149,9 +157,19 @@ class Plan:
         """Return the bytes of the first `tokens` tokens that copies share while they grow to `total` tokens."""
         return sum(layer.shared_nbytes(tokens) for layer in self.layers) if self.live(total) == total else 0
 
-    def fp16_nbytes(self, tokens: int) -> int:
-        """Return the bytes of the same layers at 16 bits."""
-        return sum(layer.fp16_nbytes(tokens) for layer in self.layers)
+    def native_nbytes(self, tokens: int) -> int:
+        """Return the bytes that mlx-lm's own caches of the same layers allocate for `tokens` tokens."""
+        return sum(layer.native_nbytes(tokens) for layer in self.layers)
+
+    @property
+    def native_dtype(self) -> str:
+        """Type of mlx-lm's own caches."""
+        return self.layers[0].slot.dtype
+
+    @property
+    def compressed_from(self) -> int:
+        """Fewest tokens of which any are packed."""
+        return min(layer.spec.first_packed for layer in self.layers)
 
 
 def make_plan(

@@ -8,7 +8,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import QuantizedKVCache
 
-from mlx_tq.prompt_cache.archive import LIMIT
+from mlx_tq.codec.formats.base import dtype_name
 from mlx_tq.prompt_cache.layer_group import EvictionStats, cache_parts, compressed_caches, layer_group_of
 from mlx_tq.prompt_cache.plan import Plan
 
@@ -17,22 +17,28 @@ from mlx_tq.prompt_cache.plan import Plan
 class CacheStats:
     """The tokens and bytes of a prompt cache.
 
+    Each token is in one place: `tokens` = `live` + `evicted`, and `evicted` = `archived` + `dropped`.
+
     Attributes:
         tokens: tokens that the cache has seen.
-        nbytes: bytes of its arrays.
-        fp16_nbytes: bytes of all its tokens at 16 bits, evicted ones included.
+        nbytes: bytes of its arrays, allocated ones that are not in use included.
+        native_nbytes: bytes of the arrays that mlx-lm's own cache would hold for all tokens, evicted ones included.
+        native_dtype: type of mlx-lm's own cache, such as "bfloat16"; "" while that is not known.
+        compressed_from: tokens from which a cache compresses any.
         clamped: vectors that exceeded fp16's range and were clamped to it.
-        evicted: tokens that were evicted.
+        evicted: tokens that were evicted and are not in the cache.
         rounds: eviction rounds.
         evict_seconds: seconds that the rounds took.
         archived: evicted tokens whose rows are on disk.
         archived_nbytes: bytes of these rows.
-        recalled: evicted tokens whose rows are in the cache again.
+        recalled: live tokens that were evicted, and recalled since.
     """
 
     tokens: int
     nbytes: int
-    fp16_nbytes: int
+    native_nbytes: int
+    native_dtype: str = ""
+    compressed_from: int = 0
     clamped: int = 0
     evicted: int = 0
     rounds: int = 0
@@ -44,22 +50,27 @@ class CacheStats:
     @property
     def live(self) -> int:
         """Tokens in the cache, recalled ones included."""
-        return self.tokens - self.evicted + self.recalled
+        return self.tokens - self.evicted
 
     @property
     def dropped(self) -> int:
         """Evicted tokens that are not archived."""
-        return max(0, self.evicted - self.archived)
+        return self.evicted - self.archived
 
     @property
     def retention(self) -> float:
-        """Share of the tokens that were not evicted."""
+        """Share of the tokens that are in the cache."""
         return 1 - self.evicted / self.tokens if self.tokens else 1.0
 
     @property
     def ratio(self) -> float:
-        """How many times smaller than fp16 the cache is."""
-        return self.fp16_nbytes / self.nbytes if self.nbytes else 1.0
+        """How many times smaller than mlx-lm's own cache the cache is."""
+        return self.native_nbytes / self.nbytes if self.nbytes else 1.0
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether the cache is long enough to be compressed, and not mlx-lm's own."""
+        return self.tokens >= self.compressed_from and self.nbytes != self.native_nbytes
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields and properties as plain data, for JSON."""
@@ -72,12 +83,13 @@ def predict_stats(plan: Plan, tokens: int) -> CacheStats:
     evicted, archived = tokens - plan.live(tokens), 0
     row_nbytes = sum(layer.slot.heads * layer.row_nbytes for layer in plan.layers)
     if plan.eviction is not None and plan.recalls:
-        limit = plan.eviction.config.archive_limit
-        archived = min(evicted, (LIMIT if limit is None else limit) // row_nbytes)
+        archived = min(evicted, plan.eviction.archive_limit // row_nbytes)
     return CacheStats(
         tokens,
         plan.nbytes(tokens),
-        plan.fp16_nbytes(tokens),
+        plan.native_nbytes(tokens),
+        plan.native_dtype,
+        plan.compressed_from,
         evicted=evicted,
         archived=archived,
         archived_nbytes=archived * row_nbytes,
@@ -97,18 +109,20 @@ def cache_stats(caches: Sequence[Any], plan: Plan | None) -> CacheStats:
     quantized = [part for part in cache_parts(caches) if isinstance(part, QuantizedKVCache) and not part.empty()]
     counted = {id(part) for part in (*compressed, *quantized)}
     others = [part for part in cache_parts(caches) if id(part) not in counted]
-    fp16_nbytes = sum(map(_fp16_nbytes, others)) + sum(map(_dequantized_nbytes, quantized))
+    native_nbytes = sum(part.nbytes for part in others) + sum(map(_dequantized_nbytes, quantized))
     if compressed and plan is not None:
-        fp16_nbytes += plan.fp16_nbytes(tokens)
+        native_nbytes += plan.native_nbytes(tokens)
     group = layer_group_of(compressed)
     eviction = group.stats if group else EvictionStats()
-    blocks = [block for block in group.archived if not block.lost] if group else []
+    blocks = [b for b in group.archived if not b.lost and b.positions[0] not in group.recalled] if group else []
     return CacheStats(
         tokens,
         sum(cache.nbytes for cache in caches),
-        fp16_nbytes,
+        native_nbytes,
+        _native_dtype(quantized or others) if plan is None else plan.native_dtype,
+        plan.compressed_from if compressed and plan is not None else 0,
         clamped=sum(cache.clamped for cache in compressed),
-        evicted=eviction.tokens,
+        evicted=len(group.evicted) - len(group.recalled) if group else 0,
         rounds=eviction.rounds,
         evict_seconds=eviction.seconds,
         archived=sum(len(block.positions) for block in blocks),
@@ -117,15 +131,13 @@ def cache_stats(caches: Sequence[Any], plan: Plan | None) -> CacheStats:
     )
 
 
-def _dequantized_nbytes(cache: Any) -> int:
-    """Return the bytes at 16 bits of a cache that mlx-lm quantized."""
-    vectors = sum(scales[..., : cache.offset, :].size for _, scales, _ in (cache.keys, cache.values))
-    return int(2 * vectors * cache.group_size)
+def _dequantized_nbytes(cache: QuantizedKVCache) -> int:
+    """Return the bytes of a cache that mlx-lm quantized, had it not."""
+    return sum(int(scales.nbytes) * cache.group_size for _, scales, _ in (cache.keys, cache.values))
 
 
-def _fp16_nbytes(cache: Any) -> int:
-    """Return the bytes at 16 bits of a cache of mlx-lm's, unused capacity included."""
-    leaves: list[tuple[str, Any]] = tree_flatten(cache.state)  # type: ignore[assignment]
-    arrays = [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
-    widest = max((array.dtype.size for array in arrays if mx.issubdtype(array.dtype, mx.floating)), default=2)
-    return int(cache.nbytes) * 2 // widest
+def _native_dtype(caches: Sequence[Any]) -> str:
+    """Return the type of the keys and values of mlx-lm's own caches; "" if they are empty."""
+    leaves: list[tuple[str, Any]] = tree_flatten([cache.state for cache in caches])  # type: ignore[assignment]
+    arrays = (leaf for _, leaf in leaves if isinstance(leaf, mx.array))
+    return next((dtype_name(array.dtype) for array in arrays if mx.issubdtype(array.dtype, mx.floating)), "")

@@ -16,11 +16,12 @@ import numpy as np
 from mlx_lm.generate import BatchGenerator, make_stop_sequences
 
 from mlx_tq.cli.runner import end_rank
-from mlx_tq.config import KVConfig
+from mlx_tq.config import PROFILES, KVConfig
 from mlx_tq.models import ranks_of
 from mlx_tq.prefix_cache.prefix_cache import CachedPrompt, PrefixCache
 from mlx_tq.prompt_cache.compressed import compressed
 from mlx_tq.prompt_cache.layer_group import batch_row
+from mlx_tq.prompt_cache.memory import other_bytes, sequence_bytes
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.statistics import cache_stats
 from mlx_tq.server.admission import Admission, EngineLimits
@@ -90,6 +91,7 @@ class Engine:
         self._samplers: MutableMapping[int, Guarded] = WeakValueDictionary()  # by id of the job's sampler
         self._recall = JobRecall(model, tokenizer, plan, step)
         self._measured_at = 0.0
+        self._native_nbytes = None if plan is None else sequence_bytes(model, PROFILES["off"], other_bytes(model))
 
     # For the web side.
 
@@ -513,10 +515,10 @@ class Engine:
             return
         self._measured_at = time.monotonic()
         tokens = [running.prefilled + running.generated for running in self._running.values()]
-        fp16_nbytes = sum(map(self._plan.fp16_nbytes, tokens)) if self._plan else self._batch.prompt_cache_nbytes
+        held = self._batch.prompt_cache_nbytes
         self.metrics.running.set(len(self._running))
-        self.metrics.kv_bytes.set(self._batch.prompt_cache_nbytes)
-        self.metrics.kv_fp16_bytes.set(fp16_nbytes)
+        self.metrics.kv_bytes.set(held)
+        self.metrics.kv_native_bytes.set(held if self._native_nbytes is None else sum(map(self._native_nbytes, tokens)))
         self.metrics.prompt_cache_bytes.set(self._stored_prompts.memory.nbytes)
         self.metrics.prompt_cache_entries.set(len(self._stored_prompts.memory))
 

@@ -33,7 +33,8 @@ class Metrics:
         self.waiting = gauge("waiting", "Requests in the queue")
         self.running = gauge("running", "Requests in the batch")
         self.kv_bytes = gauge("kv_bytes", "Bytes of the batch's KV caches")
-        self.kv_fp16_bytes = gauge("kv_fp16_bytes", "Bytes of the same tokens in an fp16 cache")
+        native = "Bytes that mlx-lm's own caches, one for each request, would hold for the same tokens"
+        self.kv_native_bytes = gauge("kv_native_bytes", native)
         self.prompt_cache_bytes = gauge("prompt_cache_bytes", "Bytes of stored prompts in memory")
         self.prompt_cache_entries = gauge("prompt_cache_entries", "Stored prompts in memory")
         self.sessions = gauge("sessions", "Sessions")
@@ -44,7 +45,7 @@ class Metrics:
 
     def clear_gauges(self) -> None:
         """Set what an unloaded model has to zero; counters go on when it is loaded again."""
-        for gauge in (self.waiting, self.running, self.kv_bytes, self.kv_fp16_bytes):
+        for gauge in (self.waiting, self.running, self.kv_bytes, self.kv_native_bytes):
             gauge.set(0)
         self.prompt_cache_bytes.set(0)
         self.prompt_cache_entries.set(0)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -263,7 +264,11 @@ def test_an_ignored_signal_ends_nothing(popen):
 
 
 def test_the_memory_bar():
-    stats = CacheStats(3000, 812_000, 9_300_000, evicted=2000)
+    stats = CacheStats(3000, 812_000, 9_300_000, "float32", 288, evicted=2000)
     session = SimpleNamespace(stats=stats, context_length=4000, recalled_tokens=0, quoted_tokens=96)
-    text = memory_bar(session).plain
-    assert text == f"{'█' * 10}{'▒' * 20}{'·' * 10} 1,000 live  2,000 evicted  96 rescued  812.0 kB, fp16 9.3 MB"
+    counts = "1,000 live  2,000 evicted  96 rescued  812.0 kB, float32 cache 9.3 MB"
+    assert memory_bar(session).plain == f"{'█' * 10}{'▒' * 20}{'·' * 10} {counts}"
+    session.stats = replace(stats, archived=1500)
+    assert "1,000 live  2,000 evicted  500 dropped  1,500 archived  0 recalled  96 rescued" in memory_bar(session).plain
+    session.stats = CacheStats(287, 812_000, 1_600_000, "float32", 288)
+    assert memory_bar(session).plain.endswith("287 live  0 evicted  96 rescued  812.0 kB")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from .tools import FLOAT32, ROOT
+from .tools import FLOAT32, ROOT, zoo_model
 
 
 @pytest.fixture(autouse=True)
@@ -14,12 +14,30 @@ def _search_by_keywords(monkeypatch):
 def test_the_fact_is_evicted_and_restored(cli, words):
     result = cli("demo", "--json", *words)
     assert result.code == 0
-    fp16, compressed, evicted, rescued = result.json["outcomes"]
-    assert fp16["answer"] == compressed["answer"] == rescued["answer"] == result.json["expected"]
+    own, compressed, evicted, rescued = result.json["outcomes"]
+    assert own["answer"] == compressed["answer"] == rescued["answer"] == result.json["expected"]
     assert not evicted["found"]
-    assert evicted["evicted"] == rescued["evicted"] > 0
+    assert min(evicted["evicted"], rescued["evicted"]) > 0
     assert rescued["quoted_tokens"] > 0 == evicted["quoted_tokens"]
-    assert evicted["nbytes"] < compressed["nbytes"] < fp16["nbytes"]
+    assert evicted["nbytes"] < compressed["nbytes"] < own["nbytes"]
+    assert own["name"] == ("float32" if words else "bfloat16")
+    assert {each["native_nbytes"] for each in (compressed, evicted)} == {own["nbytes"]}
+    bars = [line for line in result.err.splitlines() if " live " in line]
+    for bar, outcome in zip(bars, result.json["outcomes"], strict=True):
+        assert f" {outcome['live']:,} live  {outcome['evicted']:,} evicted" in bar
+        assert f"  {outcome['quoted_tokens']:,} rescued" in bar
+
+
+def test_the_table_shows_whole_answers(cli, tmp_path):
+    """A random model talks until its answer is full."""
+    words = ("demo", "--model", zoo_model(tmp_path / "model", "llama"), "--tokens", 400)
+    answers = [" ".join(outcome["answer"].split()) for outcome in cli(*words, "--json").json["outcomes"]]
+    assert min(map(len, answers)) > 60
+    head, *rows = [line for line in cli(*words).out.splitlines() if line.strip()]
+    assert head.rstrip().endswith("of float32")
+    assert rows[0].startswith("float32 ")
+    for answer in answers:
+        assert any(answer[-8:] in row for row in rows)
 
 
 @pytest.mark.full  # in the model's own bfloat16

@@ -1,6 +1,7 @@
 """The answer goes to stdout, the plan and the statistics to stderr; eviction and recall in one prompt."""
 
 import re
+import shutil
 
 import mlx_lm
 import pytest
@@ -38,12 +39,13 @@ def test_answer_alone_is_on_stdout(quick):
     for temperature in ("5e-324", "1e-5"):
         assert quick(*ASK, *PACKED, *QUIET, "--dtype", "float16", "--temp", temperature).out == "417295\n"
     plan, stats = result.err.split("prompt: ")
-    assert has_line(r"layers +keys +values +bytes +fp16 *", plan)
+    assert has_line(r"layers +keys +values +bytes +float32 cache *", plan)
     assert has_line(r"0-5 +tq4 +tq4 +[\d.]+ [kM]B +[\d.]+ [kM]B *", plan)
     assert "Full precision (float32): first 16 tokens, last 32, and up to 63 before those\n" in plan
     assert re.match(r"[\d,]+ tokens, [\d.]+ tok/s, first token after [\d.]+ s\n", stats)
     assert has_line(r"generation: \d+ tokens, [\d.]+ tok/s \(stop\)", stats)
-    assert has_line(r"KV cache: \d+ tokens in [\d.]+ [kM]B; fp16 takes [\d.]+ MB, [\d.]+x as much.*", stats)
+    compared = "mlx-lm's float32 cache takes"
+    assert has_line(rf"KV cache: \d+ tokens in [\d.]+ [kM]B; {compared} [\d.]+ MB, [1-9][\d.]+x as much", stats)
     assert has_line(r"peak memory: [\d.]+ [MG]B", stats)
     assert quick(*ASK, *QUIET) == (0, "417295\n", "")
 
@@ -124,9 +126,9 @@ def test_numbers_are_those_of_the_arrays(quick, exact):
     assert (stats["prompt_tokens"], stats["generation_tokens"]) == (len(prompt), last.generation_tokens)
     assert measured["tokens"] == cache[0].offset
     assert measured["nbytes"] == sum(layer.nbytes for layer in cache)
-    tokens, layers, heads, dim = cache[0].offset, 6, 2, 128
-    assert measured["fp16_nbytes"] == tokens * layers * heads * 2 * dim * 2
-    assert measured["ratio"] == measured["fp16_nbytes"] / measured["nbytes"]
+    layers, heads, dim = 6, 2, 128
+    assert measured["native_nbytes"] == -(-cache[0].offset // 256) * 256 * layers * heads * 2 * dim * 4
+    assert measured["ratio"] == measured["native_nbytes"] / measured["nbytes"]
     assert sum(layer["nbytes"] for layer in answer["plan"]["layers"]) == measured["nbytes"]
 
 
@@ -137,9 +139,25 @@ def test_ratio_of_mlx_lms_caches(cli):
         return cli(*ASK, *flags, "--json").json["stats"]["cache"]
 
     cache = measured("--kv-bits", 4, "--kv-group-size", 32, "--quantized-kv-start", 0)
-    padded = -(-cache["tokens"] // 256) * 256 / cache["tokens"]
-    assert cache["ratio"] == pytest.approx(16 / (4 + 32 / 32) / padded, rel=1e-6)
+    assert cache["ratio"] == pytest.approx(16 / (4 + 32 / 32), rel=1e-6)
     assert measured("--kv-bits", 4)["ratio"] == measured(*OFF)["ratio"] == 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("evict", [(), ("--kv-evict", "recency", "--kv-budget", 200, *REGIONS)], ids=["all", "some"])
+def test_the_cache_to_compare_with_is_what_off_reports(cli, dtype, evict):
+    """In the type of the run, with allocated room on both sides; where nothing is compressed, nothing is compared."""
+    for count in (2, 24):
+        ask = ("generate", "-p", " ".join(facts(count)), "-m", 3, "--dtype", dtype)
+        off, shown = cli(*ask, *OFF, "--json").json["stats"]["cache"], cli(*ask, *evict)
+        cache = cli(*ask, *evict, "--json").json["stats"]["cache"]
+        assert (off["tokens"], off["native_nbytes"], off["native_dtype"]) == (cache["tokens"], off["nbytes"], dtype)
+        assert (cache["native_nbytes"], cache["native_dtype"]) == (off["nbytes"], dtype)
+        is_short = cache["tokens"] < (160 if evict else 288)
+        assert is_short == (count == 2)
+        assert has_line(r"KV cache: \d+ tokens in .*B; compression starts at \d+ tokens", shown.err) == is_short
+        line = rf"KV cache: \d+ tokens in .*B; mlx-lm's {dtype} cache takes .*B, [1-9][\d.]*x as much"
+        assert has_line(line, shown.err) == (not is_short)
 
 
 def test_an_answer_ends_with_the_context(quick, tmp_path):
@@ -185,7 +203,7 @@ def test_eviction_is_described_before_and_measured_after(quick):
     assert "Eviction: triattention:trigger=64:warmup=256 keeps 300 tokens, calibrated on questions and text (" in err
     missing = "the answer may miss what they said; --kv-recall auto recalls them."
     assert err.count(f"warning: evicted tokens are dropped, and {missing}\n") == 1
-    assert re.search(r"evicted: \d+ tokens in \d+ rounds? \(.* % kept\n", err)
+    assert has_line(r"eviction: \d+ rounds?, [\d.]+ s", err)
     answer = quick(*words, "--json").json
     stats = answer["stats"]["cache"]
     assert stats["rounds"] > 0
@@ -208,10 +226,11 @@ def test_recall_in_one_prompt(quick):
     for answer, archives in ((dropped, False), (recalled, True)):
         cache, evicted = answer["stats"]["cache"], answer["stats"]["cache"]["evicted"]
         assert (cache["archived"], cache["dropped"]) == ((evicted, 0) if archives else (0, evicted))
+        assert cache["live"] + evicted == cache["tokens"]
         assert (cache["archived_nbytes"] > 0) == archives
         assert answer["plan"]["cache"]["dropped" if archives else "archived"] == 0
         reloaded = len(answer["recalled"]["positions"]) if archives else 0
-        assert cache["live"] == cache["tokens"] - evicted + reloaded
+        assert cache["recalled"] == reloaded
     assert quick(*words, "--json", "--kv-archive", "off").json["text"] == dropped["text"]
 
 
@@ -228,13 +247,17 @@ def test_recall_finds_the_fact(quick, flags):
     assert ("417295" in answer["text"], answer["recalled"]["archived"] > 96) == (True, True)
 
 
-def test_recall_is_shown(quick):
+def test_recall_is_shown(quick, tmp_path):
     words = (*DOCUMENT, "--prefill-step-size", 128, "--kv-budget", 240)
     shown = quick(*words)
     assert "417295" in shown.out
     assert re.search(r"Recalled \d+ of [\d,]+ archived tokens \([\d.]+ s\)", shown.err)
-    assert re.search(r"Tokens: [\d,]+ in memory \(.*B\), [\d,]+ archived \(.*B\), 0 dropped", shown.err)
-    assert "are archived on disk until the run ends, at most 20.00 GB or a tenth of the free disk" in shown.err
+    counts = r"Tokens: ([\d,]+) in memory \(.*B; [1-9]\d* of them recalled\), ([\d,]+) archived \(.*B\), (\d+) dropped"
+    (total,) = re.findall(r"KV cache: ([\d,]+) tokens in", shown.err)
+    assert sum(map(int, re.search(counts, shown.err).groups())) == int(total)
+    limit = re.search(r"are archived on disk until the run ends, at most ([\d.]+) (.B)\n", shown.err)
+    nbytes = float(limit[1]) * {"GB": 1e9, "MB": 1e6}[limit[2]]
+    assert nbytes == pytest.approx(min(20e9, shutil.disk_usage(tmp_path).free / 10), rel=0.1)
     missing = "the answer may miss what they said"
     assert f"{missing}; --kv-archive on recalls them." in quick(*words, "--kv-archive", "off").err
     assert missing not in quick(*words, "--kv-recall", "off", "--kv-shadow", 8).err

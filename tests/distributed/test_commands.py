@@ -71,11 +71,11 @@ def test_ranks_print_what_one_process_prints(name, way, tmp_path):
     assert [part["rank"] for part in parts] == list(range(size))
     assert [part["evicted"] for part in parts] == [whole["evicted"]] * size
     assert (whole["evicted"] > 0) == (way != "balanced")
-    assert [size * part["fp16_nbytes"] for part in parts] == [whole["fp16_nbytes"]] * size
-    evicted, recalled = whole["evicted"], len((together["recalled"] or {}).get("positions", []))
-    packed = (whole["tokens"] - WINDOW) // BLOCK * BLOCK - PREFIX - evicted + recalled
+    assert [size * part["native_nbytes"] for part in parts] == [whole["native_nbytes"]] * size
+    evicted = whole["evicted"]
+    packed = (whole["tokens"] - WINDOW) // BLOCK * BLOCK - PREFIX - evicted
     # What no head has: counts of clamped vectors, and behind gaps which mean each packed row has.
-    shared = len(alone["plan"]["layers"]) * (2 * 4 + (4 * packed if evicted > recalled else 0))
+    shared = len(alone["plan"]["layers"]) * (2 * 4 + (4 * packed if evicted else 0))
     assert [size * (part["nbytes"] - shared) for part in parts] == [whole["nbytes"] - shared] * size
     if way == "recall":
         assert together["recalled"]["positions"] == alone["recalled"]["positions"] != []

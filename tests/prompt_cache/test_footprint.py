@@ -1,6 +1,7 @@
 """Forecasts of bytes are what caches really take: of plans, of batches, of reports and of statistics."""
 
 from dataclasses import replace
+from itertools import product
 
 import mlx.core as mx
 import pytest
@@ -8,6 +9,7 @@ from cache.tools import feed, random_pair
 from mlx_lm.models import cache as native
 from zoo import build
 
+from mlx_tq.cache.region_map import RegionSizes
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.config import PROFILES, EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
@@ -16,7 +18,7 @@ from mlx_tq.prompt_cache.build import build_caches, make_cache
 from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache, plan_caches
 from mlx_tq.prompt_cache.layer_bytes import layer_bytes
 from mlx_tq.prompt_cache.layer_group import compressed_caches, layer_group_of
-from mlx_tq.prompt_cache.memory import memory_report
+from mlx_tq.prompt_cache.memory import memory_report, other_bytes, sequence_bytes
 from mlx_tq.prompt_cache.recall import blocks_of_ranges, positions_of
 from mlx_tq.prompt_cache.statistics import cache_stats, predict_stats, tokens_seen
 from prompt_cache.driving import MODEL, config, fresh, read
@@ -58,7 +60,7 @@ def test_a_plan_says_what_its_caches_take(name):
         with compressed(model):
             mx.eval(model(mx.zeros((2, 100), mx.int32), cache=batch))
         assert 2 * plan.nbytes(100) == sum(cache.nbytes for cache in batch)
-        assert plan.fp16_nbytes(100) == 2 * 4 * 100 * (192 + 128) * 2
+        assert plan.native_nbytes(100) == 2 * 4 * 256 * (192 + 128) * 4  # of a float32 model
 
 
 @pytest.mark.parametrize("name", ["safe", "balanced", "small"])
@@ -94,8 +96,9 @@ def test_a_report_says_what_the_arrays_take(name, normalize):
         found = (cache.packed_nbytes, sinks, window)
         assert (report.body, report.sinks, report.window) == tuple(layers * each for each in found)
         assert report.total == layers * sum(found)
-        assert report.fp16 == layers * tokens * heads * 2 * dim * 2
-        assert report.ratio == pytest.approx(report.fp16 / report.total)
+        assert report.native == layers * -(-tokens // 256) * 256 * heads * 2 * dim * 2
+        assert report.ratio == pytest.approx(report.native / report.allocated)
+        assert report.allocated == layers * cache.nbytes
         assert cache.nbytes == layer_bytes(slot, spec, tokens).allocated
         assert cache.nbytes >= report.total / layers
 
@@ -114,12 +117,13 @@ def test_bytes_per_token_at_128(config, per_token, normalize):
     config, per_token = replace(config, normalize=normalize), per_token + 2 * normalize
     reports = [memory_report(tokens, 1, 1, 128, config) for tokens in (4096, 16384)]
     assert (reports[1].total - reports[0].total) / (16384 - 4096) == per_token
-    assert (reports[1].fp16 - reports[0].fp16) / (16384 - 4096) == 512
+    assert (reports[1].native - reports[0].native) / (16384 - 4096) == 512
     assert memory_report(2**24, 1, 1, 128, config).ratio == pytest.approx(512 / per_token, rel=1e-3)
     off = memory_report(1000, 4, 2, 64, PROFILES["off"])
-    assert off.total == off.window == off.fp16 == 1000 * 4 * 2 * 2 * 64 * 2
+    assert off.total == off.window == 1000 * 4 * 2 * 2 * 64 * 2
+    assert off.allocated == off.native == 1024 * 4 * 2 * 2 * 64 * 2
     assert (off.body, off.sinks, off.ratio) == (0, 0, 1.0)
-    assert memory_report(256, 1, 1, 128).ratio == 1  # what is still in the model's type costs what it costs
+    assert memory_report(256, 1, 1, 128).ratio == pytest.approx(1, abs=0.005)  # nothing is packed
     assert memory_report(5000, 2, 2, 64) == memory_report(5000, 2, 2, 64, KVConfig())
 
 
@@ -141,7 +145,7 @@ def test_eviction_bounds_the_report(budget):
             rows, blocks = (max(0, (n - 128) // 32 * 32 - 128) for n in (stored, tokens))
             means = min(rows, -(-blocks // 128)) - -(-rows // 128)
             assert report.body == full.body + (stored < tokens) * 3 * (2 * 64 * 2 * means + 4 * rows)
-        assert report.fp16 == tokens * 3 * 2 * 2 * 64 * 2
+        assert report.native == -(-tokens // 256) * 256 * 3 * 2 * 2 * 64 * 2
     if budget == "1MB":
         assert report.total > 600_000  # and the budget is used
         with pytest.raises(ConfigError, match="a budget of 1,000 bytes is below"):
@@ -172,8 +176,8 @@ def test_statistics_of_a_sequence():
     assert stats.evict_seconds == sequence.stats.seconds > 0
     assert stats.retention == len(caches[0].positions) / 130
     assert stats.nbytes == sum(cache.nbytes for cache in caches)
-    assert stats.fp16_nbytes == 2 * 130 * 2 * 2 * 64 * 2  # of a float32 model, those that left too
-    assert stats.ratio == stats.fp16_nbytes / stats.nbytes
+    assert stats.native_nbytes == 2 * 256 * 2 * 2 * 64 * 4  # of a float32 model, evicted tokens included
+    assert (stats.native_dtype, stats.ratio) == ("float32", stats.native_nbytes / stats.nbytes)
     assert (stats.live, stats.archived, stats.dropped) == (130 - stats.evicted, 0, stats.evicted)
     assert tokens_seen(caches) == 130
     keeps = fresh(policy=None)
@@ -202,6 +206,30 @@ def test_tiers_of_a_plan_are_those_of_what_was_read(limit):
     assert planned.archived_nbytes / planned.archived == pytest.approx(held.archived_nbytes / held.archived, rel=0.1)
 
 
+@pytest.mark.parametrize("way", ["dropped", "archived", "deleted", "recalled", "recalled and deleted", "trimmed"])
+def test_each_token_is_in_one_place(way):
+    """Live, archived or dropped, whatever was evicted, recalled, deleted for want of space, and trimmed."""
+    recall, limit = ("off" if way == "dropped" else "auto"), (20_000 if "deleted" in way else None)
+    plan = plan_caches(MODEL, config(evict=EvictConfig("knorm:trigger=8", 60, recall=recall, archive_limit=limit)))
+    caches = build_caches(plan)
+    with compressed(MODEL):
+        read(caches, 0, 300)
+        group = layer_group_of(caches)
+        if "recalled" in way:
+            assert len(group.replace_recalled(caches, list(group.archived[:2]))) >= 32
+        if way == "trimmed":
+            native.trim_prompt_cache(caches, 90)
+        read(caches, caches[0].offset, 380)
+    stats, live = cache_stats(caches, plan), len(caches[0].positions)
+    assert (stats.tokens, stats.live, stats.recalled) == (380, live, len(group.recalled))
+    assert stats.live + stats.evicted == stats.tokens
+    assert stats.archived + stats.dropped == stats.evicted > 0
+    assert (stats.dropped > 0) == ("deleted" in way or way == "dropped")
+    assert (stats.archived > 0) == (stats.archived_nbytes > 0) == (way != "dropped")
+    assert (stats.recalled > 0) == ("recalled" in way)
+    assert stats.to_dict()["dropped"] == stats.dropped
+
+
 @pytest.mark.parametrize("recall", ["auto", 200, "off"])
 def test_a_peak_has_what_may_be_back(recall):
     """Where memory is limited, rows that came back have their place."""
@@ -221,15 +249,53 @@ def test_a_peak_has_what_may_be_back(recall):
 
 
 def test_statistics_of_mlx_lms_own_caches():
-    """Whatever their type, they count as what they would be at 16 bits."""
-    for dtype, times in ((mx.float32, 2), (mx.float16, 1)):
+    """They are compared with nothing, and quantized ones with what they would be otherwise."""
+    assert not cache_stats([native.KVCache()], None).is_comparable
+    for dtype in (mx.float32, mx.float16):
         model = build("llama", dtype)
         caches = native.make_prompt_cache(model)
-        mx.eval(model(mx.zeros((1, 256), mx.int32), cache=caches))
+        mx.eval(model(mx.zeros((1, 250), mx.int32), cache=caches))
         plain = cache_stats(caches, None)
-        assert plain.nbytes == times * plain.fp16_nbytes
-    quantized = [cache.to_quantized(group_size=64, bits=8) for cache in caches]
-    stats = cache_stats([*quantized, native.KVCache()], None)
-    assert stats.fp16_nbytes == plain.nbytes == 2 * 2 * 2 * 256 * 64 * 2
-    assert stats.nbytes < 0.6 * stats.fp16_nbytes
+        assert (plain.native_nbytes, plain.is_comparable) == (plain.nbytes, False)
+        assert plain.nbytes == 2 * 2 * 2 * 256 * 64 * dtype.size
+        quantized = [cache.to_quantized(group_size=64, bits=8) for cache in caches]
+        stats = cache_stats([*quantized, native.KVCache()], None)
+        assert (stats.native_nbytes, stats.native_dtype) == (plain.nbytes, plain.native_dtype)
+        assert stats.is_comparable
+        assert stats.nbytes < 0.6 * stats.native_nbytes
     assert make_prompt_cache(model, PROFILES["off"])[0].empty()
+
+
+NATIVE_LENGTHS = (1, 255, 256, 257, 600)
+
+
+@pytest.mark.parametrize("evict", [None, EvictConfig("knorm:trigger=8", 60)], ids=["all tokens", "evicting"])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])  # the second has layers that are not compressed
+def test_the_cache_to_compare_with_is_mlx_lms_own(name, dtype, evict):
+    """In the model's type, with the room that it allocates, for all tokens that were read."""
+    model = build(name, dtype)
+    plan, others = plan_caches(model, replace(SMALL, evict=evict)), other_bytes(model)
+    held = sequence_bytes(model, PROFILES["off"], others)
+    for tokens in NATIVE_LENGTHS:
+        own, ours = native.make_prompt_cache(model), build_caches(plan)
+        with compressed(model):
+            for caches in (own, ours):
+                mx.eval(model(mx.zeros((1, tokens), mx.int32), cache=caches))
+                mx.eval(model(mx.zeros((1, 1), mx.int32), cache=caches))  # after a round of eviction
+        stats, native_nbytes = cache_stats(ours, plan), sum(cache.nbytes for cache in own)
+        assert stats.native_nbytes == native_nbytes == held(tokens + 1)
+        assert stats.native_dtype == str(dtype).removeprefix("mlx.core.")
+        is_packed = any(cache.packed_tokens for cache in compressed_caches(ours))
+        assert stats.is_comparable == (is_packed or stats.evicted > 0)
+        assert (stats.evicted > 0) == (evict is not None and tokens > 200)
+        forecast = predict_stats(plan, tokens + 1)
+        assert forecast.native_nbytes == native_nbytes - others(tokens + 1)
+        assert forecast.is_comparable == stats.is_comparable
+
+
+def test_compression_starts_where_the_first_block_is_packed():
+    for sinks, window, normalize in product((0, 5, 32, 128), (1, 24, 128), (False, True)):
+        sizes = RegionSizes(sinks=sinks, window=window, normalize=normalize)
+        packed = [length for length in range(600) if sizes.packed_until(length) > sinks]
+        assert sizes.first_packed == packed[0]

@@ -53,7 +53,7 @@ def test_a_chat_is_a_session_and_shows_its_cache(server, service, open_page):
     wait_for(lambda: stored(service))
     answer = say(page, ASK)
     expect(answer.locator(".content")).to_have_text("417295")
-    usage = re.compile(r"\d+ live\d+ archived\d+ recalled[\d.]+ MB, fp16 [\d.]+ MB")
+    usage = re.compile(r"\d+ live\d+ archived\d+ recalled[\d.]+ MB, float32 cache [\d.]+ MB")
     expect(page.locator("#usage")).to_have_text(usage)
     live, archived = (page.locator(f"#bar .{name}").evaluate("e => e.offsetWidth") for name in ("live", "archived"))
     assert live > 10 < archived
@@ -179,7 +179,7 @@ def test_untrusted_text_is_not_executed(server, open_page):
     say(page, f"{SCRIPT} and an innocent \u202eneighbor\x1b]0;owned\x07")
     hostile = {"choices": [{"index": 0, "delta": {"content": f"{SCRIPT} \u202e\x9b31m"}, "finish_reason": "stop"}]}
     numbers = ("context_length", "tokens", "live", "evicted", "archived", "recalled", "recall_ms", "rescued")
-    session = dict.fromkeys((*numbers, "bytes", "fp16_bytes"), 9) | {
+    session = dict.fromkeys((*numbers, "dropped", "bytes", "native_bytes", "compressed_from"), 9) | {
         "quoted": [{"start": 0, "stop": 9, "text": SCRIPT}]
     }
     events = json.dumps(hostile), json.dumps({"choices": [], "session": session}), "[DONE]"

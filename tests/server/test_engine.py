@@ -41,8 +41,8 @@ RECALL = KVConfig("q8", "tq4", sinks=16, window=32, evict=EvictConfig("recency:t
 def test_a_batch_attends_to_packed_rows(loaded, monkeypatch):
     engine, plan = make_engine(loaded), plan_caches(loaded[0], CONFIG)
     calls, sizes = watch(monkeypatch), []
-    gauges = engine.metrics.running, engine.metrics.kv_bytes, engine.metrics.kv_fp16_bytes
-    running, compressed, fp16 = (record_gauge(monkeypatch, gauge) for gauge in gauges)
+    gauges = engine.metrics.running, engine.metrics.kv_bytes, engine.metrics.kv_native_bytes
+    running, compressed, native = (record_gauge(monkeypatch, gauge) for gauge in gauges)
     watch_passes(monkeypatch, loaded[0], lambda layers: sizes.append([len(rows) for rows in layers]))
     for events in serve(engine, [make_job(280 + 5 * n, seed=n) for n in range(5)]):
         assert isinstance(events[0], Started)
@@ -54,8 +54,8 @@ def test_a_batch_attends_to_packed_rows(loaded, monkeypatch):
     assert calls["prefill"] >= 5 * layers
     assert max(running) == 5
     assert max(compressed) <= 5 * plan.peak_nbytes(304)
-    assert 2 * max(fp16) > 1.2 * max(compressed), "the model's own type is float32"
-    assert [running[-1], compressed[-1], fp16[-1]] == [0, 0, 0]
+    assert max(native) == 5 * plan.native_nbytes(304) > 1.2 * max(compressed)
+    assert [running[-1], compressed[-1], native[-1]] == [0, 0, 0]
 
 
 def test_a_batch_generates_what_each_job_generates_alone(loaded):

@@ -76,7 +76,10 @@ def test_evicted_text_is_quoted(evicting, service):
     assert 50 < rescued < longer - cached
     report = second.model_extra["session"]
     assert report["live"] + report["evicted"] == report["tokens"] == second.usage.total_tokens
-    assert report["bytes"] < report["fp16_bytes"]
+    assert report["archived"] + report["dropped"] == report["evicted"]
+    assert (report["compressed_from"] < report["tokens"], report["native_dtype"]) == (True, "float32")
+    per_token = 6 * 2 * (128 + 128) * 4
+    assert report["bytes"] < report["native_bytes"] == -(-report["tokens"] // 256) * 256 * per_token
     assert report["evicted"] > 50
     assert FACT in "".join(quoted["text"] for quoted in report["quoted"])
     assert "417295" not in evicting.chat(*conversation, max_tokens=12).choices[0].message.content

@@ -67,6 +67,7 @@ def test_an_evicted_fact_is_answered(exact, service, tmp_path, where, seed):
         assert sum("or --rescue auto" in warning for warning in warnings) == 1
         stats = alone.stats
         assert stats.live + stats.evicted == stats.tokens == len(alone.ids)
-        assert stats.nbytes < stats.fp16_nbytes
+        assert stats.archived + stats.dropped == stats.evicted
+        assert stats.nbytes < stats.native_nbytes
         "".join(whole.respond(text, max_tokens=2))
         assert answers(whole, case.answer)

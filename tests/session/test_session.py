@@ -238,7 +238,7 @@ def test_stopping_before_the_answer_undoes_the_turn(chat):
         assert list(replies) == []
         stats = session.stats
         assert (len(session.turns), session.ids, stats.tokens, stats.live) == (turns, before, len(before), len(before))
-        assert bool(stats.nbytes) == bool(stats.fp16_nbytes) == bool(turns)
+        assert bool(stats.nbytes) == bool(stats.native_nbytes) == bool(turns)
         if not turns:
             say(session, FACT)
     assert all(cache.offset == len(before) for cache in session.cache)

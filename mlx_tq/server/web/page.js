@@ -84,7 +84,7 @@ function layout({ plan, context_length, sessions, rescue }) {
     if (recall) lines.push("Evicted tokens are archived and recalled when a message needs them");
     if (rescue) lines.push("Evicted text is searched and quoted when a message needs it");
   } else {
-    lines.push("fp16 cache of mlx-lm, uncompressed");
+    lines.push("mlx-lm's own cache, uncompressed");
   }
   if (context_length) lines.push(`Context window: ${tokens(context_length)}`);
   if (!sessions) lines.push("Sessions are off: the server processes the whole chat for each message");
@@ -237,18 +237,19 @@ function details({ usage, session, finish, stopped }) {
 
 function showMemory() {
   const { memory } = chat, bar = $("bar");
-  const { tokens: seen = 0, live = 0, evicted = 0, archived = 0 } = memory ?? {};
-  const total = Math.max(memory?.context_length ?? 0, seen, 1), dropped = evicted - archived;
+  const { tokens: seen = 0, live = 0, archived = 0, dropped = 0 } = memory ?? {};
+  const total = Math.max(memory?.context_length ?? 0, seen, 1);
   [live, archived, dropped].forEach((count, place) => bar.children[place].style.width = `${count / total * 100}%`);
   if (!memory) {
     $("usage").replaceChildren();
     bar.setAttribute("aria-label", "The cache is empty");
     return;
   }
+  const compared = seen >= memory.compressed_from && memory.bytes !== memory.native_bytes;
   const parts = [["live", `${number(live)} live`], ["archived", archived && `${number(archived)} archived`],
     ["evicted", dropped && `${number(dropped)} dropped`], ["", memory.recalled && `${number(memory.recalled)} recalled`],
     ["", memory.rescued && `${number(memory.rescued)} quoted`],
-    ["", `${size(memory.bytes)}, fp16 ${size(memory.fp16_bytes)}`]].filter(([, text]) => text);
+    ["", size(memory.bytes) + (compared ? `, ${memory.native_dtype} cache ${size(memory.native_bytes)}` : "")]].filter(([, text]) => text);
   $("usage").replaceChildren(...parts.map(([name, text]) => element("span", text, name)));
   bar.setAttribute("aria-label", `${parts.map(([, text]) => text).join(", ")}, of ${tokens(total)}`);
 }
