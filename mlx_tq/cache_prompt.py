@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     from mlx_tq.integration.probe import position_limit
     from mlx_tq.prompt_cache.build import decode_caches
     from mlx_tq.prompt_cache.cache_file import check_replaceable, load_prompt_cache, read_header, save_prompt_cache
-    from mlx_tq.prompt_cache.compressed import compressed
+    from mlx_tq.prompt_cache.compressed import compressed_attention
     from mlx_tq.prompt_cache.layer_group import compressed_caches
     from mlx_tq.prompt_cache.statistics import cache_stats
 
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         if plan is not None:
             check_memory(plan, len(ids), free_memory(), args.prefill_step_size)
             show_plan(plan, len(ids))
-        with compressed(model), prefill_progress() as progress:
+        with compressed_attention(model), prefill_progress() as progress:
             options = {"prefill_step_size": args.prefill_step_size, "prompt_progress_callback": progress}
             for _ in generate_step(mx.array(ids), model, max_tokens=0, prompt_cache=caches, **options):
                 pass

@@ -52,7 +52,7 @@ from mlx_tq.policies import CalibratedPolicy
 from mlx_tq.policies.policy import AUTO as AUTO_CALIBRATION
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.cache_file import read_header
-from mlx_tq.prompt_cache.compressed import compressed
+from mlx_tq.prompt_cache.compressed import compressed_attention
 from mlx_tq.prompt_cache.statistics import CacheStats, cache_stats, tokens_seen
 from mlx_tq.rescue import AUTO, OFF, START_S, RescueClient, open_service
 from mlx_tq.session.restore import take_archive_warning
@@ -209,7 +209,7 @@ def _answer(
         transcript.append([0] * tokens_seen(caches))  # a file of caches has no tokens
         if args.draft_model is not None:
             draft, draft_caches = _load_draft(model, tokenizer, caches, request)
-            stack.enter_context(compressed(draft))
+            stack.enter_context(compressed_attention(draft))
             options |= {"draft_model": draft, "num_draft_tokens": args.num_draft_tokens}
             options |= {"prompt_cache": [*caches, *draft_caches]}
         show = stack.enter_context(prefill_progress(show=args.verbose))

@@ -30,7 +30,7 @@ from mlx_tq.files import atomic_write, check_kind
 from mlx_tq.integration.probe import model_facts, native_caches
 from mlx_tq.models import fingerprint, ranks_of
 from mlx_tq.policies.policy import CalibratedPolicy
-from mlx_tq.prompt_cache.compressed import compressed, plan_caches
+from mlx_tq.prompt_cache.compressed import compressed_attention, plan_caches
 from mlx_tq.prompt_cache.layer_group import cache_parts, compressed_caches, evicting_layers, layer_group_of
 from mlx_tq.prompt_cache.plan import learn_ropes
 
@@ -200,7 +200,7 @@ def try_out(caches: list[Any], model: Any) -> None:
     lengths = {part.offset for part in parts if isinstance(getattr(part, "offset", None), int)}
     if not 0 < batch <= _MAX_BATCH or len(lengths) > 1:
         raise CacheFormatError(f"its caches are of {batch} sequences, and hold {sorted(lengths)[:4]} tokens")
-    with compressed(model):
+    with compressed_attention(model):
         for count in (1, 2):  # which caches with a window treat differently
             mx.eval(model(mx.zeros((batch, count), mx.int32), cache=_copy_beginning(caches)))
 

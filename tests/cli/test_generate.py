@@ -119,7 +119,7 @@ def test_numbers_are_those_of_the_arrays(quick, exact):
     model, tokenizer = exact
     cache = mlx_tq.make_prompt_cache(model, KVConfig(key="tq4", value="tq4", sinks=16, window=32))
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": TEXT + QUESTION}], add_generation_prompt=True)
-    with mlx_tq.compressed(model):
+    with mlx_tq.compressed_attention(model):
         last = list(mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=20, prompt_cache=cache))[-1]
     assert (stats["prompt_tokens"], stats["generation_tokens"]) == (len(prompt), last.generation_tokens)
     assert measured["tokens"] == cache[0].offset

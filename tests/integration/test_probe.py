@@ -9,7 +9,7 @@ from mlx_lm.models import cache as native
 from mlx_lm.models.llama import Model as Llama
 from zoo import build
 
-from mlx_tq import compressed, make_prompt_cache
+from mlx_tq import compressed, compressed_attention, make_prompt_cache
 from mlx_tq.config import PROFILES, EvictConfig, KVConfig
 from mlx_tq.errors import UnsupportedModelError
 from mlx_tq.integration.probe import model_facts
@@ -60,7 +60,7 @@ def test_a_layer_that_stores_keys_but_does_not_attend_to_them_is_refused():
 def test_reading_fetched_keys_is_refused_with_the_attribute():
     """A handle has shape, ndim and dtype, nothing else."""
     model = build("llama")
-    with compressed(model):
+    with compressed_attention(model):
         caches = make_prompt_cache(model, KVConfig())
         key, _ = caches[0].update_and_fetch(*(mx.zeros((1, 2, 3, 64)) for _ in range(2)))
     with pytest.raises(UnsupportedModelError, match=r"the model reads \.transpose of the keys or values .*profile off"):

@@ -16,7 +16,7 @@ from mlx_tq.config import PROFILES, KVConfig
 from mlx_tq.errors import CacheFormatError
 from mlx_tq.prompt_cache import cache_file
 from mlx_tq.prompt_cache.cache_file import load_prompt_cache, save_prompt_cache
-from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache
+from mlx_tq.prompt_cache.compressed import compressed_attention, make_prompt_cache
 
 CONFIG = KVConfig(key="q8", value="tq4", sinks=4, window=24)
 TOKENS = [(7 * i * i + 3 * i) % 160 for i in range(150)]
@@ -36,7 +36,7 @@ def run(model, caches, *chunks, start=0):
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """The bytes of a file, and the caches that it was made from."""
-    with compressed(MODEL):
+    with compressed_attention(MODEL):
         caches = make_prompt_cache(MODEL, CONFIG)
         run(MODEL, caches, 100)
     path = tmp_path_factory.mktemp("files") / "cache.safetensors"
@@ -57,7 +57,7 @@ def saved(written, tmp_path):
 )
 def test_save_load_and_continue_is_never_saved(name, length, tmp_path):
     model, path = build(name), tmp_path / "cache.safetensors"
-    with compressed(model):
+    with compressed_attention(model):
         caches = make_prompt_cache(model, CONFIG)
         run(model, caches, *([length] if length else [60]))
         if not length:
@@ -240,7 +240,7 @@ HUGE = [
 @pytest.mark.parametrize("numbers", HUGE, ids=str)
 def test_numbers_that_the_arrays_contradict(tmp_path, numbers):
     path, config = tmp_path / "cache.safetensors", replace(CONFIG, normalize=False)  # packed after 56 tokens
-    with compressed(MODEL):
+    with compressed_attention(MODEL):
         caches = make_prompt_cache(MODEL, config)
         run(MODEL, caches, 150)
         assert caches[0].packed_tokens
