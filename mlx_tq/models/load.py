@@ -57,7 +57,8 @@ def load(
     """Load a model and its tokenizer.
 
     Args:
-        model: a folder, a .gguf file, a hub name, "smollm2", or None for the model inside the package.
+        model: a folder, a .gguf file (of a split one, any part), a hub name, "smollm2", or None for the model inside
+            the package.
         dtype: type to compute in, "float32", "float16" or "bfloat16"; None for that of the weights. A GGUF file whose
             weights are quantized is computed in bfloat16, on a CPU in float32, which is ten times faster there.
         dequantize: whether to make quantized weights dense.

@@ -4,6 +4,7 @@ import re
 
 import mlx_lm
 import pytest
+from models.gguf_files import vocabulary, write_gguf
 from rescue.harness import Server
 
 import mlx_tq
@@ -164,6 +165,15 @@ def test_prompt_from_a_pipe_and_from_a_file(quick, tmp_path):
     words = ("generate", "-m", 1, "--json", "--ignore-chat-template")
     typed, read = (quick(*words, *prompt).json["stats"] for prompt in (("-p", r"a\nb"), ("--prompt-file", file)))
     assert typed["prompt_tokens"] < read["prompt_tokens"]
+
+
+def test_no_second_start_token_for_a_prompt_that_begins_with_one(quick, tmp_path):
+    model, start = tmp_path / "model.gguf", vocabulary()["tokenizer.ggml.tokens"][1]
+    keys = {"bos_token_id": 1, "add_bos_token": True}
+    write_gguf(model, keys={f"tokenizer.ggml.{key}": value for key, value in keys.items()})
+    words = ("generate", "--model", model, "--ignore-chat-template", "-m", 1, "--json", "-p")
+    counts = {text: quick(*words, text).json["stats"]["prompt_tokens"] for text in ("hello", f"{start}hello")}
+    assert len(set(counts.values())) == 1, counts
 
 
 def test_compute_type(quick, tmp_path):
