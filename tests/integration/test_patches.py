@@ -81,6 +81,19 @@ def test_make_cache_of_an_instance_or_a_class_is_restored():
     assert [type(cache) for cache in mlx_lm_cache(other)] == before
 
 
+def test_what_was_deleted_inside_the_context_is_restored():
+    model = build("llama")
+    with compressed(model, SMALL):
+        del model.make_cache
+        assert cache_kinds(model) == {KVCache}
+    assert "make_cache" not in vars(model)
+    assert cache_kinds(model) == {KVCache}
+    model.make_cache = make_cache = lambda: [KVCache(), KVCache()]
+    with compressed(model, SMALL):
+        del model.make_cache
+    assert model.make_cache is make_cache
+
+
 def test_a_module_that_is_imported_inside_the_context_is_patched_and_restored():
     name = "mlx_lm.models.gemma"
     sys.modules.pop(name, None)
