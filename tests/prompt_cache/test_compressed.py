@@ -52,7 +52,7 @@ def test_a_configuration_or_its_settings(config, settings, wanted):
     [
         (KVConfig(), {"key": "q8"}, r"both a config and key were given\. Give one of them, or dataclasses\.replace"),
         (KVConfig(), {"profile": "small"}, r"both a config and profile were given\. Give one of them"),
-        (None, {"profile": "smal"}, r"profile 'smal' is unknown; valid are off, .* Did you mean small\?"),
+        (None, {"profile": "balance"}, r"profile 'balance' is unknown; valid are off, .* Did you mean balanced\?"),
         (None, {"profile": 4}, "profile 4 is unknown; valid are off, "),
         (None, {"key": "q9"}, "format 'q9' is unknown"),
         (None, {"window": -1}, "window is -1; it must be 0 or more"),
