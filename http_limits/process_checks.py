@@ -1,5 +1,6 @@
 """Checks of the process before a command begins, and null devices in place of closed streams."""
 
+import errno
 import os
 import resource
 import sys
@@ -40,7 +41,8 @@ def temporary_folder_fault() -> str | None:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(_PROBE_BYTES))
     except OSError as error:
-        remedy = f"Free space there, or set {name or 'TMPDIR'} to another folder."
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = f"{'Free space there, or set' if is_full else 'Set'} {name or 'TMPDIR'} to another folder."
         return f"temporary files cannot be written to {folder} ({error.strerror}). {remedy}"
     return None
 

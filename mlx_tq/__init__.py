@@ -3,9 +3,8 @@
 import mlx_lm, mlx_tq
 
 model, tokenizer = mlx_tq.load("mlx-community/Qwen3-4B-4bit")
-cache = mlx_tq.make_prompt_cache(model, mlx_tq.KVConfig(key="q8", value="tq4"))
-with mlx_tq.compressed(model):
-    for part in mlx_lm.stream_generate(model, tokenizer, prompt, prompt_cache=cache):
+with mlx_tq.compressed(model, profile="small"):
+    for part in mlx_lm.stream_generate(model, tokenizer, prompt):
         print(part.text, end="", flush=True)
 """
 
@@ -23,6 +22,7 @@ _HOMES = {
     "Session": "mlx_tq.session",
     "TurboQuant": "mlx_tq.codec",
     "compressed": "mlx_tq.prompt_cache.compressed",
+    "compressed_attention": "mlx_tq.prompt_cache.compressed",
     "load": "mlx_tq.models",
     "load_prompt_cache": "mlx_tq.prompt_cache.cache_file",
     "make_prompt_cache": "mlx_tq.prompt_cache.compressed",

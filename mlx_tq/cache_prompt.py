@@ -36,20 +36,20 @@ def run(args: argparse.Namespace) -> int:
     from mlx_lm.generate import generate_step
     from mlx_lm.models.cache import make_prompt_cache
 
-    from mlx_tq.cli.loading import check_memory, check_positions, free_memory, load_model, make_caches
+    from mlx_tq.cli.loading import check_memory, check_positions, free_memory, load_model, make_caches, take_source
     from mlx_tq.cli.prompts import encode_document, read_prompt
     from mlx_tq.cli.screen import prefill_progress, show_cache, show_plan
     from mlx_tq.config import PROFILES
     from mlx_tq.integration.probe import position_limit
     from mlx_tq.prompt_cache.build import decode_caches
-    from mlx_tq.prompt_cache.cache_file import check_replaceable, load_prompt_cache, read_header, save_prompt_cache
-    from mlx_tq.prompt_cache.compressed import compressed
+    from mlx_tq.prompt_cache.cache_file import check_replaceable, load_prompt_cache, save_prompt_cache
+    from mlx_tq.prompt_cache.compressed import compressed_attention
     from mlx_tq.prompt_cache.layer_group import compressed_caches
     from mlx_tq.prompt_cache.statistics import cache_stats
 
     check_replaceable(args.prompt_cache_file, conversation=False)
     if args.decode is not None:
-        args.model = args.model or read_header(args.decode).model_name or None
+        take_source(args, args.decode)
         model, _ = load_model(args)
         caches = decode_caches(make_prompt_cache(model), load_prompt_cache(args.decode, model=model).caches)
         plan, config = None, PROFILES[OFF]
@@ -63,14 +63,13 @@ def run(args: argparse.Namespace) -> int:
         if plan is not None:
             check_memory(plan, len(ids), free_memory(), args.prefill_step_size)
             show_plan(plan, len(ids))
-        with compressed(model), prefill_progress() as progress:
+        with compressed_attention(model), prefill_progress() as progress:
             options = {"prefill_step_size": args.prefill_step_size, "prompt_progress_callback": progress}
             for _ in generate_step(mx.array(ids), model, max_tokens=0, prompt_cache=caches, **options):
                 pass
         for cache in compressed_caches(caches):
             cache.check_health()
-    metadata = {"model": args.model or ""}
-    save_prompt_cache(args.prompt_cache_file, caches, model=model, config=config, metadata=metadata)
+    save_prompt_cache(args.prompt_cache_file, caches, model=model, config=config)
     show_cache(cache_stats(caches, plan))
     return DONE
 

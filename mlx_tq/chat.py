@@ -30,7 +30,7 @@ def build_parser() -> CommandParser:
     add = (group := parser.add_argument_group("chat")).add_argument
     add("--system-prompt", metavar="TEXT", help="system prompt (default: none)")
     add("--chat-template-config", metavar="JSON", help="options of the chat template (default: {})")
-    add("--load", metavar="FILE", help="continue a conversation saved with /save (default: none)")
+    add("--load", metavar="FILE", help="continue a conversation saved with /save, on its model (default: none)")
     add("--max-tokens", "-m", type=int, default=512, metavar="N", help="maximum tokens per answer")
     add("--prefill-step-size", type=int, default=512, metavar="N", help="tokens per prefill step")
     add_sampling_arguments(group)

@@ -188,6 +188,20 @@ class KVConfig:
         return self.key == self.value == "fp16" and self.evict is None and self.mean_bits is None
 
     @classmethod
+    def from_profile(cls, name: str, **changes: Any) -> "KVConfig":
+        """Return the configuration of a profile such as "small" (see `--kv-profile`), with some fields replaced.
+
+        Raises:
+            ConfigError: no such profile, or a wrong type or value of a field; the message names the valid ones.
+        """
+        if name in PAIRS:
+            key, value = PAIRS[name]
+            return cls(**{"key": key, "value": value, **changes})
+        if name not in PROFILES:
+            raise unknown_name("profile", name, PROFILES)
+        return replace(PROFILES[name], **changes)
+
+    @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "KVConfig":
         """Return the configuration that `to_dict` wrote."""
         return cls(**{**fields, "evict": fields.get("evict") and EvictConfig.from_dict(fields["evict"])})
@@ -273,15 +287,5 @@ PROFILES: dict[str, KVConfig] = {
     "long": KVConfig(evict=EvictConfig(TriAttention(), "50%", "auto")),
 }
 DEFAULT_PROFILE = "balanced"
-# Pairs of formats by the names that other programs give them; `profile` takes these too.
+# Pairs of formats by the names that other programs give them; `KVConfig.from_profile` takes these too.
 PAIRS = {"turbo8v4": ("q8", "tq4"), "turbo8v3": ("q8", "tq3"), "k8v4": ("fp8", "tq4")}
-
-
-def profile(name: str, **changes: object) -> KVConfig:
-    """Return the configuration of a profile, or of a name in PAIRS, with some fields replaced."""
-    if name in PAIRS:
-        key, value = PAIRS[name]
-        return KVConfig(**{"key": key, "value": value, **changes})  # type: ignore[arg-type]
-    if name not in PROFILES:
-        raise unknown_name("profile", name, PROFILES)
-    return replace(PROFILES[name], **changes)  # type: ignore[arg-type]

@@ -36,12 +36,12 @@ def run(args: argparse.Namespace) -> int:
     from mlx_tq.cli.haystack import QUESTION, build_case, load_text
     from mlx_tq.cli.loading import load_model
     from mlx_tq.cli.screen import console, human_bytes, results, table
-    from mlx_tq.config import PROFILES, EvictConfig, profile
+    from mlx_tq.config import PROFILES, EvictConfig, KVConfig
     from mlx_tq.integration.probe import model_facts
     from mlx_tq.policies import TriAttention
     from mlx_tq.policies.policy import TEXT
 
-    packed = profile(DEFAULT_PROFILE, sinks=_SINKS, window=_WINDOW)
+    packed = KVConfig.from_profile(DEFAULT_PROFILE, sinks=_SINKS, window=_WINDOW)
     policy = TriAttention(calibration=TEXT, warmup=256, granularity=64, trigger=64)
     evicting = replace(packed, evict=EvictConfig(policy, args.budget, "off"))  # rescue alone restores text
     model, tokenizer = load_model(args)

@@ -30,7 +30,7 @@ def build_parser() -> CommandParser:
     add("--chat-template-config", metavar="JSON", help="options of the chat template (default: {})")
     add("--ignore-chat-template", action="store_true", help="use the prompt without the chat template")
     add("--use-default-chat-template", action="store_true", help="use the tokenizer's default chat template")
-    add("--prompt-cache-file", metavar="FILE", help="continue from a file of mlx_tq.cache_prompt (default: none)")
+    add("--prompt-cache-file", metavar="FILE", help="continue a mlx_tq.cache_prompt file, on its model (default: none)")
     _add_generation_arguments(parser)
     add = parser.add_argument_group("speed and memory").add_argument
     add("--prefill-step-size", type=int, default=2048, metavar="N", help="tokens per prefill step")

@@ -2,11 +2,12 @@
 
 import json
 from dataclasses import FrozenInstanceError, fields, replace
+from functools import partial
 
 import pytest
 
 import mlx_tq
-from mlx_tq.config import DEFAULT_PROFILE, PROFILES, Budget, EvictConfig, KVConfig, RescueConfig, parse_budget, profile
+from mlx_tq.config import DEFAULT_PROFILE, PROFILES, Budget, EvictConfig, KVConfig, RescueConfig, parse_budget
 from mlx_tq.errors import ConfigError
 from mlx_tq.policies import TriAttention
 
@@ -76,7 +77,7 @@ def test_refused_values(config, field, value, message):
         config(**{field: value})
     if config is KVConfig:
         with pytest.raises(ConfigError, match=message):
-            profile("safe", **{field: value})
+            KVConfig.from_profile("safe", **{field: value})
 
 
 def test_values_at_the_limits():
@@ -87,7 +88,7 @@ def test_values_at_the_limits():
 
 
 def test_a_misspelled_keyword_is_a_type_error():
-    for make in (KVConfig, lambda **settings: profile("safe", **settings), EvictConfig, RescueConfig, TriAttention):
+    for make in (KVConfig, partial(KVConfig.from_profile, "safe"), EvictConfig, RescueConfig, TriAttention):
         with pytest.raises(TypeError, match="keys"):
             make(keys="q8")
 
@@ -135,14 +136,14 @@ def test_profiles():
     assert [name for name, config in PROFILES.items() if config.is_off] == ["off"]
     assert not KVConfig(key="fp16", value="tq4").is_off
     assert not KVConfig(key="fp16", value="fp16", evict=EvictConfig()).is_off, "eviction needs a cache of mlx_tq"
-    assert profile("small", sinks=0) == replace(PROFILES["small"], sinks=0)
+    assert KVConfig.from_profile("small", sinks=0) == replace(PROFILES["small"], sinks=0)
     with pytest.raises(ConfigError, match=r"profile .fast. is unknown; valid are off, .*, small, tiny, long\."):
-        profile("fast")
+        KVConfig.from_profile("fast")
     for alias, name in (("turbo8", "q8"), ("turbo4", "tq4"), ("turbo3", "tq3"), ("turbo2", "tq2")):
         assert KVConfig(key=alias, value=alias) == KVConfig(key=name, value=name)
     for pair, key, value in (("turbo8v4", "q8", "tq4"), ("turbo8v3", "q8", "tq3"), ("k8v4", "fp8", "tq4")):
-        assert profile(pair) == KVConfig(key=key, value=value)
-        assert profile(pair, value="q8", sinks=0) == KVConfig(key=key, value="q8", sinks=0)
+        assert KVConfig.from_profile(pair) == KVConfig(key=key, value=value)
+        assert KVConfig.from_profile(pair, value="q8", sinks=0) == KVConfig(key=key, value="q8", sinks=0)
 
 
 def test_config_is_frozen_and_hashable():

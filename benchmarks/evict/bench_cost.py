@@ -22,7 +22,7 @@ from mlx_tq.codec.formats.base import dtype_of
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.policies.calibration import QueryStats
 from mlx_tq.prompt_cache.build import build_caches
-from mlx_tq.prompt_cache.compressed import compressed, plan_caches
+from mlx_tq.prompt_cache.compressed import compressed_attention, plan_caches
 from mlx_tq.prompt_cache.layer_group import begin_pass, compressed_caches, layer_group_of
 from mlx_tq.prompt_cache.plan import LayerPlan
 
@@ -91,7 +91,7 @@ def measure(model: Any, length: int, policy: str = POLICY) -> dict[str, Any]:
         assert gone.rounds == 1
     ids = mx.array([[i * 7919 % 3000 for i in range(STEP)]])
     steps = []
-    with compressed(model):
+    with compressed_attention(model):
         begin_pass(caches, 1)
         for _ in range(ROUNDS):
             twins = copy.deepcopy(caches)

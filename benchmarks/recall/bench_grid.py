@@ -30,7 +30,7 @@ from benchmarks.recall.arms import (
 from benchmarks.recall.needles import KINDS, Needle
 from benchmarks.recall.parts import ARMS, Part
 from benchmarks.recall.scenes import Frame, Scene, config, encode, frame, plant_needles, read
-from mlx_tq import compressed, load, make_prompt_cache
+from mlx_tq import compressed_attention, load, make_prompt_cache
 from mlx_tq.cli.loading import calibrate_model
 from mlx_tq.evaluate.inspection import reseed_random
 from mlx_tq.prompt_cache.archive import ArchivedBlock
@@ -163,7 +163,7 @@ def main() -> None:
     texts = [seed for seed in range(int(first), int(last or first) + 1) if seed not in part.done]
     if texts:
         cell = Cell(args)
-        with compressed(cell.model):
+        with compressed_attention(cell.model):
             for seed in texts:
                 part.add(seed, cell.rows(seed))
 

@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from benchmarks.reports import ALL_NAMES, GEMMA, named_model, save
-from mlx_tq import compressed, make_prompt_cache
+from mlx_tq import compressed_attention, make_prompt_cache
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.prompt_cache.archive import ArchivedBlock
 from mlx_tq.prompt_cache.compressed import plan_caches
@@ -82,13 +82,13 @@ def look(caches: list[Any], plan: Plan, heads: int, numbers: Sequence[int], aske
 
 def just_read(model: Any, config: KVConfig) -> list[Any]:
     caches = make_prompt_cache(model, config)
-    with compressed(model):
+    with compressed_attention(model):
         mx.eval(model(mx.arange(LIVE)[None], cache=caches))
     return caches
 
 
 def steps(model: Any, caches: list[Any]) -> float:
-    with compressed(model):
+    with compressed_attention(model):
         token = mx.array([[5]])
         mx.eval(model(token, cache=caches))
         began = time.perf_counter()

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.recall.arms import inside, places, recalls, words_order
 from benchmarks.recall.parts import Part
 from benchmarks.recall.scenes import config, encode, frame, read
-from mlx_tq import compressed, load, make_prompt_cache
+from mlx_tq import compressed_attention, load, make_prompt_cache
 from mlx_tq.prompt_cache.archive import ArchivedBlock
 from mlx_tq.prompt_cache.layer_group import compressed_caches
 from mlx_tq.session.restore import split_question
@@ -171,7 +171,7 @@ def main() -> None:
     part = Part(args.json, about)
     model, tokenizer = load(args.model, dtype="float32", dequantize=args.model is not None)
     cases = chosen(args.collection, args.data, args.tokens - 100, tokenizer)
-    with compressed(model):
+    with compressed_attention(model):
         for number in range(int(first), min(int(last or first) + 1, len(cases))):
             if number not in part.done:
                 part.add(number, [row(model, tokenizer, args, cases[number], number)])

@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.recall.arms import Asked, answer, inside
 from benchmarks.recall.scenes import STEP, config, encode, read
 from benchmarks.reports import save
-from mlx_tq import compressed, load, make_prompt_cache
+from mlx_tq import compressed_attention, load, make_prompt_cache
 from mlx_tq.cli.haystack import load_text
 from mlx_tq.prompt_cache.layer_group import compressed_caches
 from mlx_tq.session.restore import recall_rows, release
@@ -91,7 +91,7 @@ def main() -> None:
     model, tokenizer = load(args.model, dtype="float32", dequantize=True)
     numbers = {name: [int(part) for part in getattr(args, name).split(",")] for name in ("tokens", "budgets", "seeds")}
     rows = []
-    with compressed(model):
+    with compressed_attention(model):
         for tokens, budget, seed in product(*numbers.values()):
             scene = make_scene(tokenizer, tokens, seed)
             for row in measure(model, tokenizer, (args.key, args.value), scene, budget):

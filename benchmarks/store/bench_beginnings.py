@@ -18,7 +18,7 @@ import openai
 
 from benchmarks.reports import save
 from benchmarks.server.bench_streams import ENDLESS, serving, texts
-from mlx_tq.config import profile
+from mlx_tq.config import KVConfig
 from mlx_tq.models import load
 from mlx_tq.prompt_cache.compressed import plan_caches
 
@@ -78,7 +78,7 @@ def main():
     argparse.ArgumentParser(description=__doc__).parse_args()  # --help alone; it has no flags
     model, tokenizer = load(dtype="float32")
     systems = [tokenizer.decode(ids) for ids in texts(OWN, SYSTEM)]
-    plan = plan_caches(model, profile("balanced"))
+    plan = plan_caches(model, KVConfig.from_profile("balanced"))
     full = plan.nbytes(SYSTEM + 60 + ANSWER)
     limit = f"{REQUESTS * full * 9 // 20_000_000}MB"
     answers, shared = at_once([systems[0]] * REQUESTS, limit)

@@ -14,10 +14,10 @@ import mlx.core as mx
 
 from benchmarks.reports import save
 from mlx_tq.cache.batch import BatchCompressedKVCache
-from mlx_tq.config import profile
+from mlx_tq.config import KVConfig
 from mlx_tq.models import load
 from mlx_tq.prompt_cache.build import build_caches
-from mlx_tq.prompt_cache.compressed import compressed, plan_caches
+from mlx_tq.prompt_cache.compressed import compressed_attention, plan_caches
 
 COUNTS, BEGINNING, OWN = (1, 5, 20), 4000, 40
 
@@ -72,9 +72,9 @@ def measure(plan, count, *, shared):
 def main():
     argparse.ArgumentParser(description=__doc__).parse_args()  # --help alone; it has no flags
     model, _ = load()
-    plan = plan_caches(model, profile("balanced"))
+    plan = plan_caches(model, KVConfig.from_profile("balanced"))
     figures = []
-    with compressed(model):
+    with compressed_attention(model):
         for count in COUNTS:
             arms = {name: measure(plan, count, shared=name == "shared") for name in ("own", "shared")}
             figures.append({"requests": count, **arms})

@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.reports import save
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
-from mlx_tq.config import Budget, EvictConfig, profile
+from mlx_tq.config import Budget, EvictConfig, KVConfig
 from mlx_tq.prefix_cache.folder import BLOCKS, Folder
 from mlx_tq.prefix_cache.prefix_cache import Checkpoint, decode_checkpoint, derive_key
 from mlx_tq.prompt_cache.layer_group import EvictionPlan, LayerGroup
@@ -35,7 +35,7 @@ TOGETHER = 256  # tokens that a round spills
 
 def layers(tokens):
     """Return caches with so many packed tokens: those of a short text, repeated."""
-    config = profile("small")
+    config = KVConfig.from_profile("small")
     spec = CacheSpec.for_layer(config, 0, config.key, config.value)
     begun = CompressedKVCache(spec)
     pair = [mx.random.normal((1, HEADS, config.sinks + 1024, DIM)).astype(mx.float16) for _ in range(2)]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from benchmarks.reports import ALL_NAMES, named_model, survey_models
-from mlx_tq import compressed, make_prompt_cache
+from mlx_tq import compressed_attention, make_prompt_cache
 from mlx_tq.cli.haystack import load_text
 from mlx_tq.config import BLOCK, PROFILES
 from mlx_tq.integration.probe import native_caches
@@ -58,7 +58,7 @@ def parts(name: str) -> Iterator[dict[str, Any]]:
     ids = list(tokenizer.encode(load_text(), add_special_tokens=False, verbose=False))
     for tokens in TOKENS:
         steps: dict[str, list[Step]] = defaultdict(list)
-        with compressed(model):
+        with compressed_attention(model):
             caches = fill_caches(model, ids[:tokens])
             for cache in caches.values():
                 list(run_steps(model, cache, 2))  # warms up

@@ -20,7 +20,7 @@ from mlx_tq.evaluate.arms import OFF, Arm, arms_from_request
 from mlx_tq.evaluate.measurements import whole_numbers
 from mlx_tq.evaluate.results import Columns, Record
 from mlx_tq.evaluate.teacher_forced import check_length
-from mlx_tq.prompt_cache.compressed import compressed
+from mlx_tq.prompt_cache.compressed import compressed_attention
 from mlx_tq.prompt_cache.layer_group import compressed_caches
 from mlx_tq.prompt_cache.measurements import kl_divergence, log_probabilities
 
@@ -67,7 +67,7 @@ def measure_drift(model: Any, ids: list[int], arm: Arm, sizes: Sequence[int]) ->
 def _prefill(model: Any, ids: list[int], caches: list[Any], step: int) -> tuple[mx.array, list[mx.array]]:
     """Return log-probabilities [L, V] after each token, and the packed rows [B, H, S, W] of each compressed cache."""
     parts = []
-    with compressed(model):
+    with compressed_attention(model):
         for start in range(0, len(ids), step):
             parts.append(log_probabilities(model, ids[start : start + step], caches))
             mx.eval(parts[-1])

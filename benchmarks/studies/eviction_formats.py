@@ -25,7 +25,7 @@ from mlx_tq.errors import ConfigError
 from mlx_tq.policies import PackedLayer, PackedTokens, TriAttention
 from mlx_tq.policies.selection import PositionRange, select
 from mlx_tq.prompt_cache.build import build_caches
-from mlx_tq.prompt_cache.compressed import compressed, plan_caches
+from mlx_tq.prompt_cache.compressed import compressed_attention, plan_caches
 from mlx_tq.prompt_cache.layer_group import compressed_caches
 
 PREFIX, WINDOW, STEP = 32, 64, 512
@@ -36,7 +36,7 @@ CONFIG = KVConfig(key="fp16", value="fp16", sinks=PREFIX, window=WINDOW, evict=E
 
 def read(model: Any, ids: list[int]) -> list[CompressedKVCache]:
     caches = build_caches(plan_caches(model, CONFIG))
-    with compressed(model):
+    with compressed_attention(model):
         for start in range(0, len(ids), STEP):
             mx.eval(model(mx.array([ids[start : start + STEP]]), cache=caches))
     return compressed_caches(caches)

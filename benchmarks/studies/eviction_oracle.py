@@ -38,7 +38,7 @@ from mlx_tq.models import load
 from mlx_tq.policies import ExpectedAttention, Published, TriAttention
 from mlx_tq.policies.calibration import SKIP
 from mlx_tq.policies.selection import PositionRange, select
-from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache
+from mlx_tq.prompt_cache.compressed import compressed_attention, make_prompt_cache
 from mlx_tq.prompt_cache.layer_group import compressed_caches
 
 PREFIX, WINDOW, WARMUP, STEP = 32, 64, 256, 128
@@ -81,7 +81,7 @@ class Scene:
         for ids, answer in self.asks:
             twins = copy.deepcopy(self.caches)
             record(twins)
-            with compressed(self.model):
+            with compressed_attention(self.model):
                 known.append(answered(self.model, twins, ids, answer)[0])
             queries.append(recorded(twins))
         return queries, known
@@ -135,7 +135,7 @@ class Scene:
             calibrators(twins).clear()
             for twin in twins:
                 twin.compact(kept, positions[kept])
-            with compressed(self.model):
+            with compressed_attention(self.model):
                 passed, log = answered(self.model, twins, ids, answer)
             found.append(passed)
             logs.append(log)

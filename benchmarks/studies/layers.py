@@ -27,7 +27,7 @@ from mlx_tq.evaluate.results import Columns
 from mlx_tq.evaluate.teacher_forced import check_steps
 from mlx_tq.kernels import backend
 from mlx_tq.kernels.regions import Regions
-from mlx_tq.prompt_cache.compressed import compressed
+from mlx_tq.prompt_cache.compressed import compressed_attention
 from mlx_tq.prompt_cache.layer_group import cache_parts
 from mlx_tq.prompt_cache.measurements import kl_divergence, log_probabilities
 
@@ -70,7 +70,7 @@ def measure_layers(side: Side, reference: Side, ids: list[int], step: int) -> tu
     agrees, divergences = [], []
     with ExitStack() as contexts:
         for model in models.values():
-            contexts.enter_context(compressed(model))
+            contexts.enter_context(compressed_attention(model))
         captures = {key: contexts.enter_context(_captured_outputs(model)) for key, model in models.items()}
         for start in range(0, len(ids), step):
             logits, outputs = [], []

@@ -131,8 +131,9 @@ def python_page() -> str:
             parts += [f"### {name}", *documented(name, member)]
             if inspect.isclass(member):
                 for method, function in sorted(vars(member).items()):
+                    function = getattr(member, method) if isinstance(function, classmethod) else function
                     is_override = any(hasattr(base, method) for base in member.__bases__)
-                    if method.startswith("_") or not (inspect.isfunction(function) or isinstance(function, property)):
+                    if method.startswith("_") or not (inspect.isroutine(function) or isinstance(function, property)):
                         continue
                     if function.__doc__ or not is_override:  # what an override does, the base class says
                         parts += [f"#### {name}.{method}", *documented(method, function)]

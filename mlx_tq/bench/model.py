@@ -19,7 +19,7 @@ from mlx_lm.models.cache import QuantizedKVCache
 
 from mlx_tq.config import KVConfig
 from mlx_tq.integration.probe import native_caches
-from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache
+from mlx_tq.prompt_cache.compressed import compressed_attention, make_prompt_cache
 from mlx_tq.prompt_cache.layer_group import cache_parts
 
 Caches = list[Any]
@@ -78,7 +78,7 @@ def measure_model(
     for cache in caches * rounds:
         try:
             if cache.name not in skipped:
-                with compressed(model):
+                with compressed_attention(model):
                     for batch, values in _run(model, prompt, cache, batches, max_tokens, step):
                         measured[cache.name, batch].append(values)
         except RuntimeError as error:

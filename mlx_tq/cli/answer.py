@@ -26,6 +26,7 @@ from mlx_tq.cli.loading import (
     make_caches,
     open_caches,
     open_prefix_folder,
+    take_source,
 )
 from mlx_tq.cli.options import Request
 from mlx_tq.cli.prompts import embed_images, encode, read_prompt, render, template_config
@@ -51,8 +52,7 @@ from mlx_tq.models import load, ranks_of
 from mlx_tq.policies import CalibratedPolicy
 from mlx_tq.policies.policy import AUTO as AUTO_CALIBRATION
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache
-from mlx_tq.prompt_cache.cache_file import read_header
-from mlx_tq.prompt_cache.compressed import compressed
+from mlx_tq.prompt_cache.compressed import compressed_attention
 from mlx_tq.prompt_cache.statistics import CacheStats, cache_stats, tokens_seen
 from mlx_tq.rescue import AUTO, OFF, START_S, RescueClient, open_service
 from mlx_tq.session.restore import take_archive_warning
@@ -121,12 +121,11 @@ def answer_request(request: Request) -> int:
 
 def _load(args: argparse.Namespace, ranks: Ranks) -> tuple[Any, Any, dict[str, Any]]:
     """Return the model, by default that of the cache file, its tokenizer and its configuration."""
-    name = args.model
-    if name is None and args.prompt_cache_file is not None:
-        name = read_header(args.prompt_cache_file).model_name or None
+    if args.prompt_cache_file is not None:
+        take_source(args, args.prompt_cache_file)
     model_config = {"quantize_activations": args.quantize_activations}
     options = load_options(args)
-    model, tokenizer, config = load(name, ranks=ranks, model_config=model_config, return_config=True, **options)
+    model, tokenizer, config = load(args.model, ranks=ranks, model_config=model_config, return_config=True, **options)
     for token in args.extra_eos_token:
         try:
             tokenizer.add_eos_token(token)
@@ -209,7 +208,7 @@ def _answer(
         transcript.append([0] * tokens_seen(caches))  # a file of caches has no tokens
         if args.draft_model is not None:
             draft, draft_caches = _load_draft(model, tokenizer, caches, request)
-            stack.enter_context(compressed(draft))
+            stack.enter_context(compressed_attention(draft))
             options |= {"draft_model": draft, "num_draft_tokens": args.num_draft_tokens}
             options |= {"prompt_cache": [*caches, *draft_caches]}
         show = stack.enter_context(prefill_progress(show=args.verbose))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_tq.cli.loading import join_ranks, load_model, open_prefix_folder
+from mlx_tq.cli.loading import join_ranks, load_model, open_prefix_folder, take_source
 from mlx_tq.cli.options import RESCUE_FIELDS, Request
 from mlx_tq.cli.prompts import template_config
 from mlx_tq.cli.runner import DONE, INTERRUPTED
@@ -61,6 +61,8 @@ Ctrl-C        stop the answer; press twice at the prompt to exit"""
 def run_chat(request: Request) -> int:
     args, config, ranks = request.args, request.config, join_ranks(request)
     rescue = request.rescue if ranks.is_first else RescueConfig(service=OFF)  # the first one searches for all
+    if args.load is not None:
+        take_source(args, args.load)
     model, tokenizer = load_model(args, config, ranks=ranks)
     warnings: list[str] = []
     with Session(

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.models.cache import QuantizedKVCache
+from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
 from mlx_lm.models.cache import load_prompt_cache as load_native_cache
 from mlx_lm.models.cache import make_prompt_cache as make_native_cache
 
@@ -17,12 +17,13 @@ from mlx_tq.config import KVConfig
 from mlx_tq.distributed.group import ALONE, Ranks, join
 from mlx_tq.distributed.launch import is_launched
 from mlx_tq.errors import CacheFormatError, ConfigError
-from mlx_tq.models import fingerprint, load, ranks_of
+from mlx_tq.models import fingerprint, load, ranks_of, read_architecture, source_name
 from mlx_tq.policies import CalibratedPolicy
 from mlx_tq.prefix_cache.folder import LIMIT, Folder
 from mlx_tq.prefix_cache.prefix_cache import open_folder
 from mlx_tq.prompt_cache.build import adopt_caches, build_caches
 from mlx_tq.prompt_cache.cache_file import (
+    Header,
     check_config,
     load_prompt_cache,
     read_header,
@@ -31,6 +32,7 @@ from mlx_tq.prompt_cache.cache_file import (
     with_formats,
 )
 from mlx_tq.prompt_cache.compressed import plan_caches
+from mlx_tq.prompt_cache.layer_group import cache_parts
 from mlx_tq.prompt_cache.measurements import calibration_path, find_losses, make_folder
 from mlx_tq.prompt_cache.plan import Plan, without_queries
 
@@ -70,6 +72,47 @@ def load_model(
     model, tokenizer = load(args.model, ranks=ranks, **load_options(args, **tokenizer_config))
     calibrate_model(model, tokenizer, *configs, name=args.model)
     return model, tokenizer
+
+
+def take_source(args: argparse.Namespace, path: str) -> None:
+    """Load the model of a cache file as the file says; raise ConfigError for flags that contradict it."""
+    header = read_header(path)
+    source = header.source
+    if source is None:
+        return
+    made, given = [f"--model {source.model}" if source.model else "the embedded model"], []
+    if args.model is None:
+        args.model = source.model or None
+    elif _is_other_model(args.model, header):
+        given.append(f"--model {args.model}")
+    for name in ("dtype", "adapter_path", "dequantize"):
+        flag, value, typed = f"--{name.replace('_', '-')}", getattr(source, name), getattr(args, name)
+        if value:
+            made.append(flag if value is True else f"{flag} {value}")
+        if not typed:
+            setattr(args, name, value)
+        elif header.is_ours and value != (str(Path(typed).resolve()) if name == "adapter_path" else typed):
+            given.append(flag if typed is True else f"{flag} {typed}")
+    if given:
+        drop = "that flag" if len(given) == 1 else "those flags"
+        raise ConfigError(
+            f"{path} was made with {_join(made)}, not with {_join(given)}. Drop {drop}: the file names what it needs."
+        )
+
+
+def _is_other_model(model: str, header: Header) -> bool:
+    """Return whether a model is not that of a cache file, as far as its name and its configuration say."""
+    source = header.source
+    if source is None or source_name(model) == source.model:
+        return False
+    if not header.is_ours:  # without a fingerprint, by which a copy of the model would be known
+        return True
+    architecture = read_architecture(model)
+    return "" not in (architecture, source.architecture) and architecture != source.architecture
+
+
+def _join(words: list[str]) -> str:
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def calibrate_model(model: Any, tokenizer: Any, *configs: KVConfig, name: str | None = None) -> None:
@@ -138,17 +181,16 @@ def open_caches(model: Any, request: Request) -> PromptCache:
         if request.changes_cache:
             check_config(path, config, with_formats(model, request.change(config)))
         if config.is_off:
+            _check_native_flags(path, model, caches, args)
             return PromptCache(caches, None, config)
         for flag in ("--kv-bits", "--max-kv-size"):
             if flag in args.typed:
                 raise ConfigError(f"{path} holds a compressed cache, which {flag} cannot change. Drop it.")
         return PromptCache(caches, plan_caches(model, config), config)
-    if args.model is not None and Path(args.model).resolve() != Path(header.model_name).resolve():
-        raise CacheFormatError(f"{path} was made with the model {header.model_name!r}. Pass that model, or no --model.")
-    return _load_native(model, path, config, args.kv_bits)
+    return _load_native(model, path, config, args)
 
 
-def _load_native(model: Any, path: str, config: KVConfig, bits: int | None) -> PromptCache:
+def _load_native(model: Any, path: str, config: KVConfig, args: argparse.Namespace) -> PromptCache:
     with refuse_damaged(path):
         caches = load_native_cache(path)
     count = len(make_native_cache(model))
@@ -158,13 +200,33 @@ def _load_native(model: Any, path: str, config: KVConfig, bits: int | None) -> P
         )
     with refuse_damaged(path):
         try_out(caches, model)
-    if not config.is_off:
-        plan = without_queries(plan_caches(model, config))
-        return PromptCache(adopt_caches(plan, caches), plan, plan.config)
-    for cache in caches:
-        if isinstance(cache, QuantizedKVCache) and bits not in (None, cache.bits):
-            raise ConfigError(f"{path} was made with --kv-bits {cache.bits}, not {bits}. Drop that flag.")
-    return PromptCache(caches, None, config)
+    made_with = _check_native_flags(path, model, caches, args)
+    if config.is_off:
+        return PromptCache(caches, None, config)
+    if made_with is not None:
+        raise CacheFormatError(
+            f"{path} was made by mlx-lm with {made_with}, and cannot be compressed. Add {made_with}, or make it again "
+            "without."
+        )
+    plan = without_queries(plan_caches(model, config))
+    return PromptCache(adopt_caches(plan, caches), plan, plan.config)
+
+
+def _check_native_flags(path: str, model: Any, caches: list[Any], args: argparse.Namespace) -> str | None:
+    """Return the flag of mlx-lm that made its caches of a file; raise ConfigError for flags that do not fit them."""
+    made_with = None
+    for cache, usual in zip(cache_parts(caches), cache_parts(make_native_cache(model)), strict=True):
+        if isinstance(cache, QuantizedKVCache):
+            made_with = f"--kv-bits {cache.bits}"
+        elif isinstance(cache, RotatingKVCache) and not isinstance(usual, RotatingKVCache):
+            made_with = f"--max-kv-size {cache.max_size}"
+    sizes = {"--kv-bits": args.kv_bits, "--max-kv-size": args.max_kv_size}
+    for given in (f"{flag} {size}" for flag, size in sizes.items() if size is not None):
+        if made_with is not None and given != made_with:
+            raise ConfigError(f"{path} was made with {made_with}, not {given}. Drop that flag, or give {made_with}.")
+        if made_with is None and given.startswith("--max-kv-size"):
+            raise ConfigError(f"{path} was made without --max-kv-size, and {given} cannot shorten it. Drop that flag.")
+    return made_with
 
 
 def open_prefix_folder(request: Request, ranks: Ranks = ALONE) -> Folder | None:

@@ -26,7 +26,7 @@ from mlx_tq.policies.calibration import SKIP, Calibrator, QueryStats, save_calib
 from mlx_tq.policies.policy import TEXT
 from mlx_tq.policies.rope import Rope
 from mlx_tq.prompt_cache.build import build_caches
-from mlx_tq.prompt_cache.compressed import compressed, plan_caches, planner
+from mlx_tq.prompt_cache.compressed import compressed_attention, plan_caches, planner
 from mlx_tq.prompt_cache.layer_group import layer_group_of
 from mlx_tq.prompt_cache.measurements import (
     MEASURED_FORMAT,
@@ -84,7 +84,7 @@ def calibrate_on_text(model: Any, ids: list[int], *, covariance: bool = False) -
             "Change --tokens or --text."
         )
     caches = _make_caches(model, covariance)()
-    with compressed(model):
+    with compressed_attention(model):
         prefill(model, caches, ids, STEP)
     return _add_queries(_NO_QUERIES, caches)
 
@@ -110,7 +110,7 @@ def collect_queries(
     of_questions = of_text = _NO_QUERIES
     for number, scene in enumerate(build_question_scenes(tokenizer, text, count, length), 1):
         caches = make_caches()
-        with compressed(model):
+        with compressed_attention(model):
             prefill(model, caches, scene.text, STEP)
             of_text = _add_queries(of_text, caches)
             for calibrator in _calibrators(caches):
@@ -219,7 +219,7 @@ def measure_losses(model: Any, tokenizer: Any, text: str, progress: Progress = l
             schedule: dict[str, Any] = {side: SCHEDULE.join(formats), other: _FULL}
             arms.append(plan(replace(_CONFIG, **schedule)))
     totals = [0.0] * len(arms)
-    with compressed(model):
+    with compressed_attention(model):
         native = arms[0].native_caches()
         cache_lists = [build_caches(arm) for arm in arms]
         for start in range(0, LOSS_TOKENS, _LOSS_STEP):

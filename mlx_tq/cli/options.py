@@ -399,7 +399,7 @@ def _gives_way(flag: str, args: argparse.Namespace, active: Collection[str]) -> 
 
 def make_config(values: Mapping[str, Any], typed: Mapping[str, Any], base: "KVConfig | None" = None) -> "KVConfig":
     """Return the configuration of the options; without a profile they change `base`, or else the default profile."""
-    from mlx_tq.config import CHOOSING, KVConfig, profile  # loads mlx, which --help does without
+    from mlx_tq.config import CHOOSING, KVConfig  # loads mlx, which --help does without
 
     changes = {field: values[flag] for flag, field in CONFIG_FIELDS.items() if values[flag] is not None}
     name = values["--kv-profile"]
@@ -408,7 +408,10 @@ def make_config(values: Mapping[str, Any], typed: Mapping[str, Any], base: "KVCo
     elif "mean_bits" in changes:
         name = None
         changes |= {field: getattr(KVConfig, field) for field in CHOOSING}
-    config = profile(name or DEFAULT_PROFILE, **changes) if name or base is None else replace(base, **changes)
+    if name or base is None:
+        config = KVConfig.from_profile(name or DEFAULT_PROFILE, **changes)
+    else:
+        config = replace(base, **changes)
     return replace(config, evict=make_eviction(values, typed, config.evict))
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_tq.cli.options import CONFIG_FIELDS, NAMING_FORMATS, Request, make_eviction
-from mlx_tq.config import PAIRS, PROFILES, EvictConfig, KVConfig, profile
+from mlx_tq.config import PAIRS, PROFILES, EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import native_caches
 from mlx_tq.prompt_cache.build import build_caches
@@ -47,7 +47,7 @@ def parse_arm(text: str, **changes: Any) -> Arm:
     elif name == OFF.name:
         return OFF
     if name in PROFILES or name in PAIRS:
-        chosen = profile(name)
+        chosen = KVConfig.from_profile(name)
         evict = changes.pop("evict", None) or chosen.evict
         if evict is not None:
             evict = replace(evict, recall="off")  # no measurement here recalls

@@ -16,7 +16,7 @@ from mlx_tq.evaluate.arms import OFF, Arm
 from mlx_tq.evaluate.inspection import check_evicted, count_needle_tokens, eviction_counts, packed_tokens
 from mlx_tq.evaluate.results import Advance, Record, Results
 from mlx_tq.integration.probe import position_limit
-from mlx_tq.prompt_cache.compressed import compressed
+from mlx_tq.prompt_cache.compressed import compressed_attention
 from mlx_tq.session.restore import prefill
 
 PASS = "PASS"  # noqa: S105  no password
@@ -46,7 +46,7 @@ Prefill = Callable[[Sample], list[Any]]  # returns caches that hold the shared p
 
 def prefill_caches(model: Any, caches: list[Any], ids: list[int], step: int) -> list[Any]:
     """Prefill tokens into the caches, and return the caches."""
-    with compressed(model):
+    with compressed_attention(model):
         prefill(model, caches, ids, step)
     return caches
 
@@ -137,7 +137,7 @@ def _answer(
     mx.random.seed(zlib.crc32(sample.key.encode()))
     options = {"max_tokens": max_tokens, "prompt_cache": caches, "sampler": sampler}
     text, tokens = "", 0
-    with compressed(model):
+    with compressed_attention(model):
         for response in stream_generate(model, tokenizer, sample.ids[-1:], **options) if max_tokens else ():
             text, tokens = text + response.text, response.generation_tokens
             if sample.stop and sample.stop in text:

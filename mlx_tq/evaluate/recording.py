@@ -10,7 +10,7 @@ from mlx_lm.models.cache import CacheList, KVCache
 from mlx_tq.cache.view import Handle, make_handles
 from mlx_tq.integration.probe import native_caches
 from mlx_tq.kernels.regions import Mask
-from mlx_tq.prompt_cache.compressed import compressed
+from mlx_tq.prompt_cache.compressed import compressed_attention
 
 # Called with queries [B, Hq, L, Dk], keys [B, H, S, Dk], values [B, H, S, Dv], scale, mask and attention-sink logits.
 Attend = Callable[[mx.array, mx.array, mx.array, float, Mask, mx.array | None], mx.array]
@@ -69,7 +69,7 @@ def record_attention(model: Any, ids: list[int], last: int) -> list[Attended]:
     """Prefill `ids` and return how the last `last` tokens attended in each plain KV cache, in the order of a `Plan`."""
     calls: list[Attended | None] = []  # the last one of each cache
     caches, steps = [_watch(cache, calls) for cache in native_caches(model)], []
-    with compressed(model):
+    with compressed_attention(model):
         for part in (ids[:-last], ids[-last:]):
             mx.eval(model(mx.array(part)[None], cache=caches))
             steps.append([call for call in calls if call is not None])

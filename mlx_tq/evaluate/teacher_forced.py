@@ -20,7 +20,7 @@ from mlx_tq.evaluate.arms import OFF, Arm
 from mlx_tq.evaluate.inspection import check_evicted, eviction_counts, packed_tokens, reseed_random
 from mlx_tq.evaluate.results import Advance, Record
 from mlx_tq.integration.probe import position_limit
-from mlx_tq.prompt_cache.compressed import compressed, planner
+from mlx_tq.prompt_cache.compressed import compressed_attention, planner
 from mlx_tq.prompt_cache.measurements import kl_divergence, log_probabilities
 
 
@@ -98,7 +98,7 @@ def score_text(
     makers = [arm.caches(model, plan) for arm in (OFF, *arms)]
     scores: list[list[np.ndarray]] = [[] for _ in makers]  # each [3, L] of every step
     attended, packed, rounds = 0, [0] * len(makers), [0] * len(makers)
-    with compressed(model):
+    with compressed_attention(model):
         for number, ids in enumerate(chunks):
             caches_of_arms = [make() for make in makers]
             for caches in caches_of_arms:

@@ -65,7 +65,14 @@ class Patched:
 def _replace_attribute(owner: Any, name: str, value: Any) -> Undo:
     was_set, previous = name in vars(owner), vars(owner).get(name)  # or a class inherits it
     setattr(owner, name, value)
-    return lambda: setattr(owner, name, previous) if was_set else delattr(owner, name)
+
+    def restore() -> None:
+        if was_set:
+            setattr(owner, name, previous)
+        elif name in vars(owner):  # whoever runs the model may have deleted it
+            delattr(owner, name)
+
+    return restore
 
 
 def _replace_function(original: Callable[..., Any], replacement: Callable[..., Any], _: Any) -> Undo:

@@ -87,7 +87,8 @@ def position_limit(model: Any) -> int | None:
 
 def _config_value(model: Any, name: str) -> Any:
     args = getattr(model, "args", None)
-    return getattr(args, name, None) or (getattr(args, "text_config", None) or {}).get(name)
+    text = getattr(args, "text_config", None)  # a dictionary, or llama4's own class
+    return getattr(args, name, None) or (text.get(name) if isinstance(text, dict) else getattr(text, name, None))
 
 
 class _ProbeView:

@@ -1,16 +1,31 @@
 """Load models and their tokenizers, tell one model from another, and divide a model among ranks."""
 
 from mlx_tq.models.fingerprint import exact_fingerprint, fingerprint
-from mlx_tq.models.load import DTYPES, EMBEDDED, embedded_path, load, local_path, ranks_of, read_config
+from mlx_tq.models.load import (
+    DTYPES,
+    EMBEDDED,
+    embedded_path,
+    load,
+    local_path,
+    ranks_of,
+    read_architecture,
+    read_config,
+    source_name,
+)
+from mlx_tq.models.source import ModelSource, source_of
 
 __all__ = [
     "DTYPES",
     "EMBEDDED",
+    "ModelSource",
     "embedded_path",
     "exact_fingerprint",
     "fingerprint",
     "load",
     "local_path",
     "ranks_of",
+    "read_architecture",
     "read_config",
+    "source_name",
+    "source_of",
 ]

@@ -9,10 +9,12 @@ are rounded, to the model's type: in float16 and float32 exactly, in bfloat16 by
 """
 
 import math
+import re
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -29,6 +31,7 @@ _LENGTH = struct.Struct("<Q")  # of a string; compiled, since there are hundreds
 _ALIGNMENT, _MAX_DIMS = 32, 4
 _MAX_INTEGER = 2**31 - 1  # of mlx's shapes
 _MAX_QUOTED = 60  # characters of a value in a message
+_PART_NAME = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")  # as llama.cpp names the parts of a split file
 # ggml's numbers of kinds.
 _F32, _F16, _BF16, _Q4_0, _Q4_1, _Q8_0 = 0, 1, 30, 2, 3, 8
 _DENSE: dict[int, tuple[type, mx.Dtype]] = {
@@ -51,7 +54,8 @@ class Tensor:
     name: str  # such as blk.0.attn_q.weight
     shape: tuple[int, ...]  # rows first, as in NumPy
     kind: int
-    start: int  # its first byte in the file
+    start: int  # its first byte in the part
+    part: int = 0  # of a split file, counted from 0
 
     @property
     def packed_bits(self) -> int | None:
@@ -64,14 +68,21 @@ class Tensor:
         return _DENSE[self.kind][1] if self.kind in _DENSE else None
 
 
+class Part(NamedTuple):
+    """A file and its bytes, which are mapped and read when they are used."""
+
+    path: Path
+    data: NDArray[np.uint8]
+
+
 @dataclass(frozen=True)
 class GgufFile:
-    """A GGUF file with a parsed header; `data` is mapped and read when it is used."""
+    """A GGUF file with a parsed header, or the parts into which it was split."""
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, Tensor]
-    data: NDArray[np.uint8]
+    parts: tuple[Part, ...]
 
     @property
     def architecture(self) -> str:
@@ -108,9 +119,10 @@ class GgufFile:
             name = short(tensor.name)
             raise damaged(self.path, f"rows of {columns} values in {name} are not whole blocks of {block}")
         width = columns // block * block_bytes
-        if tensor.start + rows * width > len(self.data):
-            raise damaged(self.path, f"it ends in the middle of {short(tensor.name)}")
-        return self.data[tensor.start : tensor.start + rows * width].reshape(rows, width)
+        path, data = self.parts[tensor.part]
+        if tensor.start + rows * width > len(data):
+            raise damaged(path, f"it ends in the middle of {short(tensor.name)}")
+        return data[tensor.start : tensor.start + rows * width].reshape(rows, width)
 
     def read(self, tensor: Tensor, dtype: mx.Dtype, minus: float = 0.0) -> dict[str, mx.array]:
         """Return `weight`, and if it stays packed `scales` and `biases`; `minus` is subtracted from a dense weight."""
@@ -214,7 +226,47 @@ class _Reader:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read the header of a GGUF file, or raise ConfigError if it is none, cut off or damaged."""
+    """Read the header of a GGUF file, or raise ConfigError if it is none, cut off or damaged.
+
+    A split file is read from all parts, whichever of them is given.
+    """
+    given = _read_part(path)
+    count = given.metadata.get("split.count", 1)
+    if not isinstance(count, int) or count < 2:
+        return given
+    files = [_read_part(part) for part in _find_parts(path, given.metadata.get("split.no"), count)]
+    tensors: dict[str, Tensor] = {}
+    for number, file in enumerate(files):
+        if (file.metadata.get("split.no"), file.metadata.get("split.count")) != (number, count):
+            raise damaged(file.path, f"it is not part {number + 1} of {count}")
+        tensors |= {tensor.name: replace(tensor, part=number) for tensor in file.tensors.values()}
+    total = files[0].metadata.get("split.tensors.count", len(tensors))
+    if total != len(tensors):
+        raise damaged(path, f"its {count} parts have {len(tensors)} tensors, not {short(total)}")
+    return GgufFile(path, files[0].metadata, tensors, tuple(file.parts[0] for file in files))
+
+
+def _find_parts(path: Path, number: Any, count: int) -> Iterator[Path]:
+    """Yield the files of all parts; raise ConfigError for a part that is not there."""
+    match = _PART_NAME.fullmatch(path.name)
+    this = f"{str(path)!r} is part {short(number + 1 if isinstance(number, int) else number)} of {count}"
+    join = "join them with llama-gguf-split --merge FIRST_PART model.gguf"
+    if match is None or int(match[2]) != count:
+        raise ConfigError(
+            f"{this} of a split GGUF file, and its name does not end in -00001-of-{count:05}.gguf, as that of the "
+            f"first part. Give the parts their names back, or {join}."
+        )
+    for index in range(count):
+        part = path.with_name(f"{match[1]}-{index + 1:05}-of-{count:05}.gguf")
+        if not part.is_file():
+            raise ConfigError(
+                f"{this} of a split GGUF file, and {part.name} is not next to it. Put all parts into one folder, or "
+                f"{join}."
+            )
+        yield part
+
+
+def _read_part(path: Path) -> GgufFile:
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise ConfigError(f"{str(path)!r} is not a GGUF file: it does not begin with the letters GGUF.")
@@ -237,6 +289,5 @@ def read_gguf(path: Path) -> GgufFile:
         raise damaged(path, "it ends in the middle of its header") from error
     except (KeyError, ValueError) as error:  # such as an unknown kind of value
         raise damaged(path, f"its header is damaged ({error})") from error
-    return GgufFile(
-        path, metadata, {tensor.name: replace(tensor, start=first + tensor.start) for tensor in tensors}, data
-    )
+    placed = {tensor.name: replace(tensor, start=first + tensor.start) for tensor in tensors}
+    return GgufFile(path, metadata, placed, (Part(path, data),))

@@ -20,6 +20,7 @@ from mlx_tq.errors import ConfigError, MlxTqError, UnsupportedModelError, is_out
 from mlx_tq.models.fingerprint import WHOLE, fingerprint
 from mlx_tq.models.gguf import load_gguf, make_config
 from mlx_tq.models.gguf_file import read_gguf
+from mlx_tq.models.source import ModelSource, record_source
 from mlx_tq.models.tokenizer_limits import limit_tokenizer, report_panics
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -38,6 +39,10 @@ _REMEDY = (
 )
 _MAX_LAYERS = 10_000  # mlx-lm makes as many objects before it compares them with the weights
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+# What tells architectures apart, without the weights.
+_ARCHITECTURE_FIELDS = (
+    *("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size"),
+)
 _GGUF = ".gguf"
 _RANKS = "_mlx_tq_ranks"  # the attribute of a rank's part of a model
 
@@ -54,7 +59,8 @@ def load(
     """Load a model and its tokenizer.
 
     Args:
-        model: a folder, a .gguf file, a hub name, "smollm2", or None for the model inside the package.
+        model: a folder, a .gguf file (of a split one, any part), a hub name, "smollm2", or None for the model inside
+            the package.
         dtype: type to compute in, "float32", "float16" or "bfloat16"; None for that of the weights. A GGUF file whose
             weights are quantized is computed in bfloat16, on a CPU in float32, which is ten times faster there.
         dequantize: whether to make quantized weights dense.
@@ -74,8 +80,8 @@ def load(
     """
     if dtype is not None and dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
-    source = _source_of(model)
-    _check_source(source, options.get("adapter_path"))
+    source, adapter = _find_source(model), options.get("adapter_path")
+    _check_source(source, adapter)
     _check_config(source)
     if not ranks.is_alone:
         check_heads(source, ranks)
@@ -89,6 +95,9 @@ def load(
         config.pop("quantization", None)
     if dtype is not None:
         loaded.set_dtype(dtype_of(dtype))
+    adapter = None if adapter is None else str(Path(adapter).resolve())
+    architecture = _architecture_of(config)
+    record_source(loaded, ModelSource(source_name(model), _dtype_of(loaded), dequantize, adapter, architecture))
     if not ranks.is_alone:
         divide(loaded, ranks)
     limit_tokenizer(tokenizer)
@@ -96,7 +105,30 @@ def load(
     return (loaded, tokenizer, config) if return_config else (loaded, tokenizer)
 
 
-def _source_of(model: str | Path | None) -> str:
+def source_name(model: str | Path | None) -> str:
+    """Return the name of a model for `ModelSource`: a path is absolute."""
+    if model is None or model == SMOLLM2 or not Path(model).exists():
+        return str(model or "")
+    return str(Path(model).resolve())
+
+
+def read_architecture(model: str | Path | None) -> str:
+    """Return the `architecture` of a model's source without its weights; "" if it is unknown."""
+    config = read_config(_find_source(model))
+    return _architecture_of(config) if config else ""
+
+
+def _architecture_of(config: dict[str, Any]) -> str:
+    return json.dumps([_with_text_config(config).get(name) for name in _ARCHITECTURE_FIELDS])
+
+
+def _dtype_of(model: Any) -> str | None:
+    weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
+    dtypes = {weight.dtype for weight in weights.values()}
+    return next((name for name in DTYPES if not dtypes - {dtype_of(name), mx.uint32}), None)
+
+
+def _find_source(model: str | Path | None) -> str:
     return str(embedded_path() if model is None else smollm2_path() if model == SMOLLM2 else model)
 
 
@@ -104,7 +136,7 @@ def local_path(model: str | Path | None) -> Path:
     """Return the folder or file of a model, which is downloaded if the model is on the hub; it may be damaged."""
     from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS  # imports transformers, which takes a second
 
-    source = _source_of(model)
+    source = _find_source(model)
     _check_source(source, None)
     if (path := Path(source)).exists():
         return path
@@ -252,9 +284,7 @@ def ranks_of(model: Any) -> Ranks:
 
 def check_heads(source: str, ranks: Ranks) -> None:
     """Raise ConfigError, before weights are read, if `ranks` do not divide the model's KV heads."""
-    config = read_config(source)
-    text = config.get("text_config")
-    config = {**config, **text} if isinstance(text, dict) else config
+    config = _with_text_config(read_config(source))
     heads = config.get("num_key_value_heads") or config.get("num_attention_heads")
     if isinstance(heads, int) and heads > 0 and heads % ranks.size:
         valid = [str(count) for count in range(1, heads + 1) if heads % count == 0]
@@ -279,6 +309,11 @@ def read_config(source: str) -> dict[str, Any]:
     except (HTTPError, OSError, ValueError):
         return {}
     return _read_json(path / "config.json")
+
+
+def _with_text_config(config: dict[str, Any]) -> dict[str, Any]:
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -20,6 +20,8 @@ class _TooManySteps(BaseException):
 def limit_tokenizer(tokenizer: Any) -> None:
     """Let a tokenizer of mlx-lm raise TemplateError or UnsupportedModelError where it would hang or panic.
 
+    It also adds no second start token to text that begins with one.
+
     A copy of the tokenizer has these limits too; a pickled one loads without them.
     """
     for function in (encode, apply_chat_template):
@@ -41,10 +43,15 @@ def report_panics(message: str) -> Iterator[None]:
         ) from error
 
 
-def encode(tokenizer: Any, *args: Any, **options: Any) -> Any:
-    """Call the `encode` of a tokenizer's class."""
+def encode(tokenizer: Any, text: Any, *args: Any, **options: Any) -> Any:
+    """Call the `encode` of a tokenizer's class; text that begins with the start token gets no second one.
+
+    As in mlx-lm's `stream_generate`, such text gets no token of the tokenizer's own.
+    """
+    if isinstance(text, str) and tokenizer.bos_token and text.startswith(tokenizer.bos_token):
+        options["add_special_tokens"] = False
     with report_panics("the model's tokenizer fails on this text"):
-        return type(tokenizer).encode(tokenizer, *args, **options)
+        return type(tokenizer).encode(tokenizer, text, *args, **options)
 
 
 def apply_chat_template(tokenizer: Any, *args: Any, **options: Any) -> Any:

@@ -41,7 +41,7 @@ def adopt_caches(plan: Plan, caches: list[Any]) -> list[Any]:
     if [type(cache).__name__ for cache in caches] != plan.classes:
         raise CacheFormatError(
             f"the saved caches are {sorted({type(cache).__name__ for cache in caches})}; {plan.model_type} has "
-            f"{sorted(set(plan.classes))}. Make the file again with this model, without --kv-bits."
+            f"{sorted(set(plan.classes))}. Make the file again with this model."
         )
     make = _layer_maker(plan)
 

@@ -14,7 +14,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -26,11 +26,11 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.config import SCHEDULE, KVConfig
 from mlx_tq.errors import CacheFormatError, UnsupportedModelError, is_out_of_memory, one_line
-from mlx_tq.files import atomic_write, check_kind
+from mlx_tq.files import atomic_write, check_kind, is_disk_full
 from mlx_tq.integration.probe import model_facts, native_caches
-from mlx_tq.models import fingerprint, ranks_of
+from mlx_tq.models import ModelSource, fingerprint, ranks_of, source_of
 from mlx_tq.policies.policy import CalibratedPolicy
-from mlx_tq.prompt_cache.compressed import compressed, plan_caches
+from mlx_tq.prompt_cache.compressed import compressed_attention, plan_caches
 from mlx_tq.prompt_cache.layer_group import cache_parts, compressed_caches, evicting_layers, layer_group_of
 from mlx_tq.prompt_cache.plan import learn_ropes
 
@@ -39,7 +39,7 @@ VERSION = "1"
 _FORMAT = "mlx_tq prompt cache"
 _REMEDY = "Take another copy of it, or start again without it."  # it may hold a prompt or a conversation
 _HEADER_KEY = "mlx_tq"  # in the metadata of a file that mlx-lm can read
-_CHECKED_FIELDS = ("version", "model", "config", "classes", "scalars", "metadata")
+_CHECKED_FIELDS = ("version", "model", "source", "config", "classes", "scalars", "metadata")
 _MAX_INDEX = 10_000  # of a layer, or in a list of a state; as many elements are made
 _MAX_BATCH = 256  # sequences in one cache, for each of which the model computes logits
 _TRIED_TOKENS = 8
@@ -52,7 +52,7 @@ class Header(NamedTuple):
     """The writer of a cache file."""
 
     is_ours: bool  # else mlx-lm
-    model_name: str  # as it was given when the file was written, "" for the embedded model
+    source: ModelSource | None  # None if the model was not loaded by name
 
 
 class CacheParts(NamedTuple):
@@ -97,10 +97,12 @@ def save_prompt_cache(
     metadata = metadata or {}
     check_replaceable(path, conversation=CONVERSATION in metadata)
     classes, scalars, arrays = split_caches(caches)
+    source = source_of(model)
     header = {
         "format": _FORMAT,
         "version": VERSION,
         "model": fingerprint(model),
+        "source": json.dumps(source and asdict(source)),
         "config": json.dumps(config.to_dict()),
         "classes": json.dumps(classes),
         "scalars": json.dumps(scalars),
@@ -110,17 +112,17 @@ def save_prompt_cache(
     try:
         with atomic_write(path, ".safetensors") as temporary:
             if config.is_off and CONVERSATION not in metadata:
-                theirs = {"model": metadata.get("model", ""), "tokenizer_config": "{}"}
+                theirs = {"model": source.model if source else "", "tokenizer_config": "{}"}
                 native.save_prompt_cache(str(temporary), caches, {**theirs, _HEADER_KEY: json.dumps(header)})
             else:
                 mx.save_safetensors(str(temporary), arrays, header)
             if sizes:
                 with atomic_write(temporary) as longer:
                     _append_blocks(temporary, longer, sizes, blocks)
-    except (OSError, RuntimeError) as error:
-        raise CacheFormatError(
-            f"cannot write the cache file {path}: {error}. Free space, or choose another path."
-        ) from error
+    except (OSError, RuntimeError) as error:  # mlx gives no error number
+        is_full = is_disk_full(error) or isinstance(error, RuntimeError)
+        remedy = "Free space, or choose another path." if is_full else "Choose another path."
+        raise CacheFormatError(f"cannot write the cache file {path}: {one_line(error)}. {remedy}") from error
 
 
 def load_prompt_cache(path: str | Path, *, model: Any, config: KVConfig | None = None) -> LoadedCache:
@@ -169,13 +171,13 @@ def _read(path: Path, model: Any) -> LoadedCache:
         raise CacheFormatError(f"{path} has version {header.get('version')}; this mlx_tq reads {VERSION}. {_REMEDY}")
     if header.get("checksum") != checksum(arrays, header):
         raise CacheFormatError(f"{path} is damaged (its checksum differs). {_REMEDY}")
+    with refuse_damaged(path):
+        made, this = _parse_source(header), source_of(model)
     if header.get("model") != fingerprint(model):
-        with refuse_damaged(path):
-            name = read_header(path).model_name or "the embedded model"
-        raise CacheFormatError(
-            f"{path} was made with {name}, whose weights are not this model's, or not in this type (--dtype, "
-            "--dequantize). Pass that model."
-        )
+        other = "another model than this one"
+        if made is not None:
+            other = f"{made}, whose weights are not those of this model{f' ({this})' if this else ''}"
+        raise CacheFormatError(f"{path} was made with {other}. Load that model.")
     with refuse_damaged(path):
         config = KVConfig.from_dict(json.loads(header["config"]))
         caches = join_caches(CacheParts(json.loads(header["classes"]), json.loads(header["scalars"]), arrays))
@@ -200,7 +202,7 @@ def try_out(caches: list[Any], model: Any) -> None:
     lengths = {part.offset for part in parts if isinstance(getattr(part, "offset", None), int)}
     if not 0 < batch <= _MAX_BATCH or len(lengths) > 1:
         raise CacheFormatError(f"its caches are of {batch} sequences, and hold {sorted(lengths)[:4]} tokens")
-    with compressed(model):
+    with compressed_attention(model):
         for count in (1, 2):  # which caches with a window treat differently
             mx.eval(model(mx.zeros((batch, count), mx.int32), cache=_copy_beginning(caches)))
 
@@ -289,10 +291,16 @@ def read_header(path: str | Path) -> Header:
     _, header = _load(Path(path))
     if header.get("format") == _FORMAT:
         with refuse_damaged(path):
-            return Header(True, str(json.loads(header.get("metadata", "{}")).get("model", "")))
+            return Header(True, _parse_source(header))
     if "1.0" in header:  # mlx-lm flattens [metadata, class names, scalars]
-        return Header(False, header.get("0.model", ""))
+        name = header.get("0.model")
+        return Header(False, ModelSource(name) if name else None)
     raise CacheFormatError(f"{path} is not a prompt cache. Make one with mlx_tq.cache_prompt.")
+
+
+def _parse_source(header: Mapping[str, str]) -> ModelSource | None:
+    source = json.loads(header["source"])
+    return None if source is None else ModelSource(**source)
 
 
 def checksum(arrays: dict[str, mx.array], header: dict[str, str]) -> str:
@@ -309,7 +317,9 @@ def _load(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
     arrays: Any
     header: Any
     if not path.is_file():
-        raise CacheFormatError(f"there is no cache file {path}. Make one with mlx_tq.cache_prompt.")
+        raise CacheFormatError(
+            f"there is no cache file {path}. Make one with mlx_tq.cache_prompt, or with /save in mlx_tq.chat."
+        )
     try:
         arrays, header = mx.load(str(path), format="safetensors", return_metadata=True)
     except (RuntimeError, ValueError) as error:

@@ -1,7 +1,7 @@
 """`compressed`: the context in which a model runs on compressed caches, and how their plan is found."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ from weakref import WeakSet
 from mlx_lm.models.cache import CacheList
 
 from mlx_tq.cache.layer import CompressedKVCache
-from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig
+from mlx_tq.config import DEFAULT_PROFILE, KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.integration.patches import patch_attention, patch_forward, patch_make_cache, patch_rope
 from mlx_tq.integration.probe import SlotFacts, model_facts, native_caches
@@ -25,59 +25,91 @@ from mlx_tq.prompt_cache.plan import Plan, make_plan
 
 
 @contextmanager
-def compressed(model: Any, config: KVConfig | None = None, **settings: Any) -> Iterator[None]:
+def compressed(
+    model: Any, config: KVConfig | None = None, *, profile: str | None = None, **settings: Any
+) -> Iterator[None]:
     """Run `model` on compressed caches until the context ends; then mlx-lm is as it was.
 
-    With a configuration, every cache that mlx-lm makes for the model meanwhile (in its generate, batch generation,
-    speculative decoding and server) is compressed. Without one, pass caches of `make_prompt_cache` or
-    `load_prompt_cache`. Contexts nest, also across threads.
+    Every cache that mlx-lm makes for the model meanwhile (in its generate, batch generation, speculative decoding and
+    server) is compressed. Caches that you pass in, of `make_prompt_cache` or `load_prompt_cache`, keep their own
+    configuration. Contexts nest, also across threads.
 
     Args:
         model: model of mlx-lm.
-        config: how its caches are stored.
-        settings: fields of `KVConfig`, in place of `config`: `compressed(model, key="q8", value="tq4")`.
+        config: how its caches are stored, in place of `profile` and `settings`.
+        profile: profile such as "small"; by default "balanced".
+        settings: fields of `KVConfig` that replace the profile's: `compressed(model, key="q8", value="tq3")`.
 
     Raises:
         UnsupportedModelError: the model cannot run on compressed caches; the message names it and the reason.
         ConfigError: `model` is not a model, or a setting cannot be met.
         CacheFormatError: calibration statistics that are damaged or of another model.
     """
-    if settings and config is not None:
-        raise ConfigError(
-            f"both a config and {', '.join(settings)} were given. Give one of them, or dataclasses.replace(config)."
-        )
-    config = KVConfig(**settings) if settings else config
-    with ExitStack() as stack:
-        if config is not None:
-            _check_arguments(model, config)
-        stack.enter_context(patch_attention())
-        stack.enter_context(patch_rope(model))
-        stack.enter_context(patch_forward(model, _PassGuard(model).begin_pass))
-        if config is not None and not config.is_off:
-            stack.enter_context(patch_make_cache(model, partial(build_caches, plan_caches(model, config))))
+    config = _choose_config(config, profile, settings)
+    with compressed_attention(model):
+        if config.is_off:
+            yield
+            return
+        with patch_make_cache(model, partial(build_caches, plan_caches(model, config))):
+            yield
+
+
+@contextmanager
+def compressed_attention(model: Any) -> Iterator[None]:
+    """Let `model` run on the compressed caches that you pass in, until the context ends.
+
+    Unlike in `compressed`, the caches that mlx-lm makes for the model meanwhile are its own. Contexts nest, also across
+    threads.
+
+    Args:
+        model: model of mlx-lm.
+
+    Raises:
+        ConfigError: `model` is not a model.
+    """
+    _check_model(model)
+    with patch_attention(), patch_rope(model), patch_forward(model, _PassGuard(model).begin_pass):
         yield
 
 
-def make_prompt_cache(model: Any, config: KVConfig = PROFILES[DEFAULT_PROFILE]) -> list[Any]:
-    """Make a compressed prompt cache for `model`, for use inside `compressed(model)`: one entry per mlx-lm cache.
+def make_prompt_cache(
+    model: Any, config: KVConfig | None = None, *, profile: str | None = None, **settings: Any
+) -> list[Any]:
+    """Make a compressed prompt cache for `model`: one entry per mlx-lm cache.
+
+    Use it inside `compressed(model)` or `compressed_attention(model)`. `config`, or `profile` and `settings`, say how
+    it is stored, as in `compressed`.
 
     Raises:
         UnsupportedModelError: the model cannot run on compressed caches; the message names it and the reason.
         ConfigError: a head size that the configured formats do not support, or a wrong argument.
     """
-    _check_arguments(model, config)
+    config = _choose_config(config, profile, settings)
+    _check_model(model)
     if config.is_off:
         return native_caches(model)
     return build_caches(plan_caches(model, config))
 
 
-def _check_arguments(model: Any, config: Any) -> None:
-    if not hasattr(model, "layers"):
-        raise ConfigError(f"model is {model!r}; it must be a model of mlx-lm, as `mlx_tq.load()` returns it.")
+def _choose_config(config: KVConfig | None, profile: str | None, settings: dict[str, Any]) -> KVConfig:
+    if config is None:
+        return KVConfig.from_profile(DEFAULT_PROFILE if profile is None else profile, **settings)
     if not isinstance(config, KVConfig):
         raise ConfigError(
-            f"config is {config!r}; it must be a KVConfig, such as mlx_tq.KVConfig(key='q8', value='tq4')."
+            f"config is {config!r}; it must be a KVConfig, such as mlx_tq.KVConfig.from_profile('small') or "
+            "mlx_tq.KVConfig(key='q8', value='tq4')."
         )
+    others = [*([] if profile is None else ["profile"]), *settings]
+    if others:
+        raise ConfigError(
+            f"both a config and {', '.join(others)} were given. Give one of them, or dataclasses.replace(config)."
+        )
+    return config
+
+
+def _check_model(model: Any) -> None:
+    if not hasattr(model, "layers"):
+        raise ConfigError(f"model is {model!r}; it must be a model of mlx-lm, as `mlx_tq.load()` returns it.")
 
 
 def plan_caches(model: Any, config: KVConfig) -> Plan:

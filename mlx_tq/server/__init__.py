@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     from http_limits.log_limit import LogLimit
     from http_limits.request_checks import is_loopback
     from mlx_tq.cli.loading import join_ranks, open_prefix_folder
-    from mlx_tq.server.model_sources import find_models  # loads mlx
+    from mlx_tq.server.served_models import find_models  # loads mlx
 
     ranks = join_ranks(request)
     sources = find_models(request, ranks)

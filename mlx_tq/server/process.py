@@ -31,7 +31,7 @@ from mlx_tq.server.guard import Guard, default_max_body
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.model_pool import ModelPool, PooledModel
 from mlx_tq.server.model_service import ModelService
-from mlx_tq.server.model_sources import ModelSource
+from mlx_tq.server.served_models import ServedModel
 from mlx_tq.server.stored_prompts import salt_of
 from mlx_tq.session.text import TEMPLATE_ERRORS
 
@@ -42,7 +42,7 @@ _MIN_CACHE_SHARE = 8  # at least this part of the memory is for caches, where we
 _SHOWN_TOKENS = 8192  # context for which the bytes of the cache are shown
 
 
-def follow(request: Request, source: ModelSource, folder: Folder | None, ranks: Ranks) -> None:
+def follow(request: Request, source: ServedModel, folder: Folder | None, ranks: Ranks) -> None:
     """Load this rank's part of the model, and follow the first rank until it ends."""
     ranks.run_on_first(lambda: None)  # opens the rescue service
     of_model = _request_of(request, source, request.args.kv_memory_limit)
@@ -53,7 +53,7 @@ def follow(request: Request, source: ModelSource, folder: Folder | None, ranks: 
 
 def serve(
     request: Request,
-    sources: list[ModelSource],
+    sources: list[ServedModel],
     api_key: str | None,
     folder: Folder | None,
     listener: socket.socket,
@@ -101,7 +101,7 @@ def _serve_pool(
 
 
 def _make_pool(
-    request: Request, sources: list[ModelSource], make_service: Callable[[Request, Metrics], ModelService]
+    request: Request, sources: list[ServedModel], make_service: Callable[[Request, Metrics], ModelService]
 ) -> ModelPool:
     """Return the pool of a server's models. Several share the memory, of which each has a part for its caches."""
     args, limit, cache_nbytes = request.args, None, request.args.kv_memory_limit
@@ -118,7 +118,7 @@ def _make_pool(
     return ModelPool(models, limit, args.max_queue)
 
 
-def _request_of(request: Request, source: ModelSource, cache_nbytes: int | None) -> Request:
+def _request_of(request: Request, source: ServedModel, cache_nbytes: int | None) -> Request:
     """Return the request of a server that has only one of the models."""
     args = Namespace(**{**vars(request.args), "model": source.path, "kv_memory_limit": cache_nbytes})
     return replace(request, args=args)

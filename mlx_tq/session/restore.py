@@ -13,7 +13,7 @@ from mlx_lm.generate import generation_stream
 
 from mlx_tq.policies.selection import PositionRange
 from mlx_tq.prompt_cache.archive import ArchivedBlock
-from mlx_tq.prompt_cache.compressed import compressed
+from mlx_tq.prompt_cache.compressed import compressed_attention
 from mlx_tq.prompt_cache.layer_group import LayerGroup, compressed_caches, evicting_layers, layer_group_of
 from mlx_tq.prompt_cache.recall import (
     MAX_QUESTION,
@@ -119,7 +119,7 @@ def recall_rows(
     layers, forked = evicting_layers(fork), layer_group_of(fork)
     assert forked is not None  # noqa: S101 - tells the type checker: a copy evicts like its original
     forked.capture_queries(search_layers(len(layers)), rounds=False)
-    with compressed(model):
+    with compressed_attention(model):
         prefill(model, fork, question, step)
     ranked, by_attention = forked.search_archive(layers, len(question), limit)
     by_search: list[ArchivedBlock] = []

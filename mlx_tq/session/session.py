@@ -325,7 +325,7 @@ class Session:
         conversation = SavedConversation(
             self.session_id, transcript.ids, transcript.quoted, self.rescue, self._last_question
         )
-        metadata = {"model": str(getattr(self.tokenizer, "name_or_path", "")), CONVERSATION: conversation.to_json()}
+        metadata = {CONVERSATION: conversation.to_json()}
         options: dict[str, Any] = {"model": self.model, "config": self.config, "metadata": metadata}
         self._worker.run(lambda: save_prompt_cache(path, self.cache, **options))
         self._keeps_text = True

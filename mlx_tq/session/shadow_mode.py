@@ -12,7 +12,7 @@ from mlx_lm.models.cache import CacheList
 from mlx_tq.cache.shadow import ShadowKVCache
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.prompt_cache.build import build_caches
-from mlx_tq.prompt_cache.compressed import compressed
+from mlx_tq.prompt_cache.compressed import compressed_attention
 from mlx_tq.prompt_cache.layer_group import cache_parts
 from mlx_tq.prompt_cache.plan import Plan
 
@@ -93,7 +93,7 @@ class Shadow:
         self._last_token, self._position = token, position + 1
         if self._position % self._every or (caches := self._compressed_until(position)) is None:
             return
-        with compressed(self._model):
+        with compressed_attention(self._model):
             logits = self._model(mx.array([[last_token]]), cache=caches)[0, -1].astype(mx.float32)
         predicted = logits - mx.logsumexp(logits)
         expected = logprobs.astype(mx.float32)

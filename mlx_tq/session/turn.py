@@ -14,7 +14,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache
 from mlx_tq.errors import CacheFormatError
 from mlx_tq.models import ranks_of
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache, ReusedPrefix, reuse_prefix
-from mlx_tq.prompt_cache.compressed import compressed
+from mlx_tq.prompt_cache.compressed import compressed_attention
 from mlx_tq.prompt_cache.layer_group import cache_parts, compressed_caches, layer_group_of
 from mlx_tq.prompt_cache.recall import MAX_QUESTION
 from mlx_tq.session.restore import (
@@ -98,7 +98,7 @@ class Turn:
         self._response: Any = None  # the latest of mlx-lm
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(compressed(self._model))
+        self._stack.enter_context(compressed_attention(self._model))
         return self
 
     def prepare(

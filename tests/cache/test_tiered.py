@@ -9,7 +9,7 @@ from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.policies.policy import PackedLayer
 from mlx_tq.prompt_cache.build import build_caches
-from mlx_tq.prompt_cache.compressed import compressed, plan_caches
+from mlx_tq.prompt_cache.compressed import compressed_attention, plan_caches
 from mlx_tq.prompt_cache.layer_bytes import Evicted, layer_bytes
 from mlx_tq.prompt_cache.layer_group import compressed_caches, layer_group_of
 
@@ -73,7 +73,7 @@ def test_a_model_evicts_within_its_forecast_from_both_tiers_or_what_comes_back_f
     config = KVConfig("q8~tq2", "tq4", sinks=4, window=24, recent=32, evict=EvictConfig(policy, 120, recall))
     plan = plan_caches(MODEL, config)
     caches = build_caches(plan)
-    with compressed(MODEL):
+    with compressed_attention(MODEL):
         for start in range(0, 480, 24):
             ids = [(7 * i * i + 3) % 160 for i in range(start, start + 24)]
             mx.eval(MODEL(mx.array([ids]), cache=caches))

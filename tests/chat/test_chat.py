@@ -109,6 +109,27 @@ def test_flags_that_contradict_a_loaded_conversation_are_refused(talk, capsys):
         assert says in capsys.readouterr().err
 
 
+def test_a_loaded_conversation_brings_its_model(talk, tmp_path, capsys, monkeypatch):
+    model, file = copy_model(tmp_path / "model"), tmp_path / "chat.safetensors"
+    question = "What is the access code?"
+    talk("The access code is 417295.", "/save chat.safetensors", words=("--model", "model"))
+    load = ["chat", "--load", str(file)]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{question}\n"))
+    assert __main__.main(load) == 0
+    assert capsys.readouterr().out == "417295\n"
+    (model / "model.safetensors").unlink()
+    made = f"{file} was made with --model {model} and --dtype float32, not with "
+    for flags, code, says in (
+        (("--dtype", "bfloat16"), 2, f"{made}--dtype bfloat16. Drop that flag"),
+        (("--model", "smollm2"), 2, f"{made}--model smollm2. Drop that flag"),
+        ((), 2, "No safetensors found"),
+    ):
+        assert __main__.main([*load, *flags]) == code
+        assert says in capsys.readouterr().err
+    assert __main__.main(["chat", "--load", "none"]) == 1
+    assert "there is no cache file none. Make one with mlx_tq.cache_prompt, or with /save" in capsys.readouterr().err
+
+
 def test_a_paste_is_one_message(popen):
     """A terminal marks a paste; Enter ends the message."""
     if "libedit" in (readline.__doc__ or ""):

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import mlx_lm.models.cache as native_cache
 import pytest
+from models.gguf_files import write_gguf
 
 from mlx_tq import load_prompt_cache
 
@@ -116,18 +117,33 @@ def test_file_of_mlx_lm_is_compressed(quick, native):
     assert {layer["key"] for layer in answer["plan"]["layers"]} == {"tq4"}
 
 
-def test_quantized_file_of_mlx_lm(quick, mlx_lm, tmp_path):
-    file = tmp_path / "quantized.safetensors"
-    bits = ("--kv-bits", 8, "--quantized-kv-start", 0)
-    mlx_lm("cache_prompt", "--model", EMBEDDED, "--prompt", TEXT, "--prompt-cache-file", file, *bits)
-    theirs = mlx_lm("generate", "--model", EMBEDDED, *ASK, *bits, "--prompt-cache-file", file)
-    assert quick("generate", *ASK, *bits, "--prompt-cache-file", file).out == theirs
-    other = quick("generate", *ASK, "--kv-bits", 4, "--prompt-cache-file", file)
-    assert (other.code, other.out) == (2, "")
-    assert "was made with --kv-bits 8, not 4" in other.err
-    compressed = quick("generate", *ASK, *PACKED, "--prompt-cache-file", file)
-    assert (compressed.code, compressed.out) == (1, "")
-    assert "without --kv-bits" in compressed.err
+@pytest.mark.parametrize(
+    ("made", "valid", "others"),
+    [
+        (("--kv-bits", 8, "--quantized-kv-start", 0), ("--kv-bits", 8), {("--kv-bits", 4): "not --kv-bits 4"}),
+        (
+            ("--max-kv-size", 256),
+            ("--max-kv-size", 256),
+            {("--max-kv-size", 99): "not --max-kv-size 99", ("--kv-bits", 8): "--max-kv-size 256, not --kv-bits 8"},
+        ),
+        ((), (), {("--max-kv-size", 256): "was made without --max-kv-size"}),
+    ],
+    ids=["bits", "size", "plain"],
+)
+def test_a_file_of_mlx_lm_names_the_flag_that_made_it(quick, mlx_lm, tmp_path, made, valid, others):
+    file = tmp_path / "theirs.safetensors"
+    mlx_lm("cache_prompt", "--model", EMBEDDED, "--prompt", TEXT, "--prompt-cache-file", file, *made)
+    words = ("generate", *ASK, "--prompt-cache-file", file)
+    theirs = mlx_lm("generate", "--model", EMBEDDED, *ASK, *valid, "--prompt-cache-file", file)
+    assert quick(*words, *(valid or OFF)).out == theirs
+    for flags, says in others.items():
+        refused(quick(*words, *flags), says)
+    if made:
+        flag = " ".join(map(str, valid))
+        says = f"was made by mlx-lm with {flag}, and cannot be compressed. Add {flag}, or make it again without"
+        for flags in (PACKED, ()):
+            refused(quick(*words, *flags), says, code=1)
+        assert quick(*words, *OFF).out == theirs
 
 
 def test_batch_file_of_mlx_lm_is_refused(quick, tmp_path, embedded):
@@ -145,6 +161,56 @@ def test_model_of_the_file_is_used(quick, tmp_path):
     unnamed, named = quick(*words).json, quick(*words, "--model", model).json
     assert unnamed["plan"]["model_type"] == "llama"
     assert unnamed["text"] == named["text"]
+
+
+@pytest.fixture
+def packed_file(cli, tmp_path):
+    """A folder of a GGUF model, and a file that was made with weights in another form than the model's own."""
+    model, file = tmp_path / "model.gguf", tmp_path / "cache.safetensors"
+    write_gguf(model, "llama", "Q4_0")
+    flags = ("--dtype", "float16", "--dequantize")
+    assert cli("cache_prompt", "--model", model, "-p", TEXT, "--prompt-cache-file", file, *flags).code == 0
+    return model, file
+
+
+def test_model_and_type_of_the_file_are_used(cli, packed_file, tmp_path, monkeypatch):
+    model, file = packed_file
+    words = ("generate", "-p", QUESTION, "-m", 5, "--verbose", "F", "--prompt-cache-file", file)
+    every_flag = ("--model", model, "--dtype", "float16", "--dequantize")
+    named = cli(*words, *every_flag)
+    assert (named.code, named.err) == (0, "")
+    for flags in ((), *([flag] for flag in ("--dequantize",)), every_flag[:2], every_flag[2:4]):
+        assert cli(*words, *flags) == named
+    monkeypatch.chdir(tmp_path)  # where the model's path is another, and after that the same
+    assert cli(*words, "--model", "model.gguf") == named
+    made = ("cache_prompt", "--model", "model.gguf", "-p", TEXT, *every_flag[2:], "--prompt-cache-file", file)
+    assert cli(*made).code == 0
+    monkeypatch.chdir("/")
+    assert cli(*words) == named
+    decoded = tmp_path / "decoded.safetensors"
+    assert cli("cache_prompt", "--decode", file, "--prompt-cache-file", decoded).code == 0
+
+
+def test_flags_that_contradict_the_file_are_named_before_weights_are_read(cli, packed_file, tmp_path):
+    model, file = packed_file
+    made = f"{file} was made with --model {model}, --dtype float16 and --dequantize"
+    model.write_bytes(model.read_bytes()[:-100_000])
+    words = ("generate", "-p", QUESTION, "--prompt-cache-file", file)
+    drop = "Drop that flag: the file names what it needs"
+    refused(cli(*words), "it ends in the middle")  # which the others do not notice
+    refused(cli(*words, "--dtype", "float32"), f"{made}, not with --dtype float32. {drop}")
+    for other in (EMBEDDED, zoo_model(tmp_path / "other", "llama")):
+        refused(cli(*words, "--model", other), f"{made}, not with --model {other}. {drop}")
+    refused(
+        cli(*words, "--model", EMBEDDED, "--dtype", "bfloat16"),
+        f"{made}, not with --model {EMBEDDED} and --dtype bfloat16. Drop those flags: the file names what it needs",
+    )
+    assert cli("cache_prompt", "-p", TEXT, "--prompt-cache-file", file).code == 0
+    refused(
+        cli(*words, "--dequantize", "--adapter-path", tmp_path),
+        f"{file} was made with the embedded model and --dtype bfloat16, not with --adapter-path {tmp_path} and "
+        "--dequantize. Drop those flags",
+    )
 
 
 def test_draft_model_with_a_file(quick, saved, tmp_path):
@@ -167,9 +233,14 @@ def test_another_configuration(quick, saved):
 def test_another_model(quick, saved, native, tmp_path):
     other, words = zoo_model(tmp_path / "other", "llama"), ("generate", *ASK, "--prompt-cache-file")
     finetuned = copy_model(tmp_path / "finetuned", lambda weights: {k: w * 1.01 for k, w in weights.items()})
-    refused(quick(*words, native, *OFF, "--model", other), str(EMBEDDED), code=1)
     for model in (other, finetuned):
-        refused(quick(*words, saved, "--model", model), "whose weights are not", code=1)
+        refused(quick(*words, native, *OFF, "--model", model), f"with --model {EMBEDDED}, not with --model {model}")
+    refused(quick(*words, saved, "--model", other), "made with the embedded model and --dtype float32, not with")
+    made, given = "the embedded model in float32", f"{finetuned} in float32"
+    says = f"was made with {made}, whose weights are not those of this model ({given}). Load that model."
+    refused(quick(*words, saved, "--model", finetuned), says, code=1)
+    same = copy_model(tmp_path / "same")
+    assert quick(*words, saved, "--model", same).code == 0
 
 
 def test_truncated(quick, saved, native):

@@ -5,6 +5,7 @@ import shutil
 
 import mlx_lm
 import pytest
+from models.gguf_files import vocabulary, write_gguf
 from rescue.harness import Server
 
 import mlx_tq
@@ -121,7 +122,7 @@ def test_numbers_are_those_of_the_arrays(quick, exact):
     model, tokenizer = exact
     cache = mlx_tq.make_prompt_cache(model, KVConfig(key="tq4", value="tq4", sinks=16, window=32))
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": TEXT + QUESTION}], add_generation_prompt=True)
-    with mlx_tq.compressed(model):
+    with mlx_tq.compressed_attention(model):
         last = list(mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=20, prompt_cache=cache))[-1]
     assert (stats["prompt_tokens"], stats["generation_tokens"]) == (len(prompt), last.generation_tokens)
     assert measured["tokens"] == cache[0].offset
@@ -182,6 +183,15 @@ def test_prompt_from_a_pipe_and_from_a_file(quick, tmp_path):
     words = ("generate", "-m", 1, "--json", "--ignore-chat-template")
     typed, read = (quick(*words, *prompt).json["stats"] for prompt in (("-p", r"a\nb"), ("--prompt-file", file)))
     assert typed["prompt_tokens"] < read["prompt_tokens"]
+
+
+def test_no_second_start_token_for_a_prompt_that_begins_with_one(quick, tmp_path):
+    model, start = tmp_path / "model.gguf", vocabulary()["tokenizer.ggml.tokens"][1]
+    keys = {"bos_token_id": 1, "add_bos_token": True}
+    write_gguf(model, keys={f"tokenizer.ggml.{key}": value for key, value in keys.items()})
+    words = ("generate", "--model", model, "--ignore-chat-template", "-m", 1, "--json", "-p")
+    counts = {text: quick(*words, text).json["stats"]["prompt_tokens"] for text in ("hello", f"{start}hello")}
+    assert len(set(counts.values())) == 1, counts
 
 
 def test_compute_type(quick, tmp_path):

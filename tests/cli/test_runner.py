@@ -90,7 +90,7 @@ def test_a_user_without_a_home_and_a_missing_temporary_folder_are_one_line(comma
     if command != "store":
         monkeypatch.setenv("TMPDIR", "/no/such/folder")
         fault = "temporary files cannot be written to /no/such/folder (No such file or directory). "
-        remedy = "Free space there, or set TMPDIR to another folder."
+        remedy = "Set TMPDIR to another folder."
         assert cli(command, *words) == (2, "", f"mlx_tq {command}: {fault}{remedy}\n")
 
 

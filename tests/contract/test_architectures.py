@@ -12,7 +12,7 @@ from contract import spies
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.config import PROFILES, KVConfig
 from mlx_tq.prompt_cache.build import build_caches
-from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache, plan_caches
+from mlx_tq.prompt_cache.compressed import compressed_attention, make_prompt_cache, plan_caches
 from mlx_tq.prompt_cache.layer_group import compressed_caches
 
 # Served with nothing decoded: these names are a promise.
@@ -58,7 +58,7 @@ def test_a_served_architecture(name, monkeypatch):
     assert {layer.slot.dtype for layer in plan.layers} == {"float32"}
     assert any(layer.slot.shared for layer in plan.layers) == (arch.name == "afm7")
     calls = spies.watch(monkeypatch)
-    with compressed(model):
+    with compressed_attention(model):
         caches, again = build_caches(plan), make_prompt_cache(model, plan.config)
         logits = run(model, caches)
     # fp16 rows hold the model's own bits, so only the order of float32 sums differs: 1e-3 of the logits' spread.
@@ -76,7 +76,7 @@ def test_a_served_architecture(name, monkeypatch):
 
 def check_off(model, plain):
     """Profile `off`: mlx-lm's own caches, bit for bit, also while the seam is bound."""
-    with compressed(model):
+    with compressed_attention(model):
         caches = make_prompt_cache(model, PROFILES["off"])
         assert [type(cache) for cache in caches] == [type(cache) for cache in native.make_prompt_cache(model)]
         assert not compressed_caches(caches)
@@ -95,7 +95,7 @@ def test_fp16_bodies_in_half_precision(name, dtype):
     plain = run(model, native.make_prompt_cache(model))
     check_off(model, plain)
     own = difference(plain, wanted)
-    with compressed(model):
+    with compressed_attention(model):
         logits = run(model, make_prompt_cache(model, sized("fp16", "fp16")))
     assert difference(logits, wanted) < 2 * own
 
@@ -103,6 +103,6 @@ def test_fp16_bodies_in_half_precision(name, dtype):
 def test_codes_are_felt():
     """Else the tests above could pass with nothing packed."""
     model = build("llama")
-    with compressed(model):
+    with compressed_attention(model):
         packed = run(model, make_prompt_cache(model, sized("tq2", "tq2")))
     assert difference(packed, run(model, native.make_prompt_cache(model))) > 0.1

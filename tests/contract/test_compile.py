@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 from zoo import build
 
-from mlx_tq import KVConfig, compressed, make_prompt_cache
+from mlx_tq import KVConfig, compressed_attention, make_prompt_cache
 from mlx_tq.cache.region_map import SCALE_READY
 from mlx_tq.config import BLOCK, PROFILES
 
@@ -48,7 +48,7 @@ def test_a_step_compiles_once_a_length(config, prompt, steps):
         restored = [kind.from_state(parts) for kind, parts in zip(kinds, state, strict=True)]
         return model(token, cache=restored), arrays(cache.state for cache in restored)
 
-    with compressed(model):
+    with compressed_attention(model):
         model(mx.array(ids[:prompt])[None], cache=caches)
         packed = 0 if config.is_off else caches[0].packed_tokens
         for number, token in enumerate(ids[prompt:], start=1):

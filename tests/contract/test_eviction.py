@@ -13,7 +13,7 @@ from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.prompt_cache.build import build_caches
-from mlx_tq.prompt_cache.compressed import compressed, plan_caches
+from mlx_tq.prompt_cache.compressed import compressed_attention, plan_caches
 from mlx_tq.prompt_cache.layer_group import compressed_caches, layer_group_of
 
 # A bias on queries, a hybrid of linear attention with partial RoPE, sinks and YaRN, sliding layers, interleaved pairs,
@@ -46,14 +46,14 @@ class Masked:
 
 def hide_as_evicted(model, caches, kind, make):
     """Run on evicting caches, then on full ones that hide what was evicted when it was; returns both logits."""
-    with rounds_of(model) as rounds, compressed(model):
+    with rounds_of(model) as rounds, compressed_attention(model):
         logits = run(model, caches)
     hidden = type("MaskedCache", (Masked, kind), {})
 
     def before(start):
         hidden.hidden = frozenset(p for at, positions in rounds if at <= start for p in positions)
 
-    with compressed(model):
+    with compressed_attention(model):
         return logits, run(model, make(hidden), before=before), rounds
 
 
@@ -117,7 +117,7 @@ def check_positions(caches, rounds):
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text"])
 def test_a_budget_above_the_length_changes_nothing(name):
     model = build(name)
-    with compressed(model):
+    with compressed_attention(model):
         kept = run(model, build_caches(plan_caches(model, config("q8", "tq4", evict=None))))
         evict = EvictConfig("triattention:warmup=64", budget=len(TOKENS))
         evicting = build_caches(plan_caches(model, config("q8", "tq4", evict)))
@@ -131,7 +131,7 @@ POLICIES = ["random", "recency", "streaming", "knorm", "expected_attention:warmu
 @pytest.mark.parametrize("policy", [*POLICIES, "published:aggregation=v3:warmup=64"])
 def test_every_policy_runs(policy):
     model = build("qwen3_next")
-    with compressed(model):
+    with compressed_attention(model):
         caches = build_caches(
             plan_caches(model, config(evict=EvictConfig(f"{policy}:trigger=8:granularity=1", budget=80)))
         )
@@ -146,7 +146,7 @@ def test_every_policy_runs(policy):
 def test_nothing_leaves_before_the_calibration_ended():
     model = build("llama")
     evict = EvictConfig("triattention:warmup=150:trigger=8:granularity=1", budget=80)
-    with rounds_of(model) as rounds, compressed(model):
+    with rounds_of(model) as rounds, compressed_attention(model):
         caches = build_caches(plan_caches(model, config(evict=evict)))
         run(model, caches)
     assert 150 + 4 <= rounds[0][0] < 150 + 4 + 70
@@ -155,7 +155,7 @@ def test_nothing_leaves_before_the_calibration_ended():
 def test_the_last_position():
     model = build("llama")
     model.args.max_position_embeddings = 150
-    with compressed(model):
+    with compressed_attention(model):
         caches = build_caches(plan_caches(model, config()))
         run(model, caches, [70, 33, 40])
         mx.eval(model(mx.array([TOKENS[:7]]), cache=caches))

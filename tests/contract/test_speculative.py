@@ -16,7 +16,7 @@ from contract.spies import rounds_of
 from contract.test_batch_generate import PACKS
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.config import KVConfig
-from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache
+from mlx_tq.prompt_cache.compressed import compressed, compressed_attention, make_prompt_cache
 from mlx_tq.prompt_cache.layer_group import layer_group_of
 
 TOKENS = 32
@@ -62,7 +62,7 @@ def test_drafts_on_caches_that_evict(guesses, seed):
     """Each token is that of full attention in which what had left by then is invisible; what left stays away."""
     model, draft = build("llama"), build("llama", seed=seed)
     prompt, config = test_eviction.TOKENS[:150], test_eviction.config()
-    with rounds_of(model) as rounds, compressed(model), compressed(draft):
+    with rounds_of(model) as rounds, compressed_attention(model), compressed_attention(draft):
         caches, guessing = make_prompt_cache(model, config), make_prompt_cache(draft, config)
         options = {"num_draft_tokens": guesses, "max_tokens": TOKENS, "prefill_step_size": 64}
         both = [*caches, *guessing]

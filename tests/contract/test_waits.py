@@ -24,7 +24,7 @@ from mlx_tq.cli.haystack import load_text
 from mlx_tq.codec import codebook
 from mlx_tq.config import BLOCK, PROFILES
 from mlx_tq.policies import parse_policy
-from mlx_tq.prompt_cache.compressed import compressed
+from mlx_tq.prompt_cache.compressed import compressed_attention
 from mlx_tq.prompt_cache.layer_group import layer_group_of
 from mlx_tq.session.restore import RecallDuringDecode, RecallResult
 
@@ -100,7 +100,7 @@ def generate(exact, config):
     model, tokenizer = exact
     ids = mx.array(tokenizer.encode(load_text()[:4000])[:PROMPT])
     cache = make_prompt_cache(model, config)
-    with compressed(model):
+    with compressed_attention(model):
         return decode(generate_step(ids, model, prompt_cache=cache, max_tokens=SKIPPED + COUNTED), cache)
 
 
@@ -201,7 +201,7 @@ def test_no_token_waits_for_the_archives_thread(exact, monkeypatch):
 
     monkeypatch.setattr(os, "pwrite", late)
     ids = mx.array(tokenizer.encode(load_text()[:4000])[:PROMPT])
-    with compressed(model):
+    with compressed_attention(model):
         recall = RecallDuringDecode(cache, RecallResult())
         recall.start()
         for _ in generate_step(ids, model, prompt_cache=cache, max_tokens=COUNTED):

@@ -20,7 +20,7 @@ from mlx_tq.models.load import divide
 from mlx_tq.prompt_cache import layer_group as sequences
 from mlx_tq.prompt_cache import recall
 from mlx_tq.prompt_cache.build import build_caches
-from mlx_tq.prompt_cache.compressed import compressed, plan_caches
+from mlx_tq.prompt_cache.compressed import compressed_attention, plan_caches
 from mlx_tq.prompt_cache.layer_group import evicting_layers, layer_group_of
 from mlx_tq.prompt_cache.recall import blocks_of_ranges
 
@@ -111,7 +111,7 @@ def rounds(needed, seed, differing=()):
         config = replace(CONFIG, normalize=bool(rng.random() < 0.3), evict=evict)
         caches = build_caches(plan_caches(model, config))
         tokens = rng.integers(0, 160, 600)
-        with choosing(wrong[0] if wrong else math.inf, ranks.rank == 1) as began, compressed(model):
+        with choosing(wrong[0] if wrong else math.inf, ranks.rank == 1) as began, compressed_attention(model):
             try:
                 read(model, caches, tokens, found)
             except RankError as error:
@@ -177,7 +177,7 @@ def losing():
     divide(model, ranks)
     evict = EvictConfig("recency:trigger=8", 120, recall=64)
     caches = build_caches(plan_caches(model, replace(CONFIG, evict=evict)))
-    with compressed(model):
+    with compressed_attention(model):
         for _ in range(30):
             mx.eval(model(mx.array(rng.integers(0, 160, 20))[None], cache=caches))
         sequence, layers = layer_group_of(caches), evicting_layers(caches)
@@ -214,7 +214,7 @@ def logits(dtype):
     ids = tokenizer.encode("".join(facts(60)))
     evict = EvictConfig("knorm:trigger=32:granularity=1", "50%", recall="off")
     caches, found = build_caches(plan_caches(model, replace(CONFIG, sinks=16, evict=evict))), []
-    with compressed(model):
+    with compressed_attention(model):
         for start in range(0, len(ids), 64):
             made = model(mx.array(ids[start : start + 64])[None], cache=caches)
             found.append(np.array(made[0, -1].astype(mx.float32)))

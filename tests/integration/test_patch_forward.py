@@ -12,7 +12,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.llama import Model as Llama
 from zoo import build
 
-from mlx_tq import compressed, make_prompt_cache
+from mlx_tq import compressed, compressed_attention, make_prompt_cache
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import CacheFormatError
 from mlx_tq.integration.patches import capture_queries, find_call, patch_forward, patch_rope, recorded_calls
@@ -96,7 +96,7 @@ class Vision(nn.Module):
 def test_a_part_of_a_model_that_is_called_by_itself():
     """A cache that evicts would miss its round, so it raises before anything changes; others do not mind."""
     model = Vision()
-    with compressed(model):
+    with compressed_attention(model):
         for part in (model.language_model, model.language_model.model):
             evicts, keeps = (make_prompt_cache(model, config) for config in (EVICTS, NO_EVICTION))
             with pytest.raises(CacheFormatError, match=r"did not announce itself.* Call the model itself, not one"):
@@ -106,7 +106,7 @@ def test_a_part_of_a_model_that_is_called_by_itself():
             assert {cache.offset for cache in (*evicts, *keeps)} == {120}
             with pytest.raises(CacheFormatError, match="did not announce itself"):
                 part(PROMPT[:, :1], cache=evicts)
-    with compressed(model.language_model):
+    with compressed_attention(model.language_model):
         mx.eval(model(PROMPT, cache=make_prompt_cache(model, EVICTS)))
 
 
@@ -161,7 +161,7 @@ def test_a_model_in_one_shard():
     if group.size() != 1:
         pytest.skip("a group of several processes; this test is about one")
     model.shard(group)
-    with compressed(model):
+    with compressed_attention(model):
         caches = make_prompt_cache(model, FP16)
         assert mx.allclose(model(PROMPT, cache=caches), plain, atol=1e-4)
         model(PROMPT, cache=caches)
@@ -180,7 +180,7 @@ def rope_of(model):
 @pytest.mark.parametrize("wanted", [True, False])
 def test_queries_are_captured_during_the_pass_if_the_callback_wants_them(wanted):
     model, counts = build("llama"), []
-    with compressed(model), patch_forward(model, lambda caches, count: wanted):
+    with compressed_attention(model), patch_forward(model, lambda caches, count: wanted):
         attention = model.layers[1].self_attn
 
         def spy(x, mask=None, cache=None):

@@ -16,7 +16,7 @@ from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import ConfigError, UnsupportedModelError
 from mlx_tq.integration.patches import Patched, scaled_dot_product_attention
-from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache
+from mlx_tq.prompt_cache.compressed import compressed, compressed_attention, make_prompt_cache
 
 NAME = "scaled_dot_product_attention"
 ORIGINAL = base.scaled_dot_product_attention
@@ -81,10 +81,23 @@ def test_make_cache_of_an_instance_or_a_class_is_restored():
     assert [type(cache) for cache in mlx_lm_cache(other)] == before
 
 
+def test_what_was_deleted_inside_the_context_is_restored():
+    model = build("llama")
+    with compressed(model, SMALL):
+        del model.make_cache
+        assert cache_kinds(model) == {KVCache}
+    assert "make_cache" not in vars(model)
+    assert cache_kinds(model) == {KVCache}
+    model.make_cache = make_cache = lambda: [KVCache(), KVCache()]
+    with compressed(model, SMALL):
+        del model.make_cache
+    assert model.make_cache is make_cache
+
+
 def test_a_module_that_is_imported_inside_the_context_is_patched_and_restored():
     name = "mlx_lm.models.gemma"
     sys.modules.pop(name, None)
-    with compressed(build("llama")):
+    with compressed_attention(build("llama")):
         module = import_module(name)
         assert vars(module)[NAME] is scaled_dot_product_attention
     assert vars(module)[NAME] is ORIGINAL
@@ -93,7 +106,7 @@ def test_a_module_that_is_imported_inside_the_context_is_patched_and_restored():
 def test_contexts_nest():
     model, other = build("llama"), build("qwen3")
     with compressed(model, SMALL):
-        with compressed(other):
+        with compressed_attention(other):
             assert is_patched()
             assert cache_kinds(other) == {KVCache}
         with compressed(model, OTHER):

@@ -6,13 +6,14 @@ import weakref
 import mlx.core as mx
 import pytest
 from mlx_lm.models import cache as native
+from mlx_lm.models import llama4
 from mlx_lm.models.llama import Model as Llama
-from zoo import build
+from zoo import ARCHITECTURES, build
 
-from mlx_tq import compressed, make_prompt_cache
+from mlx_tq import compressed, compressed_attention, load_prompt_cache, make_prompt_cache, save_prompt_cache
 from mlx_tq.config import PROFILES, EvictConfig, KVConfig
 from mlx_tq.errors import UnsupportedModelError
-from mlx_tq.integration.probe import model_facts
+from mlx_tq.integration.probe import model_facts, position_limit
 from mlx_tq.prompt_cache.compressed import plan_caches
 
 COMPUTES = (
@@ -60,12 +61,34 @@ def test_a_layer_that_stores_keys_but_does_not_attend_to_them_is_refused():
 def test_reading_fetched_keys_is_refused_with_the_attribute():
     """A handle has shape, ndim and dtype, nothing else."""
     model = build("llama")
-    with compressed(model):
+    with compressed_attention(model):
         caches = make_prompt_cache(model, KVConfig())
         key, _ = caches[0].update_and_fetch(*(mx.zeros((1, 2, 3, 64)) for _ in range(2)))
     with pytest.raises(UnsupportedModelError, match=r"the model reads \.transpose of the keys or values .*profile off"):
         key.transpose(0, 2, 1, 3)
     assert not hasattr(key, "__array__")
+
+
+def test_a_configuration_of_text_that_is_a_class(tmp_path):
+    """Llama 4 has a dataclass where other models have a dictionary; three of four layers attend within a chunk."""
+    wide = ARCHITECTURES["llama"].config
+    sizes = {"attention_chunk_size": 16, "intermediate_size_mlp": 64, "num_hidden_layers": 4, "use_qk_norm": False}
+    experts = {"interleave_moe_layer_step": 2, "num_experts_per_tok": 1, "num_local_experts": 2}
+    text = {**wide, "model_type": "llama4_text", "rope_scaling": None, **sizes, **experts}
+    mx.random.seed(0)
+    model = llama4.Model(llama4.ModelArgs.from_dict({"model_type": "llama4", "text_config": text}))
+    assert position_limit(model) == wide["max_position_embeddings"]
+    tokens, path = mx.arange(100)[None], tmp_path / "cache.safetensors"
+    config = KVConfig(key="q8", value="q8", sinks=0, window=32, normalize=False)
+    plain, caches = native.make_prompt_cache(model), make_prompt_cache(model, config)
+    with compressed(model):
+        for start in range(0, 60, 20):
+            expected, packed = (model(tokens[:, start : start + 20], cache=cache) for cache in (plain, caches))
+        assert [type(cache).__name__ for cache in caches] == ["ChunkedKVCache"] * 3 + ["CompressedKVCache"]
+        assert mx.allclose(packed, expected, atol=0.05)
+        save_prompt_cache(path, caches, model=model, config=config)
+        loaded = load_prompt_cache(path, model=model).caches
+        assert mx.array_equal(*(model(tokens[:, 60:80], cache=cache) for cache in (caches, loaded)))
 
 
 class Counting(Llama):

@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from gguf import GGUFReader, GGUFWriter
 from mlx.utils import tree_flatten
 
 import mlx_tq
@@ -136,6 +137,68 @@ def test_versions(tmp_path, version):
     path.write_bytes(b"GGUF" + version + path.read_bytes()[8:])
     with pytest.raises(ConfigError, match=r"of version \d+; valid are"):
         mlx_tq.load(path)
+
+
+def split(path, folder, count, **changes):
+    """Write a file in `count` parts, as llama.cpp's gguf-split does: only the first has the model's keys."""
+    reader = GGUFReader(path)
+    parts = [reader.tensors[number::count] for number in range(count)]
+    for number, tensors in enumerate(parts):
+        part = folder / f"model-{number + 1:05}-of-{count:05}.gguf"
+        writer = GGUFWriter(part, "llama")
+        keys = {"split.no": number, "split.count": count, "split.tensors.count": len(reader.tensors), **changes}
+        if number:
+            writer.kv_data[0].clear()
+        else:
+            for field in list(reader.fields.values())[3:]:
+                if field.name != "general.architecture":
+                    of = field.types[1] if len(field.types) > 1 else None
+                    writer.add_key_value(field.name, field.contents(), field.types[0], of)
+        for key, value in keys.items():
+            writer.add_uint16(key, value)
+        for tensor in tensors:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return sorted(folder.glob("model-*"))
+
+
+def test_a_split_file_is_read_from_all_parts(tmp_path):
+    """As llama.cpp does; any part may be given."""
+    whole, _ = mlx_tq.load(path := write_gguf(tmp_path / "whole.gguf", kind="Q4_0"))
+    for part in split(path, tmp_path, 3):
+        loaded, tokenizer = mlx_tq.load(part)
+        assert mx.array_equal(loaded(IDS), whole(IDS)).item()
+        assert tokenizer.chat_template is not None
+
+
+def test_parts_that_are_missing_or_damaged_are_named(tmp_path):
+    path = write_gguf(tmp_path / "whole.gguf", kind="Q4_0")
+    parts = split(path, tmp_path, 3)
+    whole = parts[1].read_bytes()
+    parts[1].write_bytes(whole[:-1000])
+    with pytest.raises(ConfigError, match=r"00002-of-00003\.gguf' cannot be loaded: it ends in the middle of "):
+        mlx_tq.load(parts[0])
+    parts[1].write_bytes(parts[2].read_bytes())
+    with pytest.raises(ConfigError, match=r"00002-of-00003\.gguf' cannot be loaded: it is not part 2 of 3"):
+        mlx_tq.load(parts[0])
+    parts[1].unlink()
+    for part, number in ((parts[0], 1), (parts[2], 3)):
+        message = rf"is part {number} of 3 of a split GGUF file, and model-00002-of-00003\.gguf is not .*--merge"
+        with pytest.raises(ConfigError, match=message):
+            mlx_tq.load(part)
+    parts[1].write_bytes(whole)
+    renamed = parts[0].rename(tmp_path / "renamed.gguf")
+    with pytest.raises(ConfigError, match=r"renamed\.gguf' is part 1 of 3.*llama-gguf-split --merge"):
+        mlx_tq.load(renamed)
+    renamed.rename(parts[0])
+    other = tmp_path / "other"
+    other.mkdir()
+    for changes in ({"split.count": 0}, {"split.no": 7}, {"split.tensors.count": 99}):
+        with pytest.raises(ConfigError, match="model-0000"):
+            mlx_tq.load(split(path, other, 2, **changes)[0])
 
 
 def test_a_number_for_each_layer_that_is_the_same_in_all(tmp_path):

@@ -1,5 +1,6 @@
 """Tokenizers of GGUF files, against a loop over the file's merges and against SentencePiece itself."""
 
+import copy
 import unicodedata
 from io import BytesIO
 from itertools import pairwise
@@ -13,6 +14,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 import mlx_tq
 from mlx_tq.cli.haystack import load_text
 from mlx_tq.errors import ConfigError
+from mlx_tq.server.prompt_builder import PromptBuilder
 
 from .gguf_files import vocabulary, write_gguf
 
@@ -131,6 +133,13 @@ def test_tokens_that_start_and_end_every_text(tmp_path, keys, begins, ends):
     _, tokenizer = mlx_tq.load(write_gguf(tmp_path / "model.gguf", keys=keys))
     bare = tokenizer.encode("hello", add_special_tokens=False)
     assert tokenizer.encode("hello") == [*begins, *bare, *ends]
+    start = tokenizer.convert_ids_to_tokens(1)
+    assert tokenizer.encode(f"{start}hello") == [1, *bare], "as mlx_lm.generate encodes it"
+    assert tokenizer.encode(f"hello{start}") == [*begins, *bare, 1, *ends]
+    assert copy.deepcopy(tokenizer).encode(f"{start}hello") == [1, *bare]
+    prompts = PromptBuilder(tokenizer, {})
+    assert prompts.completion_prompt(f"{start}hello").ids == [1, *bare]
+    assert prompts.completion_prompt("hello").ids == [*begins, *bare, *ends]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from zoo import build
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.policies.selection import PositionRange
 from mlx_tq.prompt_cache.build import build_caches
-from mlx_tq.prompt_cache.compressed import compressed, plan_caches
+from mlx_tq.prompt_cache.compressed import compressed_attention, plan_caches
 from mlx_tq.prompt_cache.layer_group import begin_pass, layer_group_of
 
 SINKS, WINDOW, LENGTH = 4, 24, 260
@@ -56,7 +56,7 @@ def test_held_positions_survive_until_they_are_released():
     """They also do in copies, which is how mlx-lm's batches take caches; positions that were not read hold nothing."""
     model = build("llama")
     held = set(range(*HELD))
-    with compressed(model):
+    with compressed_attention(model):
         caches, plain, beyond = (
             make_caches(model, f"recency:trigger=8:granularity={GRANULARITY}", BUDGET) for _ in range(3)
         )

@@ -16,7 +16,7 @@ from mlx_tq.models import load
 from mlx_tq.prefix_cache.folder import Folder
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache, reuse_prefix
 from mlx_tq.prompt_cache.build import build_caches
-from mlx_tq.prompt_cache.compressed import compressed, plan_caches
+from mlx_tq.prompt_cache.compressed import compressed_attention, plan_caches
 
 STEP, LENGTH = 200, 560
 SMALL = KVConfig(key="q8", value="tq4", sinks=16, window=32)
@@ -64,7 +64,7 @@ def run_prompt(model, config, ids, folder=None):
     caches = build_caches(plan)
     prefix_cache = PrefixCache(model, plan, Folder(Path(folder)), print) if folder else None
     before = []
-    with compressed(model), reuse_prefix(prefix_cache, caches, ids[:-1], STEP) as prefix:
+    with compressed_attention(model), reuse_prefix(prefix_cache, caches, ids[:-1], STEP) as prefix:
 
         def progress(processed, total):
             prefix.note(processed + prefix.restored)

@@ -30,7 +30,7 @@ from mlx_tq.prefix_cache.prefix_cache import (
     root_key,
     step_keys,
 )
-from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache, plan_caches
+from mlx_tq.prompt_cache.compressed import compressed_attention, make_prompt_cache, plan_caches
 from prefix_cache.runs import CASES, LENGTH, SMALL, STEP, digest, load_model, random_tokens, run_prompt
 
 LLAMA = build("llama")
@@ -85,7 +85,7 @@ WIDE = {"tbq4_0", "tbq3_0"}  # need a head dim of 128; their layout is that of o
 def test_a_checkpoint_of_every_format(key):
     value = "tq4" if key in ("fp16", "tq4~tq3") or get_format(key).keys_only else key
     config = replace(SMALL, key=key, value=value, recent=64)
-    with compressed(LLAMA):
+    with compressed_attention(LLAMA):
         caches = make_prompt_cache(LLAMA, config)
         prefill(random_tokens(330), caches)
     checkpoint = Checkpoint(caches)
@@ -157,7 +157,7 @@ def test_changed_truncated_and_exchanged_files_are_at_most_a_miss(tmp_path, time
     folder, chance = Folder(tmp_path), random.Random(times)
     prefix_cache = open_cache(folder)
     stored, caches = {}, make_prompt_cache(LLAMA, SMALL)
-    with compressed(LLAMA):
+    with compressed_attention(LLAMA):
         prompt = prefix_cache.prompt([PROMPT], STEP)
         for start, stop in pairwise([0, 200, 400, LENGTH]):
             prefill(PROMPT[start:stop], caches)
@@ -191,7 +191,7 @@ def test_shared_prefixes_stay_longest(tmp_path):
         caches = make_prompt_cache(LLAMA, SMALL)
         prompt = prefix_cache.prompt([ids], 200, system)
         checkpoints.update(prompt.keys)
-        with compressed(LLAMA):
+        with compressed_attention(LLAMA):
             caches = prompt.restore() or caches
             for start in range(prompt.restored, len(ids), 200):
                 prefill(ids[start : start + 200], caches)
@@ -229,7 +229,7 @@ def test_a_full_disk_warns_once_and_the_next_prompt_tries_again(tmp_path):
 
     def run(max_file_size):
         caches = make_prompt_cache(LLAMA, SMALL)
-        with compressed(LLAMA), reuse_prefix(prefix_cache, caches, PROMPT[:500], 200) as prefix:
+        with compressed_attention(LLAMA), reuse_prefix(prefix_cache, caches, PROMPT[:500], 200) as prefix:
             resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_size, limits[1]))
             try:
                 for start in (0, 200):
@@ -251,7 +251,7 @@ def test_a_full_disk_warns_once_and_the_next_prompt_tries_again(tmp_path):
 def test_what_another_kernel_computes_is_not_stored(tmp_path):
     """For example after a kernel failed in the middle of a prompt."""
     caches, before = make_prompt_cache(LLAMA, SMALL), thresholds.current()
-    with compressed(LLAMA), reuse_prefix(open_cache(Folder(tmp_path)), caches, PROMPT[:100], 50) as prefix:
+    with compressed_attention(LLAMA), reuse_prefix(open_cache(Folder(tmp_path)), caches, PROMPT[:100], 50) as prefix:
         for stop, current in ((50, before), (100, replace(before, short_tokens=513))):
             with thresholds.using(current):
                 prefill(PROMPT[stop - 50 : stop], caches)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import mlx_tq
 from mlx_tq.cli.haystack import load_text
 from mlx_tq.cli.model_calibration import measure_losses
-from mlx_tq.config import KVConfig, profile
+from mlx_tq.config import KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.models import fingerprint
 from mlx_tq.prompt_cache.allocation import solve_knapsack
@@ -52,7 +52,7 @@ def test_the_bits_are_those_of_the_arrays(embedded, bits):
     plan = plan_caches(model, KVConfig(mean_bits=bits, sinks=16, window=32))
     assert plan.config.mean_bits is None, "a file names the formats themselves"
     assert KVConfig.from_dict(plan.config.to_dict()) == plan.config
-    with mlx_tq.compressed(model):
+    with mlx_tq.compressed_attention(model):
         caches = mlx_tq.make_prompt_cache(model, plan.config)
         model(mx.arange(500)[None], cache=caches)
     layers = compressed_caches(caches)
@@ -70,7 +70,7 @@ def test_what_a_layer_loses_is_what_it_costs_alone(embedded):
     ids = mx.array(tokenizer.encode(load_text())[:MEASURED])
 
     def predictions(config):
-        with mlx_tq.compressed(model):
+        with mlx_tq.compressed_attention(model):
             caches = mlx_tq.make_prompt_cache(model, config)
             logits = [model(ids[None, at : at + 64], cache=caches)[0] for at in range(0, MEASURED, 64)]
         logits = np.array(mx.concatenate(logits).astype(mx.float32), np.float64)[FROM:]
@@ -78,7 +78,7 @@ def test_what_a_layer_loses_is_what_it_costs_alone(embedded):
         return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
     value = "+".join("tq3" if layer == 4 else "fp16" for layer in range(6))
-    own = predictions(profile("off"))
+    own = predictions(KVConfig.from_profile("off"))
     lost, rounding = (
         (np.exp(own) * (own - predictions(KVConfig(**formats, sinks=32, window=32)))).sum(axis=-1).mean()
         for formats in ({"key": "fp16", "value": value}, {"key": "q8", "value": "q8"})
@@ -104,7 +104,7 @@ def test_a_file_names_the_formats_that_were_chosen(embedded, monkeypatch, tmp_pa
     model, tokenizer = embedded
     config, file, talk = KVConfig(mean_bits=4.2, sinks=16, window=32), tmp_path / "a.safetensors", tmp_path / "b"
     chosen = plan_caches(model, config).config
-    with mlx_tq.compressed(model):
+    with mlx_tq.compressed_attention(model):
         caches = mlx_tq.make_prompt_cache(model, config)
         model(mx.arange(300)[None], cache=caches)
     mlx_tq.save_prompt_cache(file, caches, model=model, config=config)

@@ -16,7 +16,7 @@ from mlx_tq.config import PROFILES, KVConfig
 from mlx_tq.errors import CacheFormatError
 from mlx_tq.prompt_cache import cache_file
 from mlx_tq.prompt_cache.cache_file import load_prompt_cache, save_prompt_cache
-from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache
+from mlx_tq.prompt_cache.compressed import compressed_attention, make_prompt_cache
 
 CONFIG = KVConfig(key="q8", value="tq4", sinks=4, window=24)
 TOKENS = [(7 * i * i + 3 * i) % 160 for i in range(150)]
@@ -36,7 +36,7 @@ def run(model, caches, *chunks, start=0):
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """The bytes of a file, and the caches that it was made from."""
-    with compressed(MODEL):
+    with compressed_attention(MODEL):
         caches = make_prompt_cache(MODEL, CONFIG)
         run(MODEL, caches, 100)
     path = tmp_path_factory.mktemp("files") / "cache.safetensors"
@@ -57,7 +57,7 @@ def saved(written, tmp_path):
 )
 def test_save_load_and_continue_is_never_saved(name, length, tmp_path):
     model, path = build(name), tmp_path / "cache.safetensors"
-    with compressed(model):
+    with compressed_attention(model):
         caches = make_prompt_cache(model, CONFIG)
         run(model, caches, *([length] if length else [60]))
         if not length:
@@ -117,7 +117,7 @@ def refuse(path, match, **changes):
 def test_another_model(saved):
     refuse(
         saved[0],
-        r"whose weights are not .*type .*\. Pass that model",
+        r"was made with another model than this one\. Load that model\.",
         model=build("llama", seed=1),
     )
 
@@ -213,10 +213,11 @@ def test_a_second_save_takes_the_place_of_the_first(saved):
     refuse(path, r"has version 0; this mlx_tq reads 1\. Take another copy of it")
 
 
-FIELDS = ["version", "model", "config", "classes", "scalars", "metadata"]
+FIELDS = ["version", "model", "source", "config", "classes", "scalars", "metadata"]
 EDITS = [{name: value} for name in FIELDS for value in (None, "", "{")]
 EDITS += [{"classes": json.dumps(names)} for names in (["KVCache", "KVCache"], ["os", "os"], ["CompressedKVCache"])]
 EDITS += [{"metadata": json.dumps(value)} for value in ([], {"model": 7})]
+EDITS += [{"model": "0" * 16, "source": json.dumps(value)} for value in ([], {"model": 7}, {"color": 1}, 5)]
 EDITS += [{"config": json.dumps(config)} for config in ({"key": "q9"}, {"color": 1}, {"window": -1})]
 
 
@@ -225,7 +226,7 @@ def test_headers_that_say_something_else(saved, fields):
     """Even where the checksum agrees, every field is checked."""
     path, _ = saved
     edited(path, **fields)
-    refuse(path, r"\. (Take another copy of it, or start again without it|Pass that model)\.$")
+    refuse(path, r"\. (Take another copy of it, or start again without it|Load that model)\.$")
 
 
 # Numbers by which memory would be allocated, or rows read that are not there, by their path in the state.
@@ -240,7 +241,7 @@ HUGE = [
 @pytest.mark.parametrize("numbers", HUGE, ids=str)
 def test_numbers_that_the_arrays_contradict(tmp_path, numbers):
     path, config = tmp_path / "cache.safetensors", replace(CONFIG, normalize=False)  # packed after 56 tokens
-    with compressed(MODEL):
+    with compressed_attention(MODEL):
         caches = make_prompt_cache(MODEL, config)
         run(MODEL, caches, 150)
         assert caches[0].packed_tokens
@@ -264,10 +265,10 @@ def test_a_save_that_fails_leaves_the_old_file(saved, monkeypatch):
 
     def full_disk(*args):
         Path(args[0]).write_bytes(b"half")
-        raise RuntimeError("[write] no space left on device")
+        raise RuntimeError("[write] no space left on device.")
 
     monkeypatch.setattr(mx, "save_safetensors", full_disk)
-    with pytest.raises(CacheFormatError, match=r"cannot write the cache file .*no space left.* Free space, or choose"):
+    with pytest.raises(CacheFormatError, match=r"cannot write .*no space left on device\. Free space, or choose"):
         save_prompt_cache(path, caches, model=MODEL, config=CONFIG)
     assert path.read_bytes() == before
     assert [file.name for file in path.parent.iterdir()] == ["cache.safetensors"]
@@ -277,9 +278,7 @@ def test_where_no_file_can_be(saved, tmp_path):
     path, caches = saved
     folder = tmp_path / "folder"
     folder.mkdir()
-    with pytest.raises(CacheFormatError, match=r"cannot write the cache file .*folder"):
-        save_prompt_cache(folder, caches, model=MODEL, config=CONFIG)
-    for target in (tmp_path / "none" / "a.safetensors", path / "a.safetensors"):
-        with pytest.raises(CacheFormatError, match=r"cannot write the cache file .*choose another path"):
+    for target in (folder, tmp_path / "none" / "a.safetensors", path / "a.safetensors"):
+        with pytest.raises(CacheFormatError, match=r"cannot write the cache file .*folder.*\. Choose another path\.$"):
             save_prompt_cache(target, caches, model=MODEL, config=CONFIG)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["cache.safetensors", "folder"]

@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 from zoo import build
 
-from mlx_tq import compressed, make_prompt_cache
+from mlx_tq import compressed_attention, make_prompt_cache
 from mlx_tq.config import PROFILES
 from mlx_tq.prompt_cache.memory import capacities, other_bytes, sequence_bytes, weights_nbytes
 
@@ -17,7 +17,7 @@ def test_bytes_are_those_of_filled_caches(name, profile):
     """Plain caches, sliding windows and states whose size never changes."""
     model, config = build(name), PROFILES[profile]
     caches = make_prompt_cache(model, config)
-    with compressed(model):
+    with compressed_attention(model):
         for size in [64] * (TOKENS // 64 - 1) + [63, 1]:  # a sliding window is whole again once an answer begins
             mx.eval(model(mx.arange(size)[None], cache=caches))
     held = sum(cache.nbytes for cache in caches)

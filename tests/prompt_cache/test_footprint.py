@@ -15,7 +15,7 @@ from mlx_tq.config import PROFILES, EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import SlotFacts
 from mlx_tq.prompt_cache.build import build_caches, make_cache
-from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache, plan_caches
+from mlx_tq.prompt_cache.compressed import compressed_attention, make_prompt_cache, plan_caches
 from mlx_tq.prompt_cache.layer_bytes import layer_bytes
 from mlx_tq.prompt_cache.layer_group import compressed_caches, layer_group_of
 from mlx_tq.prompt_cache.memory import memory_report, other_bytes, sequence_bytes
@@ -49,7 +49,7 @@ def test_a_plan_says_what_its_caches_take(name):
         plan = plan_caches(model, sizes)
         for tokens in lengths:
             caches = build_caches(plan)
-            with compressed(model):
+            with compressed_attention(model):
                 mx.eval(model(mx.array([[i % 160 for i in range(tokens)]]), cache=caches))
             ours = compressed_caches(caches)
             assert plan.nbytes(tokens) == sum(cache.nbytes for cache in ours)
@@ -57,7 +57,7 @@ def test_a_plan_says_what_its_caches_take(name):
     rows = [build_caches(plan) for _ in range(2)]
     if name == "deepseek_v2":  # a batch, and what the model's own caches would take
         batch = [layer[0].merge(list(layer)) for layer in zip(*rows, strict=True)]
-        with compressed(model):
+        with compressed_attention(model):
             mx.eval(model(mx.zeros((2, 100), mx.int32), cache=batch))
         assert 2 * plan.nbytes(100) == sum(cache.nbytes for cache in batch)
         assert plan.native_nbytes(100) == 2 * 4 * 256 * (192 + 128) * 4  # of a float32 model
@@ -169,7 +169,7 @@ def test_sizes_that_cannot_be(name):
 def test_statistics_of_a_sequence():
     plan = plan_caches(MODEL, config())
     caches = build_caches(plan)
-    with compressed(MODEL):
+    with compressed_attention(MODEL):
         read(caches, 0, 130)
     stats, sequence = cache_stats(caches, plan), layer_group_of(caches)
     assert (stats.tokens, stats.evicted, stats.rounds) == (130, sequence.stats.tokens, sequence.stats.rounds)
@@ -182,7 +182,7 @@ def test_statistics_of_a_sequence():
     assert tokens_seen(caches) == 130
     keeps = fresh(policy=None)
     assert cache_stats(keeps, None).ratio == cache_stats(keeps, None).retention == 1
-    with compressed(MODEL):
+    with compressed_attention(MODEL):
         read(keeps, 0, 60)
     stats = cache_stats(keeps, plan_caches(MODEL, config(None)))
     assert (stats.evicted, stats.rounds, stats.evict_seconds, stats.retention) == (0, 0, 0.0, 1)
@@ -194,7 +194,7 @@ def test_tiers_of_a_plan_are_those_of_what_was_read(limit):
     evict = EvictConfig("knorm:trigger=8", 60, recall="auto", archive_limit=limit)
     plan = plan_caches(MODEL, config(evict=evict))
     caches = build_caches(plan)
-    with compressed(MODEL):
+    with compressed_attention(MODEL):
         read(caches, 0, 390)
     planned, held = predict_stats(plan, 390), cache_stats(caches, plan)
     for stats in (planned, held):
@@ -212,7 +212,7 @@ def test_each_token_is_in_one_place(way):
     recall, limit = ("off" if way == "dropped" else "auto"), (20_000 if "deleted" in way else None)
     plan = plan_caches(MODEL, config(evict=EvictConfig("knorm:trigger=8", 60, recall=recall, archive_limit=limit)))
     caches = build_caches(plan)
-    with compressed(MODEL):
+    with compressed_attention(MODEL):
         read(caches, 0, 300)
         group = layer_group_of(caches)
         if "recalled" in way:
@@ -235,7 +235,7 @@ def test_a_peak_has_what_may_be_back(recall):
     """Where memory is limited, rows that came back have their place."""
     plan = plan_caches(MODEL, config(evict=EvictConfig("knorm:trigger=8", 60, recall=recall)))
     caches = build_caches(plan)
-    with compressed(MODEL):
+    with compressed_attention(MODEL):
         read(caches, 0, 390)
     sequence, most = layer_group_of(caches), {"auto": 128, "off": 0}.get(recall, recall)
     back = blocks_of_ranges(sequence.archived, [(0, 390)], caches[0].positions, 400)
@@ -279,7 +279,7 @@ def test_the_cache_to_compare_with_is_mlx_lms_own(name, dtype, evict):
     held = sequence_bytes(model, PROFILES["off"], others)
     for tokens in NATIVE_LENGTHS:
         own, ours = native.make_prompt_cache(model), build_caches(plan)
-        with compressed(model):
+        with compressed_attention(model):
             for caches in (own, ours):
                 mx.eval(model(mx.zeros((1, tokens), mx.int32), cache=caches))
                 mx.eval(model(mx.zeros((1, 1), mx.int32), cache=caches))  # after a round of eviction

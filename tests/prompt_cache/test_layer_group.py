@@ -11,7 +11,7 @@ from mlx_tq.config import Budget
 from mlx_tq.errors import CacheFormatError
 from mlx_tq.policies.selection import PositionRange
 from mlx_tq.prompt_cache.cache_file import load_prompt_cache, save_prompt_cache
-from mlx_tq.prompt_cache.compressed import compressed, plan_caches
+from mlx_tq.prompt_cache.compressed import compressed_attention, plan_caches
 from mlx_tq.prompt_cache.layer_group import begin_pass, layer_group_of
 from prompt_cache.driving import MODEL, POLICIES, TOKENS, config, extracted, fresh, live, merged, read, rounds
 
@@ -20,7 +20,7 @@ TOGETHER = r"All layers evict together: copy, keep and drop a prompt cache as a 
 
 @pytest.fixture(autouse=True, scope="module")
 def _door():
-    with compressed(MODEL):
+    with compressed_attention(MODEL):
         yield
 
 

@@ -13,7 +13,7 @@ from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.config import PROFILES, EvictConfig, KVConfig
 from mlx_tq.integration.probe import SlotFacts
 from mlx_tq.prompt_cache.build import build_caches
-from mlx_tq.prompt_cache.compressed import compressed, plan_caches
+from mlx_tq.prompt_cache.compressed import compressed_attention, plan_caches
 from mlx_tq.prompt_cache.layer_group import EvictionPlan, begin_pass, layer_group_of
 from mlx_tq.prompt_cache.plan import LayerPlan, Plan, budget_in_tokens
 from mlx_tq.prompt_cache.recall import positions_of
@@ -107,7 +107,7 @@ def test_layers_of_a_plan_add_up_and_a_cache_without_window_keeps_its_last_token
 def test_a_policy_that_calibrates_on_the_prompt_evicts_nothing_before():
     plan = plan_caches(MODEL, config("triattention:trigger=8:granularity=1:warmup=100"))
     caches = build_caches(plan)
-    with compressed(MODEL):
+    with compressed_attention(MODEL):
         for start in range(0, 140, 20):
             read(caches, start, start + 20)
             assert sum(cache.nbytes for cache in caches) <= plan.peak_nbytes(start + 20, 20)

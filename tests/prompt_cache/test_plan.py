@@ -18,7 +18,7 @@ from mlx_tq.errors import CacheFormatError, ConfigError, UnsupportedModelError
 from mlx_tq.models import fingerprint
 from mlx_tq.prompt_cache.build import adopt_caches, build_caches
 from mlx_tq.prompt_cache.cache_file import load_prompt_cache, save_prompt_cache
-from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache, plan_caches
+from mlx_tq.prompt_cache.compressed import compressed_attention, make_prompt_cache, plan_caches
 from mlx_tq.prompt_cache.layer_group import compressed_caches, layer_group_of
 from mlx_tq.prompt_cache.measurements import calibration_path, make_folder
 from mlx_tq.prompt_cache.plan import without_queries
@@ -118,7 +118,7 @@ def test_a_schedule_gives_each_layer_its_format(key, tmp_path, capsys):
     shown = capsys.readouterr().err
     assert all(name in shown for name in wanted)
     assert ("The first of two key formats is for the most recent 32 packed tokens" in shown) == ("~" in key)
-    with compressed(FOUR_LAYERS):
+    with compressed_attention(FOUR_LAYERS):
         caches = make_prompt_cache(FOUR_LAYERS, config)
         mx.eval(FOUR_LAYERS(mx.array([TOKENS[:190]]), cache=caches))
         save_prompt_cache(tmp_path / "x.safetensors", caches, model=FOUR_LAYERS, config=config)
@@ -150,7 +150,7 @@ def test_spectral_keys_go_by_the_pairs_of_the_models_rope(name, tmp_path):
         apart = 1 if name == "glm4" else len(pairs)
         assert all(second == first + apart for first, second in pairs)
         assert 2 * len(pairs) == {"llama": 64, "glm4": 32, "gpt_neox": 16}[name]
-    with compressed(model):
+    with compressed_attention(model):
         caches = make_prompt_cache(model, config)
         read(model, caches, 90)
         save_prompt_cache(tmp_path / "x.safetensors", caches, model=model, config=config)
@@ -199,7 +199,7 @@ def test_models_whose_queries_tell_nothing_are_refused_by_name(name):
     assert {id(module): dict(module) for module in model.modules()} == modules
     plan_caches(model, evicting(evict=None))
     if name != "afm7":
-        with compressed(model):
+        with compressed_attention(model):
             caches = make_prompt_cache(model, evicting("knorm:trigger=8:granularity=1"))
             read(model, caches, 70, 33, 40, 1)
         assert layer_group_of(caches).stats.rounds > 0
@@ -209,7 +209,7 @@ def test_statistics_replace_the_warm_up(tmp_path):
     model, path = build("qwen3_next"), str(tmp_path / "stats.safetensors")
     save_queries(model, path, calibrate_on_text(model, TOKENS[:104]))
     config = evicting(f"triattention:trigger=8:granularity=1:calibration={path}")
-    with compressed(model):
+    with compressed_attention(model):
         plan = plan_caches(model, config)
         assert plan.eviction.source == path
         caches, online = (
@@ -283,7 +283,7 @@ def test_caches_of_mlx_lm_are_adopted(length):
     read(model, plain, length)
     caches = adopt_caches(plan_caches(model, evicting()), copy.deepcopy(plain))
     assert {cache.offset for cache in compressed_caches(caches)} == {length}
-    with compressed(model):
+    with compressed_attention(model):
         ids = mx.array([TOKENS[length : length + 20]])
         assert mx.allclose(model(ids, cache=caches), model(ids, cache=plain), atol=1e-3)
     theirs = native.make_prompt_cache(build("gemma3_text"))

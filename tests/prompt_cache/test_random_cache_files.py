@@ -12,7 +12,7 @@ from zoo import build
 from mlx_tq.config import PROFILES, EvictConfig, KVConfig
 from mlx_tq.errors import MlxTqError
 from mlx_tq.prompt_cache.cache_file import CONVERSATION, checksum, load_prompt_cache, save_prompt_cache
-from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache
+from mlx_tq.prompt_cache.compressed import compressed_attention, make_prompt_cache
 
 TOKENS = [(7 * i * i + 3 * i) % 160 for i in range(400)]
 SMALL = KVConfig(key="q8", value="tq4", sinks=4, window=24)
@@ -46,7 +46,7 @@ def files(tmp_path_factory):
 
 def write(model, config, path):
     """Write a cache of 200 tokens; return the model, and the file's arrays and header."""
-    with compressed(model):
+    with compressed_attention(model):
         caches = make_prompt_cache(model, config)
         for start in range(0, 200, 50):
             model(mx.array([TOKENS[start : start + 50]]), cache=caches)
@@ -119,7 +119,7 @@ def forge(files, seed, path):
 def load_and_continue(path, model):
     """Return the error of mlx_tq if a file cannot be used."""
     try:
-        with compressed(model):
+        with compressed_attention(model):
             caches = load_prompt_cache(path, model=model).caches
             for count in (1, 40, 1):
                 mx.eval(model(mx.array([TOKENS[:count]]), cache=caches))

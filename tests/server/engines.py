@@ -6,7 +6,7 @@ from dataclasses import replace
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_tq.cache.batch import BatchCompressedKVCache
-from mlx_tq.config import profile
+from mlx_tq.config import KVConfig
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.server.admission import EngineLimits
@@ -17,7 +17,7 @@ from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.prompt_builder import Prompt
 from mlx_tq.server.stored_prompts import salt_of
 
-CONFIG = profile("small", sinks=16, window=32)
+CONFIG = KVConfig.from_profile("small", sinks=16, window=32)
 LIMITS = {
     "concurrency": 8, "prompt_concurrency": 8, "queue": 8, "prefill_step_size": 64, "prompt_cache_size": 4,
     "prompt_cache_bytes": 2**40, "memory": None, "metrics_interval_s": 0,

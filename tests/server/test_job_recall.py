@@ -8,7 +8,7 @@ from cli.tools import facts
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
 
-from mlx_tq import compressed, make_prompt_cache
+from mlx_tq import compressed_attention, make_prompt_cache
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.prompt_cache.layer_group import layer_group_of
 from mlx_tq.server.job import Piece, Quoted, SessionStart, Started
@@ -34,7 +34,7 @@ def generate_alone(loaded, ids):
     model, tokenizer = loaded
     caches = make_prompt_cache(model, CONFIG)
     document, question = split_question(tokenizer, ids)
-    with compressed(model):
+    with compressed_attention(model):
         prefill(model, caches, document, STEP)
         recall = RecallDuringDecode(caches, recall_rows(model, caches, question, STEP))
         recall.start()

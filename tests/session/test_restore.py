@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
 from zoo import build
 
-from mlx_tq import EvictConfig, KVConfig, compressed, make_prompt_cache
+from mlx_tq import EvictConfig, KVConfig, compressed_attention, make_prompt_cache
 from mlx_tq.config import BLOCK
 from mlx_tq.prompt_cache.cache_file import load_prompt_cache, save_prompt_cache
 from mlx_tq.prompt_cache.layer_group import LayerGroup, evicting_layers, layer_group_of
@@ -41,7 +41,7 @@ CHOICES = "\n".join(
 
 
 def read(model, caches, ids, step=64):
-    with compressed(model):
+    with compressed_attention(model):
         for start in range(0, len(ids), step):
             mx.eval(model(mx.array(ids[start : start + step])[None], cache=caches))
 
@@ -58,7 +58,7 @@ def caches_of(exact, config=CONFIG, lines=40):
 def decode(model, caches, recall, question, max_tokens):
     """Answer a question with recall, and yield the number of each token."""
     recall.start()
-    with compressed(model):
+    with compressed_attention(model):
         steps = generate_step(mx.array(question), model, prompt_cache=caches, max_tokens=max_tokens)
         for number, _ in enumerate(steps):
             recall.count_token()
@@ -289,7 +289,7 @@ def test_of_layers_that_share_keys_only_the_first_is_listened_to():
     caches = make_prompt_cache(model, CONFIG)
     sequence = layer_group_of(caches)
     sequence.capture_queries(range(len(evicting_layers(caches))), rounds=True)
-    with compressed(model):
+    with compressed_attention(model):
         for count in (9, 1):
             mx.eval(model(mx.arange(count)[None], cache=caches))
     queries = [listener.passes for listener in sequence._buffers.values()]

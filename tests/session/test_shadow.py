@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.generate import stream_generate
 from zoo import build
 
-from mlx_tq import EvictConfig, KVConfig, Session, compressed, make_prompt_cache
+from mlx_tq import EvictConfig, KVConfig, Session, compressed_attention, make_prompt_cache
 from mlx_tq.errors import ConfigError
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.session.shadow_mode import Shadow
@@ -33,7 +33,7 @@ def answered(model, tokenizer, ids, caches, count=12):
 def test_the_answer_is_the_models_own(name, evict, exact):
     model, tokenizer, ids = build(name), exact[1], prompt(180)
     shadow = Shadow(model, plan_caches(model, KVConfig(**{**vars(CONFIG), "evict": evict})), every=4)
-    with compressed(model):
+    with compressed_attention(model):
         own = [reply.token for reply in answered(model, tokenizer, ids, make_prompt_cache(model, OFF))]
         shadow.begin(ids[-1], len(ids) - 1)
         said = []
@@ -53,7 +53,7 @@ def test_weights_and_outputs_against_numpy(exact):
     model, tokenizer, ids = build("llama"), exact[1], prompt(150)
     shadow = Shadow(model, plan_caches(model, CONFIG), every=1)
     heard = []
-    with compressed(model):
+    with compressed_attention(model):
         answered(model, tokenizer, ids, shadow.caches, 4)
         cache = shadow.caches[0]
         view = cache.keys_and_values()[0].view
@@ -79,7 +79,7 @@ def test_predictions_are_those_of_a_compressed_cache(exact):
     model, tokenizer, ids = build("llama"), exact[1], prompt(180)
     shadow = Shadow(model, plan_caches(model, CONFIG), every=1)
     shadow.begin(ids[-1], len(ids) - 1)
-    with compressed(model):
+    with compressed_attention(model):
         reply = next(stream_generate(model, tokenizer, ids, max_tokens=8, prompt_cache=shadow.caches))
         shadow.token(reply.token, reply.text, reply.logprobs)
         caches = make_prompt_cache(model, CONFIG)
@@ -97,7 +97,7 @@ def test_predictions_are_those_of_a_compressed_cache(exact):
 def test_copies_go_on_as_the_model_would(exact):
     model, tokenizer, ids = build("llama"), exact[1], prompt(150)
     shadow, own = Shadow(model, plan_caches(model, CONFIG), every=2), make_prompt_cache(model, OFF)
-    with compressed(model):
+    with compressed_attention(model):
         for caches in (shadow.caches, own):
             answered(model, tokenizer, ids, caches, 1)
         said = [answered(model, tokenizer, prompt(9), each, 6) for each in (copy.deepcopy(shadow.caches), own)]

@@ -22,7 +22,7 @@ from mlx_tq.kernels import backend, thresholds
 from mlx_tq.kernels.gpu import Kernel
 from mlx_tq.kernels.thresholds import KernelThresholds
 from mlx_tq.models import load
-from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache
+from mlx_tq.prompt_cache.compressed import compressed_attention, make_prompt_cache
 from mlx_tq.prompt_cache.layer_group import compressed_caches
 
 PROMPT, ANSWER = 216, 6
@@ -32,7 +32,7 @@ TEXT = "The access code of the north gate is 417295. The harbour is quiet at nig
 
 
 def tokens_of(model, ids, caches):
-    with compressed(model):
+    with compressed_attention(model):
         steps = generate_step(ids, model, prompt_cache=caches, max_tokens=ANSWER, prefill_step_size=32)
         return [int(token) for token, _ in steps]
 

@@ -1,4 +1,4 @@
-"""`ModelSource`: a model that a server may load. Only those of its flags exist: no request adds one."""
+"""`ServedModel`: a model that a server may load. Only those of its flags exist: no request adds one."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ _CONFIG, _WEIGHTS, _GGUF = "config.json", "*.safetensors", ".gguf"
 
 
 @dataclass(frozen=True)
-class ModelSource:
+class ServedModel:
     """A model of `--model`, by the `name` that requests use; `path` is what `models.load` takes.
 
     With one model, the server loads it at once, so that nothing is known of it before.
@@ -25,7 +25,7 @@ class ModelSource:
     context_length: int | None = None
 
 
-def find_models(request: Request, ranks: Ranks) -> list[ModelSource]:
+def find_models(request: Request, ranks: Ranks) -> list[ServedModel]:
     """Return the models of `--model`, the default first; several are looked at, and downloaded where that is needed.
 
     Raises ConfigError for several models where one is needed, one that does not exist, and two of one name.
@@ -35,9 +35,9 @@ def find_models(request: Request, ranks: Ranks) -> list[ModelSource]:
         path = paths[0] if paths else None
         if request.args.model_memory_limit:
             raise ConfigError("--model-memory-limit requires several models. Name another --model, or drop it.")
-        return [ModelSource(public_name(path), path)]
+        return [ServedModel(public_name(path), path)]
     _check_several(request, len(paths), ranks)
-    sources: dict[str, ModelSource] = {}
+    sources: dict[str, ServedModel] = {}
     for path in paths:
         name = public_name(path)
         if name in sources:
@@ -84,7 +84,7 @@ def public_name(path: str | None) -> str:
     return Path(path).resolve().name if Path(path).exists() else path
 
 
-def _inspect(name: str, path: str) -> ModelSource:
+def _inspect(name: str, path: str) -> ServedModel:
     local = local_path(path)
     files = [local] if local.is_file() else local.glob(_WEIGHTS)
     try:
@@ -94,6 +94,6 @@ def _inspect(name: str, path: str) -> ModelSource:
     text = config.get("text_config")
     config = {**config, **text} if isinstance(text, dict) else config
     positions = config.get("max_position_embeddings")
-    return ModelSource(
+    return ServedModel(
         name, path, sum(file.stat().st_size for file in files), positions if isinstance(positions, int) else None
     )

@@ -1,0 +1,40 @@
+"""How a model was loaded, which files of its caches name."""
+
+from dataclasses import dataclass
+from typing import Any
+
+_SOURCE = "_mlx_tq_source"  # the attribute of a model
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """What `load` needs to load a model again with the same weights."""
+
+    model: str  # folder, file or hub name, "" for the embedded model
+    dtype: str | None = None  # None if the weights are of several types
+    dequantize: bool = False
+    adapter_path: str | None = None
+    architecture: str = ""  # equal for models of the same shape; "" if it is unknown
+
+    def __post_init__(self) -> None:
+        is_valid = isinstance(self.model, str) and isinstance(self.dequantize, bool)
+        if not is_valid or not all(isinstance(text, str | None) for text in (self.dtype, self.adapter_path)):
+            raise ValueError(f"{self} is no source of a model")
+
+    def __str__(self) -> str:
+        return (
+            (self.model or "the embedded model")
+            + (f" in {self.dtype}" if self.dtype else "")
+            + (", dequantized" if self.dequantize else "")
+            + (f", with the adapter {self.adapter_path}" if self.adapter_path else "")
+        )
+
+
+def record_source(model: Any, source: ModelSource) -> None:
+    setattr(model, _SOURCE, source)
+
+
+def source_of(model: Any) -> ModelSource | None:
+    """Return how a model was loaded; None if not by `load`."""
+    source: ModelSource | None = getattr(model, _SOURCE, None)
+    return source
