@@ -22,11 +22,11 @@ from mlx_tq.server.api_errors import ContextLengthError, InvalidRequestError
 from mlx_tq.server.engine import Engine
 from mlx_tq.server.job import Event, Job, SessionResult
 from mlx_tq.server.metrics import Metrics
-from mlx_tq.server.served_models import public_name
 from mlx_tq.server.prompt_builder import PromptBuilder
 from mlx_tq.server.response_formats import ResponseFormats
 from mlx_tq.server.sampling import Sampling, logits_processors
 from mlx_tq.server.schemas import ChatRequest, CompletionRequest
+from mlx_tq.server.served_models import public_name
 from mlx_tq.server.sessions import HEADER, ServerSession, Sessions, SessionTurn
 
 AnyRequest = ChatRequest | CompletionRequest
