@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from mlx_tq.cli.options import Request
+from mlx_tq.cli.options import ON_FULL, PENALTIES, SAMPLING, Request
 from mlx_tq.cli.parser import (
     CommandParser,
     add_cache_arguments,
@@ -31,9 +31,11 @@ def build_parser() -> CommandParser:
     add("--system-prompt", metavar="TEXT", help="system prompt (default: none)")
     add("--chat-template-config", metavar="JSON", help="options of the chat template (default: {})")
     add("--load", metavar="FILE", help="continue a conversation saved with /save, on its model (default: none)")
+    on_full = "when the model's context is full: stop, or drop-oldest, which drops the oldest turns and goes on"
+    add("--on-full", choices=ON_FULL, default=ON_FULL[0], help=on_full)
     add("--max-tokens", "-m", type=int, default=512, metavar="N", help="maximum tokens per answer")
     add("--prefill-step-size", type=int, default=512, metavar="N", help="tokens per prefill step")
-    add_sampling_arguments(group)
+    add_sampling_arguments(group, (*SAMPLING, *PENALTIES), from_model=True)
     add("--seed", type=int, default=0, metavar="N", help="random seed")
     return parser
 

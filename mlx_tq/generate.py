@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from mlx_tq.cli.options import Request, parse_size
+from mlx_tq.cli.options import PENALTIES, SAMPLING, Request, parse_size
 from mlx_tq.cli.parser import (
     CommandParser,
     add_cache_arguments,
@@ -50,7 +50,7 @@ def _add_generation_arguments(parser: CommandParser) -> None:
     add = (group := parser.add_argument_group("generation")).add_argument
     tokens = "maximum tokens to generate; -1 is up to the context limit"
     add("--max-tokens", "-m", type=int, default=100, metavar="N", help=tokens)
-    add_sampling_arguments(group)
+    add_sampling_arguments(group, (*SAMPLING, *PENALTIES))
     add("--min-tokens-to-keep", type=int, default=1, metavar="N", help="minimum candidates kept by min-p")
     add("--xtc-probability", type=float, default=0.0, metavar="P", help="probability of applying XTC sampling")
     add("--xtc-threshold", type=float, default=0.1, metavar="P", help="probability threshold of XTC sampling")

@@ -31,6 +31,7 @@ from mlx_tq.cli.loading import (
 from mlx_tq.cli.options import Request
 from mlx_tq.cli.prompts import embed_images, encode, read_prompt, render, template_config
 from mlx_tq.cli.runner import DONE, INTERRUPTED
+from mlx_tq.cli.sampling import choose_sampling, make_processors
 from mlx_tq.cli.screen import (
     collect_stats,
     note,
@@ -94,6 +95,8 @@ def answer_request(request: Request) -> int:
     opened = open_caches(model, request)
     plan = opened.plan
     options["max_tokens"] = _limit_tokens(opened, len(ids), limit, request)
+    if args.verbose:
+        note(choose_sampling(args, args.model)[1])
     if args.verbose and plan is not None:
         show_plan(plan, tokens_seen(opened.caches) + len(ids) + max(options["max_tokens"], 0), request.recall_blocker)
     elif args.verbose:
@@ -106,15 +109,15 @@ def answer_request(request: Request) -> int:
         xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
     )
     options["sampler"] = ranks.share_sampler(sampler)
-    if schema is not None:
-        options["logits_processors"] = [_make_constraint(schema, tokenizer, ids, args.json_schema)]
+    constraints = [] if schema is None else [_make_constraint(schema, tokenizer, ids, args.json_schema)]
+    options["logits_processors"] = [*make_processors(vars(args)), *constraints]
     prefix_cache = None if folder is None or plan is None else PrefixCache(model, plan, folder, warn)
     shadow = make_shadow(model, plan, request.shadow, has_prefix_cache=prefix_cache is not None)
     if shadow is not None:
         opened = opened._replace(caches=shadow.caches)
     can_recall = plan is not None and plan.recalls and request.values["--kv-recall"] != OFF
     query = prompt if can_recall or request.rescue.service != OFF else None
-    answer = _answer(model, tokenizer, opened, ids, query, request, options, prefix_cache, shadow)
+    answer = _answer(model, tokenizer, opened, ids, query, request, options, constraints, prefix_cache, shadow)
     _report(answer, opened, request, can_recall, shadow, ranks)
     return INTERRUPTED if answer[1].finish_reason == "interrupted" else DONE
 
@@ -194,6 +197,7 @@ def _answer(
     query: str | None,
     request: Request,
     options: dict[str, Any],
+    constraints: list[Any],
     prefix_cache: PrefixCache | None,
     shadow: Shadow | None,
 ) -> Answer:
@@ -225,8 +229,8 @@ def _answer(
                 text += response.text
                 if not args.json:
                     say(response.text)
-            for processor in options.get("logits_processors", ()):
-                processor.check()
+            for constraint in constraints:
+                constraint.check()
         except KeyboardInterrupt:
             pass
         except ValueError as error:  # mlx-lm's, for options that cannot be combined

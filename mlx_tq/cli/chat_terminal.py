@@ -6,13 +6,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_tq.cli.loading import join_ranks, load_model, open_prefix_folder, take_source
-from mlx_tq.cli.options import RESCUE_FIELDS, Request
+from mlx_tq.cli.options import PENALTIES, RESCUE_FIELDS, SAMPLING, Request, SamplingOption, name_of
 from mlx_tq.cli.prompts import template_config
 from mlx_tq.cli.runner import DONE, INTERRUPTED
+from mlx_tq.cli.sampling import choose_sampling, make_processors, parse_setting
 from mlx_tq.cli.screen import (
     collect_stats,
     console,
@@ -32,30 +34,48 @@ from mlx_tq.cli.screen import (
 from mlx_tq.cli.terminal_text import readable, say
 from mlx_tq.config import RescueConfig
 from mlx_tq.distributed.group import ALONE, Ranks
-from mlx_tq.errors import CacheFormatError, ConfigError, one_line
+from mlx_tq.errors import CacheFormatError, ConfigError, one_line, unknown_name
 from mlx_tq.prompt_cache.cache_file import check_config, with_formats
 from mlx_tq.rescue import AUTO, OFF, START_S
 from mlx_tq.session import Session
 from mlx_tq.session.restore import take_archive_warning
 
+readline: Any = None
 with suppress(ImportError):  # not on every system; without it lines cannot be edited
     import readline  # gives input() its history and editing
 
+    readline.set_auto_history(False)  # the chat adds whole messages
     if "libedit" not in (readline.__doc__ or ""):  # libedit has another syntax, and no bracketed paste
         readline.parse_and_bind("set enable-bracketed-paste on")  # what is pasted is one message, with all its lines
 
 _DEFAULT_CONTEXT = 32768  # tokens at which the bytes of a model without a limit are shown
 _BLOCK = '"""'
+# What /set changes.
+_SETTINGS = {
+    option.flag.removeprefix("--"): option
+    for option in (
+        *(*SAMPLING, *PENALTIES),
+        SamplingOption("--max-tokens", "N", int, 512, "maximum tokens per answer"),
+        SamplingOption("--seed", "N", int, 0, "random seed"),
+    )
+}
 _HELP = f"""\
 /stats        show tokens and memory
 /save FILE    save this conversation
 /load FILE    load a saved conversation
 /reset        start a new conversation
+/system TEXT  start a new conversation with this system prompt
+/undo         remove the last message and its answer
+/retry        remove the last answer and ask again
+/set          show the settings of sampling
+/set NAME X   change one, such as /set temp 0.7
 /help         show this help
 /quit         exit (so does Ctrl-D)
  /...         a message that begins with a slash needs a space before it, unless it is a path
 {_BLOCK}           begins and ends a message of several lines
-Ctrl-C        stop the answer; press twice at the prompt to exit"""
+Ctrl-C        stop the answer; press twice at the prompt to exit
+
+The bar is the model's context: █ tokens in the cache, ▒ evicted tokens, · free"""
 
 
 def run_chat(request: Request) -> int:
@@ -64,6 +84,8 @@ def run_chat(request: Request) -> int:
     if args.load is not None:
         take_source(args, args.load)
     model, tokenizer = load_model(args, config, ranks=ranks)
+    settings, sampling_line = choose_sampling(args, args.model)
+    settings |= {"max_tokens": args.max_tokens, "seed": args.seed}
     warnings: list[str] = []
     with Session(
         model,
@@ -74,18 +96,19 @@ def run_chat(request: Request) -> int:
         template=template_config(args),
         max_tokens=args.max_tokens,
         prefill_step_size=args.prefill_step_size,
-        sampler=ranks.share_sampler(make_sampler(args.temp, args.top_p, args.min_p, top_k=args.top_k)),
         seed=args.seed,
         prefix_cache=open_prefix_folder(request, ranks),
         shadow=request.shadow,
+        on_full=args.on_full,
         warn=warnings.append,
     ) as session:
         if args.load is not None:
             session.load(args.load)
             if request.changes_cache:  # flags can only repeat what the conversation was saved with
                 check_config(args.load, session.config, with_formats(model, request.change(session.config)))
-        chat = Chat(session, warnings, ranks)
+        chat = Chat(session, settings, warnings, ranks)
         chat.show_conversation()
+        note(sampling_line)
         if session.rescue.service == AUTO and session.client is not None:
             session.client.ready(START_S)
         note("type a message; /help shows the commands")
@@ -98,8 +121,9 @@ def run_chat(request: Request) -> int:
 class Chat:
     """A session in a terminal, or with lines from a pipe; of several ranks the first one reads the input."""
 
-    def __init__(self, session: Session, warnings: list[str], ranks: Ranks = ALONE) -> None:
-        self._session, self._warnings, self._ranks = session, warnings, ranks
+    def __init__(self, session: Session, settings: dict[str, Any], warnings: list[str], ranks: Ranks = ALONE) -> None:
+        self._session, self._settings, self._warnings, self._ranks = session, settings, warnings, ranks
+        self._apply_settings()
         self._is_terminal = sys.stdin.isatty()
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are not text cost their line, not the chat
@@ -108,6 +132,10 @@ class Chat:
             "/save": self._save,
             "/load": self._load,
             "/reset": self._reset,
+            "/system": self._restart_with_system_prompt,
+            "/undo": self._undo,
+            "/retry": self._retry,
+            "/set": self._set,
             "/help": lambda _: console.print(_HELP, markup=False),
         }
 
@@ -143,6 +171,7 @@ class Chat:
                 count = len(lines)
                 warn(f"the input ended before the {_BLOCK} that ends a message: its {count} lines were not sent.")
             return None
+        self._remember(message)
         name = message.strip().partition(" ")[0]
         is_path = "/" in name[1:] or Path(name).exists()
         return message, message.startswith("/") and "\n" not in message and not is_path
@@ -194,6 +223,14 @@ class Chat:
             raise EOFError
         return line.rstrip("\n")
 
+    def _remember(self, message: str) -> None:
+        """Add a message to the history, with all of its lines."""
+        if readline is None or not self._is_terminal or not message.strip():
+            return
+        count = readline.get_current_history_length()
+        if not count or readline.get_history_item(count) != message:
+            readline.add_history(message)
+
     def _save(self, path: str) -> None:
         self._session.save(self._check_path(path, "/save"))
         note(f"saved to {path}")
@@ -219,6 +256,55 @@ class Chat:
         self._session.reset()
         note("started a new conversation")
 
+    def _restart_with_system_prompt(self, text: str) -> None:
+        if not text:
+            raise ConfigError("/system needs a text, such as /system Answer in one sentence.")
+        self._session.reset(text)
+        note("started a new conversation with this system prompt")
+
+    def _undo(self, _: str) -> None:
+        self._remove_last_turn()
+        note("removed the last message and its answer")
+        console.print(memory_bar(self._session), soft_wrap=True)
+
+    def _retry(self, _: str) -> None:
+        message = self._remove_last_turn()
+        if self._settings["temp"] == 0:
+            note("temp is 0, so the same answer is likely; /set temp 0.7 allows others")
+        self._answer(message)
+
+    def _remove_last_turn(self) -> str:
+        stops = _stop_on_ctrl_c(self._session) if self._ranks.is_alone else nullcontext()
+        with stops, prefill_progress(title="reading the conversation") as progress:
+            return self._session.undo(progress)
+
+    def _set(self, text: str) -> None:
+        name, _, value = text.partition(" ")
+        if not name:
+            shown = table("", "setting", "value")
+            for flag, option in _SETTINGS.items():
+                shown.add_row(flag, f"{self._settings[name_of(option.flag)]}")
+            results.print(shown)
+            return
+        if name not in _SETTINGS:
+            raise unknown_name("setting", name, _SETTINGS)
+        if not value:
+            raise ConfigError(f"/set {name} needs a value; /set alone shows the present ones.")
+        option = _SETTINGS[name]
+        parsed = parse_setting(option, value.strip())
+        if name == "seed":
+            self._session.seed(parsed)
+        self._settings[name_of(option.flag)] = parsed
+        self._apply_settings()
+        note(f"{name} is {parsed}")
+
+    def _apply_settings(self) -> None:
+        session, now = self._session, self._settings
+        top_k = now["top_k"] if now["top_k"] < session.tokenizer.vocab_size else 0  # mlx-lm refuses more
+        sampler = make_sampler(now["temp"], now["top_p"], now["min_p"], top_k=top_k)
+        session.sampler = self._ranks.share_sampler(sampler)
+        session.logits_processors, session.max_tokens = make_processors(now), now["max_tokens"]
+
     def show_conversation(self) -> None:
         """Show how the cache is stored, and the last question and answer of a loaded conversation."""
         session = self._session
@@ -228,6 +314,8 @@ class Chat:
         if session.client is not None:
             note(f"rescue: {session.rescue.service}")
         if session.last_exchange is not None:
+            if session.num_turns > 1:
+                note(f"conversation of {session.num_turns:,} turns, {session.stats.tokens:,} tokens; the last one:")
             question, answer = map(readable, session.last_exchange)
             console.print(f"> {question}\n{answer}", markup=False, soft_wrap=True)
 
@@ -237,7 +325,7 @@ class Chat:
         if stats.is_comparable and stats.ratio > 1:
             size += f" ({stats.ratio:.1f}x)"
         rows = {
-            "turns": f"{len(session.turns):,}",
+            "turns": f"{session.num_turns:,}",
             "tokens": f"{stats.tokens:,}" + (f" of {session.context_length:,}" if session.context_length else ""),
             "live": f"{stats.live:,}",
             "evicted": f"{stats.evicted:,}",
@@ -245,6 +333,7 @@ class Chat:
             "dropped": f"{stats.dropped:,}",
             **({"recalled in the last turn": f"{session.recalled_tokens:,}"} if stats.archived else {}),
             "quoted": f"{session.quoted_tokens:,}",
+            **({"in dropped turns": f"{session.dropped_tokens:,}"} if session.dropped_tokens else {}),
             "KV cache": size,
         }
         if session.client is not None:

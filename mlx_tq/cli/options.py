@@ -25,12 +25,14 @@ DEFAULT_PROFILE = "balanced"
 POLICIES = ("triattention", "expected_attention", "knorm", "random", "recency", "streaming")
 BACKENDS = ("auto", "metal", "cuda", "reference")
 DTYPES = ("float32", "float16", "bfloat16")
+ON_FULL = ("stop", "drop-oldest")
 
 OFF, AUTO, NONE = "off", "auto", "none"
 STDOUT = "-"  # in place of a file
 API_KEY_VARIABLE = "MLX_TQ_API_KEY"
 # Lower temperatures choose the likeliest token: dividing by them would overflow in float16, and all tokens be alike.
 LOWEST_TEMPERATURE = 1e-3
+LOWEST_PENALTY = 0.01  # logits are divided by it, and must stay finite in float16
 _PREFIX = "MLX_TQ_"
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9}
 _QUOTABLE_BLOCK = 64  # tokens evicted together, so that their text can be found again
@@ -71,6 +73,13 @@ def parse_temperature(text: str) -> float:
     return 0.0 if 0 < temperature < LOWEST_TEMPERATURE else temperature
 
 
+def parse_penalty(text: str) -> float:
+    penalty = float(text)
+    if 0 < penalty < LOWEST_PENALTY:
+        raise argparse.ArgumentTypeError(f"{text!r} is too small; write 0 or 1 (off), or {LOWEST_PENALTY:g} to 10")
+    return penalty
+
+
 class Option(NamedTuple):
     """A flag whose default is the environment variable of its name, such as MLX_TQ_KV_KEY for --kv-key."""
 
@@ -84,13 +93,44 @@ class Option(NamedTuple):
         return _PREFIX + name_of(self.flag).upper()
 
 
+class SamplingOption(NamedTuple):
+    """A flag of sampling; `config_name` is its name in a model's generation_config.json, if it has one there."""
+
+    flag: str
+    metavar: str
+    parse: Callable[[str], Any]
+    default: float
+    help: str
+    config_name: str | None = None
+
+
+_TOP_P = "sample from the most likely tokens of this total probability"
+_MIN_P = "minimum probability relative to the most likely token"
+_PENALTY = "penalty on the tokens that occurred recently in this prompt and answer, such as 1.1; 1 is off"
+SAMPLING = (
+    SamplingOption("--temp", "T", parse_temperature, 0.0, "sampling temperature; 0 is greedy", "temperature"),
+    SamplingOption("--top-p", "P", float, 1.0, _TOP_P, "top_p"),
+    SamplingOption("--top-k", "N", int, 0, "sample from the N most likely tokens; 0 is all", "top_k"),
+    SamplingOption("--min-p", "P", float, 0.0, _MIN_P, "min_p"),
+)
+PENALTIES = (
+    SamplingOption("--repetition-penalty", "X", parse_penalty, 1.0, _PENALTY, "repetition_penalty"),
+    SamplingOption("--repetition-context-size", "N", int, 20, "recent tokens that --repetition-penalty applies to"),
+)
+
 _KEY = "key format: q8, tq4, tq3, ... (see docs/reference/formats.md), or one per layer joined by +"
 _MEAN_BITS = "target average bits per value, e.g. 4.2; picks a format for each layer"
 _RECENT = "recent tokens to store in the first (better) of two key formats, as in --kv-key tq4~tq3"
 _OUTLIER = "keep the keys of a layer at 8 bits if their norm exceeds the median by this factor; 0 disables"
 _NORMALIZE = "center and rescale keys before quantizing, which improves quality"
-_EVICT = f"eviction policy: {NONE}, {', '.join(POLICIES)}; with options as in triattention:trigger=64:warmup=512"
-_BUDGET = "what eviction keeps: a number of tokens (4096), a share of the tokens seen (50%%), or bytes (2GB)"
+_EVICT = (
+    f"eviction policy: {NONE}, {', '.join(POLICIES)}; with options as in triattention:trigger=64:warmup=512. Evicted "
+    "tokens keep their positions: a conversation still ends at the model's context length"
+)
+_BUDGET = (
+    "what eviction keeps: a number of tokens (4096), a share of the tokens seen (50%%), or bytes (2GB); saves memory, "
+    "and does not extend the model's context"
+)
 _CALIBRATION = "calibration for eviction: auto (once per model), text (this prompt), or a file from mlx_tq.calibrate"
 _RECALL = (
     "maximum number of archived tokens to reload per question; auto is a tenth of the budget and at least 128, or off "
@@ -193,6 +233,7 @@ EXCLUDES: dict[str, tuple[str, ...]] = {
     "--json-schema": ("--draft-model",),
     "--prompt": ("--prompt-file",),
     "--system-prompt": ("--load",),
+    "--on-full": ("--kv-shadow",),
     "--decode": ("--prompt", "--prompt-file", *CACHE_FLAGS, "--kv-profile off"),
     "--profiles": (*NAMING_FORMATS, "--kv-profile off", "--kv-mean-bits"),
     "--losses": ("--tokens", "--text-share", "--covariance", "--output"),
@@ -213,6 +254,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("--num-draft-tokens", "--quantized-kv-start", "--seed", "--shots"), (0, math.inf)),
     **dict.fromkeys(("--temp", "--top-k", "--prompt-cache-size", "--sessions"), (0, math.inf)),
     **dict.fromkeys(("--top-p", "--min-p", "--xtc-probability"), (0, 1)),
+    "--repetition-penalty": (0, 10),
+    "--repetition-context-size": (1, math.inf),
     "--xtc-threshold": (0, 0.5),
     "--port": (0, 65535),
 }

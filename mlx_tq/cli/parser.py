@@ -11,9 +11,10 @@ from mlx_tq.cli.options import (
     PREFIX_CACHE,
     RECALL,
     RESCUE,
+    SAMPLING,
     SHADOW,
     Option,
-    parse_temperature,
+    SamplingOption,
 )
 
 _DEFAULT_MARK = "(default: "  # begins a default that a help text states itself
@@ -119,10 +120,14 @@ def add_model_arguments(parser: argparse._ActionsContainer, *, adapter: bool = T
     add("--dequantize", action="store_true", help="dequantize the weights on load; faster on a CPU")
 
 
-def add_sampling_arguments(group: argparse._ActionsContainer) -> None:
-    add = group.add_argument
-    add("--temp", type=parse_temperature, default=0.0, metavar="T", help="sampling temperature; 0 is greedy")
-    top_p = "sample from the most likely tokens of this total probability"
-    add("--top-p", type=float, default=1.0, metavar="P", help=top_p)
-    add("--top-k", type=int, default=0, metavar="N", help="sample from the N most likely tokens; 0 is all")
-    add("--min-p", type=float, default=0.0, metavar="P", help="minimum probability relative to the most likely token")
+def add_sampling_arguments(
+    group: argparse._ActionsContainer, options: tuple[SamplingOption, ...] = SAMPLING, *, from_model: bool = False
+) -> None:
+    """Add flags of sampling; `from_model` says whether the model's generation_config.json has their defaults."""
+    for option in options:
+        shared: dict[str, Any] = {"type": option.parse, "metavar": option.metavar}
+        if from_model and option.config_name is not None:
+            default = f"{_DEFAULT_MARK}that of generation_config.json, else {option.default:g})"
+            group.add_argument(option.flag, help=f"{option.help} {default}", **shared)
+        else:
+            group.add_argument(option.flag, default=option.default, help=option.help, **shared)

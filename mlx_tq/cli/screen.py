@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 from rich.console import Console
@@ -22,7 +22,7 @@ from mlx_tq.session import Session
 from mlx_tq.session.shadow_mode import ShadowReport
 from mlx_tq.session.turn import TurnStats
 
-_BAR_WIDTH = 40
+_BAR_WIDTH, _SHORTEST_BAR = 40, 8  # cells
 
 
 def make_console(*, stderr: bool) -> Console:
@@ -55,12 +55,12 @@ def table(title: str, *columns: str) -> Table:
 
 
 def warn(message: str) -> None:
-    console.print(Text.assemble(("warning:", "yellow"), f" {readable(message)}"))
+    console.print(Text.assemble(("warning:", "yellow"), f" {readable(message)}"), soft_wrap=not console.is_terminal)
 
 
 def note(text: str) -> None:
-    """Print a remark that an answer does not depend on."""
-    console.print(text, style="dim")
+    """Print a remark that an answer does not depend on; a terminal breaks it between words."""
+    console.print(text, style="dim", soft_wrap=not console.is_terminal)
 
 
 class _TokenRate(ProgressColumn):
@@ -240,23 +240,37 @@ def show_ranks(stats: list[dict[str, Any]]) -> None:
             warn(f"rank {rank['rank']}: {rank['warning']}")
 
 
-def memory_bar(session: Session) -> Text:
-    """Draw the live and evicted tokens along the context, with counts and bytes."""
+def memory_bar(session: Session, width: int | None = None) -> Text:
+    """Draw the live and evicted tokens along the context, with bytes and counts, in at most `width` cells.
+
+    `width` is that of the terminal by default. Where it is too small for all, the bar gets shorter, and the last counts
+    are left out.
+    """
     stats = session.stats
-    total = max(session.context_length or 0, stats.tokens, 1)
-    live = round(_BAR_WIDTH * stats.live / total)
-    evicted = min(round(_BAR_WIDTH * stats.evicted / total), _BAR_WIDTH - live)
-    archived = f"  {stats.archived:,} archived  {session.recalled_tokens:,} recalled" if stats.archived else ""
-    dropped = f"  {stats.dropped:,} dropped" if stats.archived and stats.dropped else ""
-    return Text.assemble(
-        ("█" * live, "green"),
-        ("▒" * evicted, "yellow"),
-        ("·" * (_BAR_WIDTH - live - evicted), "dim"),
-        (f" {stats.live:,} live", "green"),
+    size, comma, compared = describe_size(stats).partition(",")
+    parts = [
+        (f" {size}", "dim"),
+        (comma + compared, "dim"),
+        (f"  {stats.live:,} live", "green"),
         (f"  {stats.evicted:,} evicted", "yellow"),
-        (f"{dropped}{archived}  {session.quoted_tokens:,} rescued", "cyan"),
-        (f"  {describe_size(stats)}", "dim"),
-    )
+        *([(f"  {stats.dropped:,} dropped", "yellow")] if stats.archived and stats.dropped else []),
+        *([(f"  {session.recalled_tokens:,} recalled", "cyan")] if stats.archived else []),
+        (f"  {session.quoted_tokens:,} rescued", "cyan"),
+        *([(f"  {stats.archived:,} archived", "cyan")] if stats.archived else []),
+    ]
+    if width is None and console.is_terminal:
+        width = console.width
+    if width is not None:
+        ends = accumulate(len(text) for text, _ in parts)
+        parts = [part for part, end in zip(parts, ends, strict=True) if end + _SHORTEST_BAR <= width]
+        bar = min(_BAR_WIDTH, width - sum(len(text) for text, _ in parts))
+    else:
+        bar = _BAR_WIDTH
+    total = max(session.context_length or 0, stats.tokens, 1)
+    live = round(bar * stats.live / total)
+    evicted = min(round(bar * stats.evicted / total), bar - live)
+    drawn = [("█" * live, "green"), ("▒" * evicted, "yellow"), ("·" * (bar - live - evicted), "dim")]
+    return Text.assemble(*drawn, *parts)
 
 
 def plan_dict(plan: Plan, tokens: int) -> dict[str, Any]:

@@ -4,12 +4,14 @@ from mlx_tq.models.fingerprint import exact_fingerprint, fingerprint
 from mlx_tq.models.load import (
     DTYPES,
     EMBEDDED,
+    GENERATION_CONFIG,
     embedded_path,
     load,
     local_path,
     ranks_of,
     read_architecture,
     read_config,
+    read_generation_config,
     source_name,
 )
 from mlx_tq.models.source import ModelSource, source_of
@@ -17,6 +19,7 @@ from mlx_tq.models.source import ModelSource, source_of
 __all__ = [
     "DTYPES",
     "EMBEDDED",
+    "GENERATION_CONFIG",
     "ModelSource",
     "embedded_path",
     "exact_fingerprint",
@@ -26,6 +29,7 @@ __all__ = [
     "ranks_of",
     "read_architecture",
     "read_config",
+    "read_generation_config",
     "source_name",
     "source_of",
 ]

@@ -26,6 +26,7 @@ from mlx_tq.models.tokenizer_limits import limit_tokenizer, report_panics
 DTYPES = ("float32", "float16", "bfloat16")
 # A 7M-parameter model that finds facts in long text; see the README.md next to its weights.
 EMBEDDED = "needle"
+GENERATION_CONFIG = "generation_config.json"
 # SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file of Q4_1 blocks. The dependencies of its package would compile
 # llama.cpp, and importing it imports that: it is installed without them, and only its folder is looked for.
 SMOLLM2 = "smollm2"
@@ -296,19 +297,30 @@ def check_heads(source: str, ranks: Ranks) -> None:
 
 def read_config(source: str) -> dict[str, Any]:
     """Return the configuration of a folder, GGUF file or hub model, or {} if loading it will report what is wrong."""
+    path = Path(source)
+    return make_config(read_gguf(path)) if path.is_file() else _read_file(source, "config.json")
+
+
+def read_generation_config(model: str | None) -> dict[str, Any]:
+    """Return the generation_config.json of a model that was loaded by this name, or {} if it has none."""
+    if model is None or model == SMOLLM2 or Path(model).is_file():
+        return {}
+    return _read_file(model, GENERATION_CONFIG, local_files_only=True)
+
+
+def _read_file(source: str, name: str, **options: Any) -> dict[str, Any]:
+    """Return a JSON file of a folder or a hub model, or {}."""
     from httpx2 import HTTPError  # takes 0.1 s to import
 
     path = Path(source)
-    if path.is_file():
-        return make_config(read_gguf(path))
     try:
         if not path.is_dir():
             from huggingface_hub import hf_hub_download  # takes 0.1 s to import
 
-            path = Path(hf_hub_download(source, "config.json")).parent
+            path = Path(hf_hub_download(source, name, **options)).parent
     except (HTTPError, OSError, ValueError):
         return {}
-    return _read_json(path / "config.json")
+    return _read_json(path / name)
 
 
 def _with_text_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,14 @@ import socket
 import sys
 from typing import Any
 
-from mlx_tq.cli.options import API_KEY_VARIABLE, Request, parse_json_object, parse_size
+from mlx_tq.cli.options import (
+    API_KEY_VARIABLE,
+    PENALTIES,
+    SAMPLING,
+    Request,
+    parse_json_object,
+    parse_size,
+)
 from mlx_tq.cli.parser import (
     CommandParser,
     add_cache_arguments,
@@ -47,7 +54,7 @@ def build_parser() -> CommandParser:
         metavar="JSON",
         help="options of the template, such as '{\"enable_thinking\":false}'",
     )
-    add_sampling_arguments(group)
+    add_sampling_arguments(group, (*SAMPLING, *PENALTIES), from_model=True)
     add("--max-tokens", type=int, default=512, metavar="N", help="maximum tokens to generate")
 
     add = parser.add_argument_group("limits").add_argument

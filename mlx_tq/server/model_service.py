@@ -9,6 +9,8 @@ from typing import Any
 
 from mlx_tq.cli.loading import check_memory, check_positions
 from mlx_tq.cli.options import Request
+from mlx_tq.cli.sampling import choose_sampling
+from mlx_tq.cli.screen import note
 from mlx_tq.errors import ConfigError
 from mlx_tq.grammar.constraint import CompiledGrammar, Grammars
 from mlx_tq.integration.probe import position_limit
@@ -58,7 +60,9 @@ class ModelService:
         self._grammars = Grammars(tokenizer)
         self.response_formats = ResponseFormats(self._grammars, args.max_queue, allow_lark=args.allow_lark)
         self.engine = Engine(model, tokenizer, request.config, plan, limits, self.metrics, self.sessions, prefix_cache)
-        self._sampling = Sampling(args.temp, args.top_p, args.top_k, args.min_p)
+        settings, line = choose_sampling(args, args.model)
+        note(line)
+        self._sampling = Sampling(settings.pop("temp"), **settings)
         self._max_tokens = args.max_tokens
 
     def close(self) -> None:
@@ -96,7 +100,7 @@ class ModelService:
                     prompt,
                     max_tokens,
                     sampling.sampler(vocabulary, None if request.seed is None else (request.seed + choice) % 2**64),
-                    logits_processors(request, vocabulary),
+                    logits_processors(request, sampling, vocabulary),
                     stops=request.stops,
                     logprobs=logprobs,
                     constraint=constraint and constraint.copy(),

@@ -6,9 +6,10 @@ from functools import lru_cache, partial
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, greedy_sampler, make_logits_processors
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, greedy_sampler
 
 from mlx_tq.cli.options import LOWEST_TEMPERATURE
+from mlx_tq.cli.sampling import make_processors
 from mlx_tq.server.api_errors import InvalidRequestError
 from mlx_tq.server.schemas import GenerationRequest
 
@@ -17,12 +18,14 @@ Sampler = Callable[[mx.array], mx.array]  # log-probabilities [B, V] -> tokens [
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of a sampler. Temperatures below `LOWEST_TEMPERATURE` are greedy; other defaults allow all tokens."""
+    """Settings of sampling. Temperatures below `LOWEST_TEMPERATURE` are greedy; other defaults allow all tokens."""
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    repetition_context_size: int = 20
 
     def updated(self, request: GenerationRequest) -> "Sampling":
         """Return these settings with those that the request sets."""
@@ -65,7 +68,7 @@ def _random_sampler(sampling: Sampling, vocabulary: int, seed: int | None = None
 _shared_sampler = lru_cache(maxsize=256)(_random_sampler)
 
 
-def logits_processors(request: GenerationRequest, vocabulary: int) -> list[Any]:
+def logits_processors(request: GenerationRequest, sampling: Sampling, vocabulary: int) -> list[Any]:
     """Return mlx-lm's processors for the penalties and biases of a request; refuse biases of unknown tokens."""
     for token in request.logit_bias or ():
         # int() raises ValueError above 4,300 digits.
@@ -73,14 +76,11 @@ def logits_processors(request: GenerationRequest, vocabulary: int) -> list[Any]:
         if not (is_number and int(token) < vocabulary):
             message = f"logit_bias names the token {token[:20]!r}; tokens are 0 to {vocabulary - 1}"
             raise InvalidRequestError(message, "logit_bias")
-    return list(
-        make_logits_processors(
-            {int(token): value for token, value in (request.logit_bias or {}).items()} or None,
-            repetition_penalty=request.repetition_penalty,
-            repetition_context_size=request.repetition_context_size or 20,
-            presence_penalty=request.presence_penalty,
-            frequency_penalty=request.frequency_penalty,
-        )
+    return make_processors(
+        vars(sampling),
+        logit_bias={int(token): value for token, value in (request.logit_bias or {}).items()} or None,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
     )
 
 

@@ -19,12 +19,12 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
+from mlx_tq.cli.options import LOWEST_PENALTY
 from mlx_tq.rescue import MAX_TEXT
 from mlx_tq.server.api_errors import ApiError, InvalidRequestError
 
 _MAX_ERRORS = 3  # that one response reports
 _MAX_NAME = 100  # characters of a name from the request that an error repeats
-_MIN_REPETITION_PENALTY = 0.01  # logits are divided by it, and must stay finite in float16
 _ABSENT = object()
 # Replacements for pydantic messages that name Python types.
 _MESSAGES = {
@@ -54,8 +54,8 @@ def _requires(flag: str) -> AfterValidator:
 
 
 def _check_repetition_penalty(penalty: float) -> float:
-    if 0 < penalty < _MIN_REPETITION_PENALTY:
-        raise ValueError(f"Input should be 0 (off) or at least {_MIN_REPETITION_PENALTY}")
+    if 0 < penalty < LOWEST_PENALTY:
+        raise ValueError(f"Input should be 0 (off) or at least {LOWEST_PENALTY}")
     return penalty
 
 

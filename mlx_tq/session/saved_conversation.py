@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import asdict, dataclass
+from itertools import chain, pairwise
 
 from mlx_tq.config import RescueConfig
 from mlx_tq.errors import CacheFormatError
 from mlx_tq.rescue.wire import Range
 from mlx_tq.session.text import SESSION_ID
+from mlx_tq.session.transcript import Exchange
 
 _MAX_TOKEN = 2**31 - 1
 
@@ -17,7 +19,9 @@ class SavedConversation:
     ids: list[int]  # tokens, by position
     quoted: list[Range]  # positions of quotations
     rescue: RescueConfig
-    last_question: Range  # positions
+    exchanges: list[Exchange]
+    opening: list[int]  # tokens before the first question
+    dropped: list[int]  # tokens of dropped turns; their positions are negative
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -26,12 +30,19 @@ class SavedConversation:
     def from_json(cls, text: str) -> "SavedConversation":
         """Read what `to_json` wrote; other texts may raise any exception."""
         fields = json.loads(text)
-        (start, stop), ids = fields["last_question"], fields["ids"]
+        ids, opening, dropped = fields["ids"], fields["opening"], fields["dropped"]
         quoted = [(first, last) for first, last in fields["quoted"]]
-        positions = [position for pair in (*quoted, (start, stop)) for position in pair]
-        are_positions = all(type(position) is int and 0 <= position <= len(ids) for position in positions)
-        if not are_positions or not all(type(id_) is int and 0 <= id_ <= _MAX_TOKEN for id_ in ids):
-            raise CacheFormatError("a token or a position of the conversation is not a valid number")
+        exchanges = [Exchange(*positions) for positions in fields["exchanges"]]
+        positions = [position for span in quoted for position in span]
+        tokens = [*ids, *opening, *dropped]
+        if not all(type(number) is int for number in [*positions, *chain(*exchanges), *tokens]):
+            raise CacheFormatError("a token or a position of the conversation is not a whole number")
+        are_positions = all(-len(dropped) <= position <= len(ids) for position in positions)
+        are_exchanges = all(a <= b for a, b in pairwise([0, *chain(*exchanges), len(ids)]))
+        if not (are_positions and are_exchanges and all(0 <= token <= _MAX_TOKEN for token in tokens)):
+            raise CacheFormatError("a token or a position of the conversation is out of range")
+        if exchanges and (exchanges[0].start, exchanges[0].question) != (0, len(opening)):
+            raise CacheFormatError("the first turn of the conversation does not begin where it should")
         if not SESSION_ID.fullmatch(fields["id"]):
             raise CacheFormatError("the conversation has no valid id")
-        return cls(fields["id"], ids, quoted, RescueConfig(**fields["rescue"]), (start, stop))
+        return cls(fields["id"], ids, quoted, RescueConfig(**fields["rescue"]), exchanges, opening, dropped)

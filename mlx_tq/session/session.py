@@ -4,39 +4,40 @@ import secrets
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
 from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig, RescueConfig
-from mlx_tq.errors import CacheFormatError, ConfigError
+from mlx_tq.errors import CacheFormatError, ConfigError, unknown_name
 from mlx_tq.integration.probe import position_limit
 from mlx_tq.models import ranks_of
 from mlx_tq.prefix_cache.folder import Folder
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache, open_folder
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.cache_file import CONVERSATION, load_prompt_cache, refuse_damaged, save_prompt_cache
-from mlx_tq.prompt_cache.compressed import plan_caches
+from mlx_tq.prompt_cache.compressed import compressed, plan_caches
 from mlx_tq.prompt_cache.layer_group import cache_parts
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.recall import MAX_QUESTION
 from mlx_tq.prompt_cache.statistics import CacheStats, cache_stats
 from mlx_tq.rescue import AUTO, OFF, RescueClient, open_service
-from mlx_tq.rescue.wire import Range
-from mlx_tq.session.restore import live_positions, take_archive_warning
+from mlx_tq.session.restore import live_positions, prefill, take_archive_warning
 from mlx_tq.session.saved_conversation import SavedConversation
 from mlx_tq.session.shadow_mode import make_shadow
 from mlx_tq.session.text import SESSION_ID, PlainText, PromptLengthLimit, TurnTemplate, check_max_tokens, check_text
-from mlx_tq.session.transcript import Quotation, Transcript, quotation_limit
-from mlx_tq.session.turn import UNLIMITED, Progress, Turn, TurnStats, search_evicted
+from mlx_tq.session.transcript import Exchange, Quotation, Transcript, quotation_limit
+from mlx_tq.session.turn import UNLIMITED, Progress, StoppedError, Turn, TurnStats, search_evicted, trim_caches
 from mlx_tq.session.worker import Worker
 
 _NEARLY_FULL = 0.9  # of the context
+ON_FULL = STOP, DROP_OLDEST = "stop", "drop-oldest"  # when the context is full
+_ANSWER_SHARE = 4  # an answer reserves at most this part of the context
 _FLUSH_S = 60.0  # that `load` waits for the rescue service
 
 
@@ -57,12 +58,16 @@ class Session:
         max_tokens: most tokens of an answer; -1 for all that the model allows.
         sampler: a sampler as of `mlx_lm.sample_utils.make_sampler`; greedy by default. It runs in the session's thread,
             so arrays that it holds must be computed (`mx.eval`).
+        logits_processors: processors as of `mlx_lm.sample_utils.make_logits_processors`; the same holds for them.
         seed: seed of the sampler; by default a random one.
         prefill_step_size: tokens of a prefill step; eviction happens between steps.
         template: options of the chat template.
         prefix_cache: where the first prompt of a conversation is cached: a folder, "auto" for one in the user's cache
             folder, "off", or a `Folder` with a limit.
         shadow: let the model's own cache answer, and compare the compressed one with it every `shadow` tokens.
+        on_full: what a turn does for which the model's context has no room left. "stop" raises a ConfigError.
+            "drop-oldest" drops the oldest turns, except the system prompt, and prefills the others at new positions; a
+            rescue service still finds the dropped ones.
         warn: called with each warning for the user.
 
     Attributes:
@@ -93,22 +98,25 @@ class Session:
         template: dict[str, Any] | None = None,
         prefix_cache: str | Folder | None = None,
         shadow: int | None = None,
+        on_full: str = STOP,
+        logits_processors: Sequence[Callable[..., Any]] = (),
         warn: Callable[[str], None] = warnings.warn,
     ) -> None:
         _check_settings(system_prompt, session_id, max_tokens, sampler, seed, prefill_step_size)
+        _check_on_full(on_full, shadow)
         if shadow is not None and config.evict is not None and config.evict.recall == "auto":
             config = replace(config, evict=replace(config.evict, recall="off"))  # the whole cache answers
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.rescue = rescue if isinstance(rescue, RescueConfig) else RescueConfig(service=rescue or OFF)
         self._may_take_rescue = rescue is None  # from a file
         self.max_tokens, self.sampler, self.prefill_step_size = max_tokens, sampler, prefill_step_size
+        self.logits_processors, self.on_full = logits_processors, on_full
         self.context_length = position_limit(model)
         self.turns: list[TurnStats] = []
         self._warn = warn
         self._length_limit = PromptLengthLimit(tokenizer, self.context_length)
-        self._length_limit.check(len(system_prompt or ""), "system prompt")
-        self._plain = PlainText(tokenizer)
-        self._template = TurnTemplate(tokenizer, self._plain, system_prompt, template)
+        self._plain, self._template_options = PlainText(tokenizer), template
+        self._template = self._make_template(system_prompt)
         self._keeps_text = session_id is not None  # at the service, when the session is closed
         self._is_busy = self._is_stopping = self._is_closed = False
         self._warned: set[str] = set()
@@ -116,12 +124,16 @@ class Session:
         mx.eval([value for module in model.modules() for value in module.values() if isinstance(value, mx.array)])
         self._worker = Worker()
         weakref.finalize(self, self._worker.end)  # also when the program ends
-        self._worker.run(lambda: mx.random.seed(secrets.randbits(63) if seed is None else seed))
+        self.seed(secrets.randbits(63) if seed is None else seed)
         self.plan = self._worker.run(lambda: self._make_plan(self.config))
         self._prefix_folder, self._shadow_every = open_folder(prefix_cache, ranks=ranks_of(model)), shadow
         self._prefix_cache: PrefixCache | None = None
         self.client = _open_client(self.rescue)
         self._begin(session_id or uuid.uuid4().hex, self._worker.run(self._make_caches))
+
+    def _make_template(self, system_prompt: str | None) -> TurnTemplate:
+        self._length_limit.check(len(system_prompt or ""), "system prompt")
+        return TurnTemplate(self.tokenizer, self._plain, system_prompt, self._template_options)
 
     def _make_plan(self, config: KVConfig) -> Plan | None:
         return None if config.is_off else plan_caches(self.model, config)
@@ -136,9 +148,9 @@ class Session:
     def _begin(self, session_id: str, caches: list[Any]) -> None:
         self.session_id, self.cache = session_id, caches
         limit = quotation_limit(self.rescue, self.context_length)
-        self._last_question: Range = (0, 0)  # positions
         temporary = not self._keeps_text
         self._transcript = Transcript(self._plain, self.client, self.rescue, session_id, limit, temporary=temporary)
+        self._transcript.opening = self._template.opening
 
     # A turn.
 
@@ -151,13 +163,14 @@ class Session:
             progress: called in the session's thread with the prompt tokens that are prefilled, and with all.
 
         Raises:
-            ConfigError: `text` is not UTF-8 text, the conversation would exceed the model's context, a turn is in
-                progress, or the session is closed.
+            ConfigError: `text` is not UTF-8 text, the conversation would exceed the model's context (with `on_full`
+                "drop-oldest", `text` alone would), a turn is in progress, or the session is closed.
         """
         if self._is_closed:
             raise ConfigError("the session is closed; make a new one, and load what was saved of this.")
         check_text(text, "message")
-        self._length_limit.check(len(text), "message", used=len(self._transcript.ids))
+        used = 0 if self.on_full == DROP_OLDEST else len(self._transcript.ids)
+        self._length_limit.check(len(text), "message", used=used)
         max_tokens = self.max_tokens if max_tokens is None else max_tokens
         check_max_tokens(max_tokens)
         self._check_idle()
@@ -170,10 +183,15 @@ class Session:
         self._warn_after_turn()
 
     def _answer(self, text: str, max_tokens: int, progress: Progress) -> Generator[str]:
-        transcript, start = self._transcript, len(self._transcript.ids)
-        before = self._template.between(transcript.ids[-1]) if start else self._template.opening
-        message = [*before, *self._plain.encode(text), *self._template.closing]
-        room = self._room_after(len(message))
+        transcript, words = self._transcript, [*self._plain.encode(text), *self._template.closing]
+        try:
+            prefilled = self._drop_if_full(len(words), max_tokens, progress)
+        except StoppedError:
+            return
+        start = len(transcript.ids)
+        before = self._template.between(transcript.ids[-1]) if start else transcript.opening
+        message = [*before, *words]
+        room = self._room_after(len(message), start)
         can_restore = self.config.evict is not None and (self.config.evict.recalls or self.client is not None)
         turn = Turn(
             self.model,
@@ -183,14 +201,15 @@ class Session:
             self.prefill_step_size,
             prefix_cache=None if start else self._open_prefix_cache(),
             shadow=self.shadow,
-            progress=progress,
+            progress=lambda done, total: progress(prefilled + done, prefilled + total),
             is_stopped=lambda: self._is_stopping,
         )
         try:
             with turn:
                 split = can_restore and self.shadow is None and len(message) > MAX_QUESTION
                 turn.prepare(message, text, split=split, quote_at=len(before), room=room)
-                for response in turn.decode(max_tokens, sampler=self.sampler):
+                options = {"sampler": self.sampler, "logits_processors": list(self.logits_processors)}
+                for response in turn.decode(max_tokens, **options):
                     yield response.text
         finally:
             if not turn.is_consistent:
@@ -200,15 +219,60 @@ class Session:
             if not turn.is_undone:
                 self.turns.append(stats := turn.stats)
                 stop = start + stats.prompt_tokens - len(self._template.closing)
-                self._last_question = (start + len(before), stop)
+                end = len(transcript.ids)  # before these if the turn was interrupted and cannot be undone
+                transcript.exchanges.append(Exchange(start, min(start + len(before), end), min(stop, end)))
             elif not start:
-                self._begin(self.session_id, self._make_caches())
+                self.cache = self._make_caches()
+                transcript.truncate(0)
 
-    def _room_after(self, tokens: int) -> int:
-        """Return how many positions remain after `tokens` more; raise a ConfigError if none do."""
+    def _drop_if_full(self, words: int, max_tokens: int, progress: Progress) -> int:
+        """Drop the oldest exchanges if a turn of `words` tokens and its answer do not fit.
+
+        Returns how many tokens were prefilled anew, 0 if nothing was dropped.
+        """
+        transcript, limit = self._transcript, self.context_length
+        if self.on_full != DROP_OLDEST or limit is None or not transcript.exchanges:
+            return 0
+        most = limit // _ANSWER_SHARE
+        answer = most if max_tokens < 0 else min(max_tokens, most)
+        quotation = quotation_limit(self.rescue, limit) if self.client is not None else 0
+        quotation = ranks_of(self.model).broadcast(lambda: quotation)  # only the first rank has a client
+        fits = limit - words - len(self._template.between(transcript.ids[-1])) - quotation - answer
+        lengths = transcript.lengths_after_drops()
+        count = next((count for count, length in enumerate(lengths) if length <= fits), len(lengths) - 1)
+        if not count:
+            return 0
+        if not lengths[count]:
+            self._room_after(len(transcript.opening) + words, 0)
+        kept, tokens = transcript.ids_after_drop(count), len(transcript.ids)
+        caches = self._prefill_anew(kept, lambda done, total: progress(done, total + words))
+        transcript.drop(count)
+        self.cache = caches
+        searched = "; a search still finds their text" if self.client is not None else ""
+        self._warn(
+            f"the context of {limit:,} tokens was full: the oldest {count:,} of {len(lengths) - 1:,} turns "
+            f"({tokens - len(kept):,} tokens) were dropped{searched}. The rest ({len(kept):,} tokens) was prefilled "
+            "again, and the counts of live and evicted tokens start anew."
+        )
+        return len(kept)
+
+    def _prefill_anew(self, ids: list[int], progress: Progress) -> list[Any]:
+        """Return new caches of `ids`; raise StoppedError if the session is stopped meanwhile."""
+
+        def report(done: int, total: int) -> None:
+            progress(done, total)
+            if self._is_stopping:
+                raise StoppedError
+
+        caches = self._make_caches()
+        with compressed(self.model):
+            prefill(self.model, caches, ids, self.prefill_step_size, report)
+        return caches
+
+    def _room_after(self, tokens: int, used: int) -> int:
+        """Return how many positions remain after `used` and `tokens` more; raise a ConfigError if none do."""
         if self.context_length is None:
             return UNLIMITED
-        used = len(self._transcript.ids)
         room = self.context_length - used - tokens
         if room < 1:
             fits = max(0, tokens + room - 1)  # one is for the answer
@@ -244,9 +308,10 @@ class Session:
 
     def _warn_after_turn(self) -> None:
         tokens = len(self._transcript.ids)
-        if self.context_length is not None and tokens > _NEARLY_FULL * self.context_length:
+        limit = self.context_length
+        if limit is not None and tokens > _NEARLY_FULL * limit and self.on_full == STOP:
             self._warn_once(
-                f"the conversation has {tokens:,} of the model's {self.context_length:,} positions; it ends there, "
+                f"the conversation has {tokens:,} of the model's {limit:,} positions; it ends there, "
                 "evicted tokens included.",
                 topic="context",
             )
@@ -275,11 +340,11 @@ class Session:
     @property
     def last_exchange(self) -> tuple[str, str] | None:
         """The last question and its answer, also of a loaded conversation; None if there is none."""
-        start, stop = self._last_question
-        if not stop:
+        if not self._transcript.exchanges:
             return None
+        _, start, stop = self._transcript.exchanges[-1]
         ids, quoted = self._transcript.ids, {i for span in self._transcript.quoted for i in range(*span)}
-        question = [ids[i] for i in range(start, min(stop, len(ids))) if i not in quoted]
+        question = [ids[i] for i in range(start, stop) if i not in quoted]
         answer = ids[stop + len(self._template.closing) :]
         decode = self.tokenizer.decode
         return decode(question, skip_special_tokens=True), decode(answer, skip_special_tokens=True)
@@ -297,15 +362,71 @@ class Session:
     @property
     def quoted_tokens(self) -> int:
         """How many tokens the quotations of the conversation have."""
-        return sum(stop - start for start, stop in self._transcript.quoted)
+        return sum(stop - start for start, stop in self._transcript.quoted if start >= 0)
 
-    def reset(self) -> None:
-        """Start a new conversation without a name. The service forgets this one unless it was saved or has a name.
+    @property
+    def num_turns(self) -> int:
+        """How many turns the conversation has, those of a loaded one included, and without dropped ones."""
+        return len(self._transcript.exchanges)
+
+    @property
+    def dropped_tokens(self) -> int:
+        """How many tokens of the conversation were dropped because its context was full."""
+        return len(self._transcript.dropped)
+
+    def seed(self, seed: int) -> None:
+        """Seed the sampler, from the next token on."""
+        _check_seed(seed)
+        self._worker.run(lambda: mx.random.seed(seed))
+
+    def undo(self, progress: Progress | None = None) -> str:
+        """Remove the last question and its answer, and return the question; turns that were dropped stay so.
+
+        The cache is trimmed. Where it cannot be, because the turn evicted tokens that are gone or the model's caches
+        cannot go back, the remaining turns are prefilled again. Rows and text of the turn are removed from the archive
+        and the rescue service.
+
+        Args:
+            progress: called in the session's thread with the tokens that are prefilled again, and with all.
 
         Raises:
-            ConfigError: a turn is in progress.
+            ConfigError: there is no turn, a turn is in progress, the session has a shadow, or `stop` was called before
+                the end; then nothing has changed.
         """
         self._check_idle()
+        self._check_no_shadow()
+        exchange = self.last_exchange
+        if exchange is None:
+            raise ConfigError("there is nothing to undo; say something first.")
+        self._is_busy, self._is_stopping = True, False
+        try:
+            self._worker.run(lambda: self._undo(progress or (lambda done, total: None)))
+        except StoppedError as error:
+            raise ConfigError("interrupted: nothing was undone.") from error
+        finally:
+            self._is_busy = False
+        return exchange[0]
+
+    def _undo(self, progress: Progress) -> None:
+        length = self._transcript.exchanges[-1].start
+        if not (length and can_trim_prompt_cache(self.cache) and trim_caches(self.cache, length)):
+            self.cache = self._prefill_anew(self._transcript.ids[:length], progress)
+        self._transcript.truncate(length)
+        del self.turns[-1:]
+
+    def reset(self, system_prompt: str | None = None) -> None:
+        """Start a new conversation without a name. The service forgets this one unless it was saved or has a name.
+
+        Args:
+            system_prompt: its system prompt; by default that of the session.
+
+        Raises:
+            ConfigError: a turn is in progress, or the system prompt cannot be used; then nothing has changed.
+        """
+        self._check_idle()
+        if system_prompt is not None:
+            check_text(system_prompt, "system prompt")
+            self._template = self._make_template(system_prompt)
         self._forget()
         self.turns, self._keeps_text = [], False
         self._begin(uuid.uuid4().hex, self._worker.run(self._make_caches))
@@ -323,7 +444,13 @@ class Session:
         self._check_no_shadow()
         transcript = self._transcript
         conversation = SavedConversation(
-            self.session_id, transcript.ids, transcript.quoted, self.rescue, self._last_question
+            id=self.session_id,
+            ids=transcript.ids,
+            quoted=transcript.quoted,
+            rescue=self.rescue,
+            exchanges=transcript.exchanges,
+            opening=transcript.opening,
+            dropped=transcript.dropped,
         )
         metadata = {CONVERSATION: conversation.to_json()}
         options: dict[str, Any] = {"model": self.model, "config": self.config, "metadata": metadata}
@@ -364,10 +491,10 @@ class Session:
             )
         self.turns, self.config, self.plan, self._keeps_text = [], loaded.config, plan, True
         self._begin(saved.id, loaded.caches)
-        self._transcript.ids = ids
-        self._transcript.quoted = saved.quoted
-        self._last_question = saved.last_question
-        self._transcript.send_evicted(np.setdiff1d(np.arange(len(ids)), self._live_positions()))
+        transcript = self._transcript
+        transcript.ids, transcript.quoted, transcript.exchanges = ids, saved.quoted, saved.exchanges
+        transcript.opening, transcript.dropped = saved.opening, saved.dropped
+        transcript.send_evicted(np.setdiff1d(np.arange(-len(saved.dropped), len(ids)), self._live_positions()))
         if self._transcript.has_sent and self.client is not None and not self.client.flush(_FLUSH_S):
             self._warn_once(
                 f"the rescue service has not taken all of the evicted text within {_FLUSH_S:g} s; until it has, "
@@ -376,7 +503,9 @@ class Session:
 
     def _check_no_shadow(self) -> None:
         if self.shadow is not None:
-            raise ConfigError("a conversation with --kv-shadow cannot be saved or loaded. Start again without it.")
+            raise ConfigError(
+                "a conversation with --kv-shadow cannot be saved, loaded or undone. Start again without it."
+            )
 
     def close(self) -> None:
         """End the conversation. The service forgets it unless it was saved or has a name."""
@@ -410,13 +539,25 @@ def _check_settings(
         raise ConfigError(f"session_id is {session_id!r:.80}; it must be 1 to 64 letters, digits, _ and -.")
     if not _is_whole_number(prefill_step_size, 1):
         raise ConfigError(f"prefill_step_size is {prefill_step_size!r}; it must be a whole number of 1 or more.")
-    if seed is not None and not (_is_whole_number(seed, 0) and seed < 2**64):
-        raise ConfigError(f"seed is {seed!r}; it must be a whole number from 0 to 2^64 - 1, or None.")
+    if seed is not None:
+        _check_seed(seed)
     if sampler is not None and not callable(sampler):
         raise ConfigError(
             f"sampler is of type {type(sampler).__name__}; it must be a function of log-probabilities, such as one of "
             "mlx_lm.sample_utils.make_sampler, or None."
         )
+
+
+def _check_seed(seed: Any) -> None:
+    if not (_is_whole_number(seed, 0) and seed < 2**64):
+        raise ConfigError(f"seed is {seed!r:.80}; it must be a whole number from 0 to 2^64 - 1.")
+
+
+def _check_on_full(on_full: Any, shadow: int | None) -> None:
+    if on_full not in ON_FULL:
+        raise unknown_name("on_full", on_full, ON_FULL)
+    if on_full == DROP_OLDEST and shadow is not None:
+        raise ConfigError(f"a shadow compares one cache from the first token on. Drop it, or {DROP_OLDEST}.")
 
 
 def _is_whole_number(value: Any, least: int) -> bool:

@@ -3,18 +3,25 @@
 Evicted tokens go to the rescue service as sentences: a longer span hides from a search what else it says. The service
 is trusted with positions only. What is quoted is decoded from the tokens kept here, so a service that lies, or that
 mixes up sessions, cannot put words into a prompt.
+
+When a conversation is full, its oldest exchanges are dropped. Their tokens are kept here, at negative positions, so
+that they can still be quoted; the service keeps the positions that it has, so no text is sent again:
+
+    here           | opening |                | remaining turns |     dropped turns: -count ... -1
+    at the service | opening | dropped turns  | remaining turns |
 """
 
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from mlx_tq.config import LEAST_QUOTATION, RescueConfig
 from mlx_tq.rescue import RescueClient
-from mlx_tq.rescue.wire import MAX_TEXT, Range, TextSpan
+from mlx_tq.rescue.wire import MAX_TEXT, Range, TextSpan, clean
 from mlx_tq.session.text import PlainText
 
 # Tokens of a text span: shorter sentences are joined, longer ones are cut.
@@ -30,8 +37,18 @@ _LONG_MESSAGE = 400  # characters; of a longer message only the last question is
 _MARGIN = 32  # tokens added on each side of a hit, up to the ends of its sentences
 _QUOTATION_SHARE = 1 / 4  # of the evicted tokens: quoting more would undo their eviction
 _MAX_QUOTATION = 2048  # tokens, about 8,000 characters
+_FORGET_S = 5.0  # that an undo waits for the service
+_NO_POSITIONS = np.zeros(0, np.int64)
 
 Decode = Callable[[Sequence[int]], str]
+
+
+class Exchange(NamedTuple):
+    """The positions of a question; its answer follows, up to the next exchange."""
+
+    start: int  # of the turn; what the chat template puts before the question is between the two
+    question: int
+    stop: int  # of the question
 
 
 @dataclass(frozen=True)
@@ -49,7 +66,7 @@ NO_HITS = SearchHits()
 class Quotation:
     """Evicted text that a prompt quotes before its question."""
 
-    ranges: list[Range]  # quoted positions [start, stop), ascending
+    ranges: list[Range]  # quoted positions [start, stop); those in dropped turns are negative
     texts: list[str]  # at each of them
     ids: list[int]  # tokens of the quotation; empty if nothing is quoted
 
@@ -78,10 +95,13 @@ class Transcript:
     ) -> None:
         self.ids: list[int] = []
         self.quoted: list[Range] = []  # positions of quotations; they repeat tokens at earlier positions
+        self.exchanges: list[Exchange] = []
+        self.opening: list[int] = []  # tokens before the first question of a conversation
+        self.dropped: list[int] = []  # tokens of dropped exchanges
         self.has_sent = False  # the service holds text of this session
         self.session_id = session_id
         self._plain, self._client, self._config, self._limit = plain, client, config, limit
-        self._sent = np.zeros(0, np.int64)  # evicted positions whose text was sent, or belongs to a quotation
+        self._evicted = self._sent = _NO_POSITIONS  # latest evicted positions; those whose text was sent or is quoted
         self._start_s = start_s  # that a search waits for a service that may be starting
         self._is_temporary = temporary  # the service may forget the text after this process has ended
 
@@ -93,23 +113,76 @@ class Transcript:
         self.ids += ids
 
     def truncate(self, length: int) -> None:
-        """Drop the tokens from position `length` on."""
+        """Remove the tokens from position `length` on, also from the service."""
+        has_sent = bool((self._sent >= length).any())
         del self.ids[length:]
-        self._sent = self._sent[self._sent < length]
+        self._evicted, self._sent = _NO_POSITIONS, self._sent[self._sent < length]
         self.quoted = [(start, min(stop, length)) for start, stop in self.quoted if start < length]
+        self.exchanges = [exchange for exchange in self.exchanges if exchange.start < length]
+        if has_sent and self._client is not None:  # the service can only delete all of a session
+            self.has_sent = not self._client.forget(self.session_id, _FORGET_S)
+            self._send(self._sent)
+
+    def lengths_after_drops(self) -> list[int]:
+        """Return how many tokens remain after dropping 0, 1, ... and all exchanges."""
+        return [len(self.opening) + len(self.ids) - exchange.question for exchange in self.exchanges] + [0]
+
+    def ids_after_drop(self, count: int) -> list[int]:
+        """Return the tokens that remain after dropping `count` of the exchanges."""
+        return self.opening + self.ids[self.exchanges[count].question :] if count < len(self.exchanges) else []
+
+    def drop(self, count: int) -> None:
+        """Drop the oldest `count` exchanges; the service gets their text, and a search still finds it."""
+        start, remaining = len(self.opening), self.exchanges[count:]
+        stop = remaining[0].question if remaining else len(self.ids)
+        length = stop - start
+        self.send_evicted(np.union1d(self._sent, np.arange(start, stop)))
+        ids, self.dropped = self.ids_after_drop(count), [*self.dropped, *self.ids[start:stop]]
+
+        def move(position: int) -> int:
+            if 0 <= position < start:
+                return position
+            return position - stop if start <= position < stop else position - length
+
+        self._evicted, self._sent = _NO_POSITIONS, np.array(sorted(map(move, self._sent.tolist())), np.int64)
+        self.quoted = [(move(first), move(last - 1) + 1) for first, last in self.quoted]
+        moved = [Exchange(*(position - length for position in exchange)) for exchange in remaining]
+        self.ids, self.exchanges = ids, [exchange._replace(start=0) for exchange in moved[:1]] + moved[1:]
 
     def send_evicted(self, evicted: np.ndarray) -> None:
         """Send the text at all evicted positions, ascending int64 [N], that was not sent yet. Returns at once."""
-        if evicted is self._sent or self._client is None:
+        if evicted is self._evicted or self._client is None:
             return
-        positions, self._sent = np.setdiff1d(evicted, self._sent, assume_unique=True), evicted
-        if not len(positions):
+        positions = np.setdiff1d(evicted, self._sent, assume_unique=True)
+        self._evicted, self._sent = evicted, np.union1d(self._sent, positions)
+        self._send(positions)
+
+    def _send(self, positions: np.ndarray) -> None:
+        if self._client is None or not len(positions):
             return
         for start, stop in self.quoted:
             positions = positions[(positions < start) | (positions >= stop)]
-        spans = make_spans(positions, self.ids, self._plain.decode)
+        spans = make_spans(self._to_service(positions), self._service_ids(), self._plain.decode)
         self._client.write(self.session_id, spans, temporary=self._is_temporary)
         self.has_sent = True
+
+    def _service_ids(self) -> list[int]:
+        """Return all tokens in the order in which the service has them."""
+        return [*self.opening, *self.dropped, *self.ids[len(self.opening) :]]
+
+    def _to_service(self, positions: Iterable[int]) -> np.ndarray:
+        """Return the positions that the service has for positions of ours."""
+        ours, opening, dropped = np.fromiter(positions, np.int64), len(self.opening), len(self.dropped)
+        return ours + np.where(ours < 0, opening + dropped, np.where(ours < opening, 0, dropped))
+
+    def _from_service(self, span: Range) -> list[Range]:
+        """Return our ranges of positions for a range of the service's."""
+        if not self.dropped:
+            return [span]
+        opening, after = len(self.opening), len(self.opening) + len(self.dropped)
+        parts = [(0, opening, 0), (opening, after, -after), (after, max(span[1], after), -len(self.dropped))]
+        cuts = [(max(span[0], first), min(span[1], last), shift) for first, last, shift in parts]
+        return [(start + shift, stop + shift) for start, stop, shift in cuts if start < stop]
 
     def search(self, query: str, live: np.ndarray) -> SearchHits:
         """Search the evicted text; `live` are the positions in the cache. No hits if the service does not answer."""
@@ -117,8 +190,9 @@ class Transcript:
             self._client.ready(self._start_s)
         if self._client is None or not self.has_sent or not query.strip():
             return NO_HITS
-        limit = min(self._limit, max(LEAST_QUOTATION, int(_QUOTATION_SHARE * (len(self.ids) - len(live)))))
-        live_ranges = to_ranges(live)
+        ids = self._service_ids()
+        limit = min(self._limit, max(LEAST_QUOTATION, int(_QUOTATION_SHARE * (len(ids) - len(live)))))
+        live_ranges = to_ranges(self._to_service(live))
         spans = self._client.retrieve(
             self.session_id,
             last_question(query),
@@ -127,10 +201,13 @@ class Transcript:
             exclude=live_ranges,
             timeout=self._config.timeout,
         )
-        ranges = [(span.start, span.stop) for span in spans if span.stop <= len(self.ids)]
+        texts = [clean(self._plain.decode(ids[span.start : span.stop])) for span in spans]
+        # Text of an undone turn that the service could not delete belongs to other tokens.
+        found = [span for span, text in zip(spans, texts, strict=True) if span.stop <= len(ids) and span.text == text]
+        ranges = [(span.start, span.stop) for span in found]
         evicted = [span for span in ranges if not _is_within(*span, live_ranges)]
-        decode = self._plain.decode
-        return SearchHits(tuple(extend_to_sentences(span, self.ids, decode, _MARGIN) for span in evicted), limit)
+        sentences = [extend_to_sentences(span, ids, self._plain.decode, _MARGIN) for span in evicted]
+        return SearchHits(tuple(part for span in sentences for part in self._from_service(span)), limit)
 
     def quote(self, hits: SearchHits, live: np.ndarray, used: int = 0) -> Quotation:
         """Quote the hits that are not live, best first, within their limit less `used` tokens."""
@@ -146,9 +223,14 @@ class Transcript:
         return min(hits.limit, len(self._quotation(list(hits.ranges)).ids))
 
     def _quotation(self, ranges: list[Range]) -> Quotation:
-        merged = to_ranges(position for span in ranges for position in range(*span))
-        texts = [self._plain.decode(self.ids[start:stop]) for start, stop in merged]
+        positions = to_ranges(self._to_service(position for span in ranges for position in range(*span)))
+        merged = [part for span in positions for part in self._from_service(span)]
+        texts = [self._plain.decode(self._tokens(*span)) for span in merged]
         return Quotation(merged, texts, self._plain.encode(format_quotation(texts)) if texts else [])
+
+    def _tokens(self, start: int, stop: int) -> list[int]:
+        count = len(self.dropped)
+        return self.dropped[start + count : stop + count] if start < 0 else self.ids[start:stop]
 
 
 def quotation_limit(config: RescueConfig, context_length: int | None) -> int:

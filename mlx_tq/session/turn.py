@@ -209,25 +209,16 @@ class Turn:
         if not is_answered and not self.start:  # new caches also free the buffers
             self.is_undone = True
             return
-        self.is_undone = not is_answered and can_trim_prompt_cache(self._caches) and self._trim(self.start)
-        length = self.start if self.is_undone else min([len(self._transcript.ids), *self._offsets()])
+        can_undo = not is_answered and can_trim_prompt_cache(self._caches)
+        self.is_undone = can_undo and trim_caches(self._caches, self.start)
+        length = self.start if self.is_undone else min([len(self._transcript.ids), *_offsets(self._caches)])
         # After Ctrl-C in a forward pass, some layers have a token that others have not.
-        self.is_consistent = all(offset == length for offset in self._offsets()) or self._trim(length)
+        is_even = all(offset == length for offset in _offsets(self._caches))
+        self.is_consistent = is_even or trim_caches(self._caches, length)
         if self.is_consistent:
             self._transcript.truncate(length)
             self._send_evicted()  # after an undo: its text does not go to the service
             release(self._caches)
-
-    def _offsets(self) -> list[int]:
-        return [part.offset for part in cache_parts(self._caches) if hasattr(part, "offset")]
-
-    def _trim(self, length: int) -> bool:
-        """Trim the caches to `length` tokens; return whether all could be."""
-        with suppress(CacheFormatError):
-            for part in cache_parts(self._caches):
-                if hasattr(part, "offset"):
-                    part.trim(part.offset - length)
-        return all(offset == length for offset in self._offsets())
 
     @property
     def stats(self) -> TurnStats:
@@ -256,6 +247,19 @@ class Turn:
             quotation=self._quotation,
             rescue_seconds=self._rescue_seconds,
         )
+
+
+def trim_caches(caches: list[Any], length: int) -> bool:
+    """Trim caches to `length` tokens; return whether all could be."""
+    with suppress(CacheFormatError):
+        for part in cache_parts(caches):
+            if hasattr(part, "offset"):
+                part.trim(part.offset - length)
+    return all(offset == length for offset in _offsets(caches))
+
+
+def _offsets(caches: list[Any]) -> list[int]:
+    return [part.offset for part in cache_parts(caches) if hasattr(part, "offset")]
 
 
 def search_evicted(model: Any, transcript: Transcript, query: str, live: np.ndarray) -> SearchHits:

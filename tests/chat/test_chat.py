@@ -1,6 +1,7 @@
 """`mlx_tq.chat` with lines from a pipe, and in a terminal with real signals."""
 
 import io
+import json
 import os
 import readline
 import select
@@ -9,7 +10,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -60,6 +60,7 @@ def test_a_conversation_from_a_pipe(talk, tmp_path):
         "the message is not UTF-8 text",
         "([load_safetensors]",
         " live  0 evicted  0 rescued",
+        "Sampling: temp 0, greedy (default)",
     ):
         assert words in err
     assert "thesis.txt is not a conversation and is not replaced" in " ".join(err.split())
@@ -128,6 +129,88 @@ def test_a_loaded_conversation_brings_its_model(talk, tmp_path, capsys, monkeypa
         assert says in capsys.readouterr().err
     assert __main__.main(["chat", "--load", "none"]) == 1
     assert "there is no cache file none. Make one with mlx_tq.cache_prompt, or with /save" in capsys.readouterr().err
+
+
+def test_commands_change_the_conversation_and_its_sampling(talk):
+    question = "The access code is 417295. What is the access code?"
+    commands = ("/undo", "/set temp warm", "/set speed 3", "/set top-k", "/set top-p 7", "/set max-tokens 0", "/system")
+    out, err = talk(
+        *(*commands, question, "The access code is 123456.", "/undo", "What is the access code?", "/retry"),
+        *("/set max-tokens 1", "/retry", "/set temp 50", "/set seed 3", "/set top-k 99999", "/set", "/stats"),
+        *("/system The access code is 999888.", "/set temp 0", "/set max-tokens 12", "What is the access code?"),
+    )
+    for words in (
+        "there is nothing to undo",
+        "'warm' is not a temperature",
+        "setting 'speed' is unknown; valid are temp, top-p",
+        "/set top-k needs a value",
+        "--top-p is 7.0; it must be from 0 to 1",
+        "--max-tokens is 0; it must be 1 or more",
+        "/system needs a text",
+        "the same answer is likely",
+        "generated 1 tokens",
+        "started a new conversation with this system prompt",
+    ):
+        assert words in err
+    lines = [line.strip() for line in out.splitlines()]
+    assert lines.count("417295") >= 3
+    assert lines[-1] == "999888"
+    shown = dict(line.split() for line in lines if line.startswith(("temp ", "top-k ", "seed ", "turns ")))
+    assert shown == {"temp": "50.0", "top-k": "99999", "seed": "3", "turns": "2"}
+
+
+def test_the_sampling_of_the_model_is_used_where_no_flag_is_given(talk, tmp_path):
+    model, question = copy_model(tmp_path / "model"), "The access code is 417295. What is the access code?"
+    config = {"do_sample": True, "temperature": 60, "top_p": 1, "top_k": "x", "min_p": None, "repetition_penalty": 1.1}
+    (model / "generation_config.json").write_text(json.dumps(config))
+    words = ("--model", str(model), "--max-tokens", "8")
+    out, err = talk(question, words=words)
+    assert "417295" not in out
+    line = "Sampling: {}top-p 1, repetition-penalty 1.1 (generation_config.json)"
+    assert line.format("temp 60, ") in err
+    assert "generation_config.json of the model: top-k is '\"x\"'; it must be a whole number. It is not used." in err
+    out, err = talk(question, words=(*words, "--temp", "0", "--top-k", "5"))
+    assert "417295" in out
+    assert line.format("temp 0, greedy, top-k 5 (from flags); ") in err
+    config = {"do_sample": False, "temperature": 60}
+    (model / "generation_config.json").write_text(json.dumps(config))
+    assert "Sampling: temp 0, greedy (generation_config.json)" in talk(words=words).err
+
+
+def test_up_recalls_a_message_of_several_lines(popen):
+    if "libedit" in (readline.__doc__ or ""):
+        pytest.skip("this Python has libedit")
+    ours, theirs = os.openpty()
+    popen(command("chat", "--max-tokens", "4"), stdin=theirs, stdout=theirs, stderr=theirs, env=environment())
+    os.close(theirs)
+    read_until(ours, "> ")
+    for line in ('"""', "The access code is 417295.", "It is new.", '"""'):
+        os.write(ours, f"{line}\r".encode())
+    first = read_until(ours, " rescued", read_until(ours, "prompt "))
+    os.write(ours, b"\x1b[A\r")
+    second = read_until(ours, " rescued", read_until(ours, "prompt "))
+    os.write(ours, b"/stats\r")
+    shown = read_until(ours, "KV cache")
+    tokens = [int(text.rpartition("prompt ")[2].split()[0]) for text in (first, second)]
+    assert abs(tokens[1] - tokens[0]) < 10  # of the template
+    assert shown.partition("turns")[2].split()[0] == "2"
+
+
+def test_a_full_conversation_drops_its_oldest_turns(talk, tmp_path):
+    model = copy_model(tmp_path / "model", max_position_embeddings=300)
+    words = ("--model", str(model), "--max-tokens", "8", "--on-full", "drop-oldest", "--kv-evict", "recency")
+    text = "The history of the city is long. "
+    out, err = talk(
+        *("The access code is 417295.", *(f"{text * 8}{number}" for number in range(4)), "/save chat.safetensors"),
+        *("What is the access code?", "/undo", "/stats"),
+        words=(*words, "--rescue-timeout", "60", "--kv-sinks", "16", "--kv-window", "16"),
+    )
+    assert "the context of 300 tokens was full: the oldest " in err
+    assert " tokens) were dropped; a search still finds their text." in err
+    assert "was prefilled again, and the counts of live and evicted tokens start anew" in err
+    assert "in dropped turns" in out
+    assert "417295" in out
+    assert "Traceback" not in err
 
 
 def test_a_paste_is_one_message(popen):
@@ -284,12 +367,36 @@ def test_an_ignored_signal_ends_nothing(popen):
     assert process.returncode == 0
 
 
-def test_the_memory_bar():
-    stats = CacheStats(3000, 812_000, 9_300_000, "float32", 288, evicted=2000)
+SIZE, NATIVE = " 22.8 MB", ", float32 cache 101.3 MB"
+COUNTS = "  1,000 live  2,000 evicted  300 recalled  96 rescued  2,000 archived"
+
+
+@pytest.mark.parametrize(
+    ("width", "bar", "counts"),
+    [
+        (None, (10, 20, 10), NATIVE + COUNTS),
+        (200, (10, 20, 10), NATIVE + COUNTS),
+        (120, (5, 10, 5), NATIVE + COUNTS),
+        (80, (5, 10, 5), NATIVE + "  1,000 live  2,000 evicted"),
+        (44, (3, 6, 3), NATIVE),
+        (32, (6, 12, 6), ""),
+    ],
+)
+def test_the_memory_bar_fits_the_terminal(width, bar, counts):
+    """Bytes are first, and what does not fit is left out as a whole."""
+    stats = CacheStats(3000, 22_800_000, 101_300_000, "float32", 288, evicted=2000, archived=2000, recalled=300)
+    session = SimpleNamespace(stats=stats, context_length=4000, recalled_tokens=300, quoted_tokens=96)
+    text = memory_bar(session, width).plain
+    assert len(text) <= (width or 200)
+    cells = {cell: text.count(cell) for cell in "█▒·"}
+    assert text == "".join(cell * count for cell, count in cells.items()) + SIZE + counts
+    assert all(abs(count - wanted) <= 1 for count, wanted in zip(cells.values(), bar, strict=True))
+
+
+def test_the_memory_bar_shows_what_is_dropped_and_compares_no_short_cache():
+    stats = CacheStats(3000, 812_000, 9_300_000, "float32", 288, evicted=2000, archived=1500)
     session = SimpleNamespace(stats=stats, context_length=4000, recalled_tokens=0, quoted_tokens=96)
-    counts = "1,000 live  2,000 evicted  96 rescued  812.0 kB, float32 cache 9.3 MB"
-    assert memory_bar(session).plain == f"{'█' * 10}{'▒' * 20}{'·' * 10} {counts}"
-    session.stats = replace(stats, archived=1500)
-    assert "1,000 live  2,000 evicted  500 dropped  1,500 archived  0 recalled  96 rescued" in memory_bar(session).plain
+    counts = "1,000 live  2,000 evicted  500 dropped  0 recalled  96 rescued  1,500 archived"
+    assert memory_bar(session).plain.endswith(f" 812.0 kB, float32 cache 9.3 MB  {counts}")
     session.stats = CacheStats(287, 812_000, 1_600_000, "float32", 288)
-    assert memory_bar(session).plain.endswith("287 live  0 evicted  96 rescued  812.0 kB")
+    assert memory_bar(session).plain.endswith(" 812.0 kB  287 live  0 evicted  96 rescued")

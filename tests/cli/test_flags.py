@@ -13,6 +13,7 @@ from mlx_tq.cli.parser import command_parser
 from mlx_tq.kernels.backend import BACKENDS
 from mlx_tq.models import DTYPES
 from mlx_tq.policies.policy import policy_names
+from mlx_tq.session.session import ON_FULL
 
 # Flags of mlx-lm's commands that ours do not have, and what is another's here, each with its reason.
 ABSENT = {
@@ -46,14 +47,16 @@ DIFFERENT = {
         "model": {"default"},
         "max_tokens": {"default"},  # 512, as the server's
         "prefill_step_size": {"default"},  # 512: Ctrl-C is noticed between steps
-        "temp": {"type"},
+        "temp": {"type", "default"},  # None: the model's generation_config.json has the defaults
+        "top_p": {"default"},
     },
     "server": {
         "allowed_origins": {"type", "default"},  # mlx-lm lets every web page call
         "chat_template": {"default"},  # None, not ""
         "chat_template_args": {"type"},  # json.loads takes what is no object
         "prompt_cache_bytes": {"type"},  # mlx-lm's takes a negative size
-        "temp": {"type"},
+        "temp": {"type", "default"},  # as for the chat
+        **{name: {"default"} for name in ("top_p", "top_k", "min_p")},
     },
 }
 PARTS = ("option_strings", "type", "default", "nargs", "choices", "const", "required")
@@ -163,4 +166,4 @@ def test_numbers_that_the_help_gives_as_defaults_are_true(fields, config_):
 def test_names_in_help_texts_are_those_of_the_registries():
     assert (tuple(config.PROFILES), config.DEFAULT_PROFILE) == (table.PROFILES, table.DEFAULT_PROFILE)
     assert tuple(name for name in policy_names() if name != "published") == table.POLICIES
-    assert (BACKENDS, DTYPES) == (table.BACKENDS, table.DTYPES)
+    assert (BACKENDS, DTYPES, ON_FULL) == (table.BACKENDS, table.DTYPES, table.ON_FULL)

@@ -1,6 +1,8 @@
 """Every flag of mlx_lm.generate means here what it means there."""
 
 import pytest
+from mlx_lm import generate, load
+from mlx_lm.sample_utils import make_logits_processors
 
 from .tools import EMBEDDED, copy_model, facts, float32_model
 
@@ -76,6 +78,15 @@ def test_options_change_the_text(cli, model, texts):
     assert len({say(cli, model, texts, name) for name in ("plain", *free)}) == 13, texts
     for name in SAME:
         assert say(cli, model, texts, name) == texts["plain"]
+
+
+def test_the_repetition_penalty_is_mlx_lms(cli, model, texts):
+    """mlx_lm.generate has no flag for it."""
+    loaded, tokenizer = load(str(model))
+    processors = make_logits_processors(repetition_penalty=1.8, repetition_context_size=9)
+    expected = generate(loaded, tokenizer, PROSE, max_tokens=16, logits_processors=processors)
+    said = cli(*OFF, "--model", model, *FREE, "--repetition-penalty", "1.8", "--repetition-context-size", 9).out
+    assert said == f"{expected}\n" != say(cli, model, texts, "plain")
 
 
 @pytest.mark.parametrize("name", ["8 bits", "rotating"])

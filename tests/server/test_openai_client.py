@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import openai
@@ -104,6 +105,17 @@ def test_seeds_and_sampling_options_reach_the_sampler(server):
     greedy = sample(temperature=0)
     assert sample(top_k=1) == sample(min_p=1.0) == sample(top_p=1e-6) == greedy
     assert sample(repetition_penalty=2.0, temperature=0) != greedy != sample(seed=1)
+
+
+def test_the_sampling_of_the_model_is_the_default(start, folder, tmp_path):
+    model = shutil.copytree(folder, tmp_path / "model")
+    (model / "generation_config.json").write_text('{"temperature": 60, "repetition_penalty": 1.2}')
+    hot = start(model=model)
+    assert hot.http.get("/v1/plan").json()["temperature"] == 60
+    assert "417295" not in hot.chat(QUESTION, max_tokens=8).choices[0].message.content
+    cold = {"temperature": 0, "extra_body": {"repetition_penalty": 1}}
+    assert hot.chat(QUESTION, **cold).choices[0].message.content == "417295"
+    assert "Sampling: temp 60, repetition-penalty 1.2 (generation_config.json)" in hot.log()
 
 
 def test_logprobs(server):

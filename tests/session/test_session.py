@@ -8,12 +8,14 @@ from dataclasses import replace
 import mlx.core as mx
 import mlx_lm
 import pytest
+from cli.tools import copy_model
 from rescue.harness import Server
 
 from mlx_tq import EvictConfig, KVConfig, Session, save_prompt_cache
 from mlx_tq.cli.haystack import load_text
 from mlx_tq.config import PROFILES, RescueConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
+from mlx_tq.models import load
 from mlx_tq.prefix_cache.folder import Folder
 from mlx_tq.prompt_cache.cache_file import checksum
 from mlx_tq.prompt_cache.layer_group import compressed_caches, layer_group_of
@@ -66,8 +68,8 @@ def chat(exact):
     """Return a function that makes sessions, which are closed after the test. It has their warnings in `warnings`."""
     sessions = []
 
-    def make(config=SMALL, **options):
-        session = Session(*exact, config, warn=make.warnings.append, **{"max_tokens": 12, **options})
+    def make(config=SMALL, loaded=exact, **options):
+        session = Session(*loaded, config, warn=make.warnings.append, **{"max_tokens": 12, **options})
         sessions.append(session)
         return session
 
@@ -312,7 +314,8 @@ def test_one_turn_at_a_time(chat, tmp_path):
     session.save(path)
     first = session.respond(FACT)
     next(first)
-    for call in (lambda: say(session, QUESTION), session.reset, lambda: session.save(path), lambda: session.load(path)):
+    save, load = (lambda: session.save(path)), (lambda: session.load(path))
+    for call in (lambda: say(session, QUESTION), session.reset, session.undo, save, load):
         with pytest.raises(ConfigError, match="in progress"):
             call()
     first.close()
@@ -360,7 +363,9 @@ def test_a_loaded_session_keeps_its_rescue_service(chat, service, tmp_path, monk
 
 FORGED = [
     [], {"ids": 7}, {"ids": [2**70]}, {"ids": ["a"]}, {"quoted": [[0, 10**9]]}, {"quoted": 5}, {"rescue": {"color": 1}},
-    {"last_question": [1, 2, 3]}, {"last_question": "ab"}, {"id": "../x"}, {"id": 7}, {"rescue": {"top_k": 10**9}},
+    {"exchanges": [[0, 1]]}, {"exchanges": "ab"}, {"exchanges": [[0, 9, 5]]}, {"exchanges": [[0, 0, 1]]},
+    {"opening": [7, 7]}, {"opening": 7}, {"dropped": [-1]}, {"dropped": "a"},
+    {"id": "../x"}, {"id": 7}, {"rescue": {"top_k": 10**9}},
 ]  # fmt: skip
 
 
@@ -467,3 +472,219 @@ def test_quote_searches_alone(chat, service):
             session.client.flush(30)
         assert ("417295" in session.quote(QUESTION).text) == (rescue != "off")
         assert session.ids == tokens
+
+
+def test_logits_processors_change_the_answer(chat):
+    session = chat(logits_processors=[lambda tokens, logits: logits + (mx.arange(logits.shape[-1]) == 7) * 1e4])
+    say(session, QUESTION, max_tokens=3)
+    assert session.ids[-3:] == [7, 7, 7]
+
+
+@pytest.mark.parametrize("config", [PROFILES["off"], SMALL], ids=["mlx-lm's cache", "compressed"])
+def test_an_undone_turn_leaves_nothing(chat, config):
+    session, other = chat(config), chat(config)
+    with pytest.raises(ConfigError, match="nothing to undo"):
+        session.undo()
+    assert say(session, FACT) == say(other, FACT)
+    say(session, "The access code is 123456.")
+    assert session.undo() == "The access code is 123456."
+    assert (session.ids, session.num_turns, len(session.turns)) == (other.ids, 1, 1)
+    assert session.last_exchange == other.last_exchange
+    assert all(cache.offset == len(session.ids) for cache in session.cache)
+    assert say(session, QUESTION) == say(other, QUESTION)
+    assert [session.undo(), session.undo()] == [QUESTION, FACT]
+    assert (session.ids, session.turns, session.last_exchange) == ([], [], None)
+    assert "417295" in say(session, f"{FACT} {QUESTION}")
+
+
+def test_undo_prefills_again_what_was_evicted_for_good(chat):
+    session, calls = chat(EVICTS), []
+    say(session, f"{load_text()[:100]} {FACT}")
+    before = session.ids
+    say(session, page(fact="Nothing."))
+    assert fact_position(session) not in live(session)
+    session.undo(lambda done, total: calls.append((done, total)))
+    assert calls[-1] == (len(before), len(before))
+    assert (session.ids, live(session)) == (before, [*range(len(before))])
+    assert "417295" in say(session, QUESTION)
+
+
+def test_a_stopped_undo_changes_nothing(chat):
+    session = chat(EVICTS)
+    say(session, FACT)
+    say(session, page(fact="Nothing."))
+    before, positions = session.ids, live(session)
+    with pytest.raises(ConfigError, match="nothing was undone"):
+        session.undo(lambda done, total: session.stop())
+    assert (session.ids, live(session), session.num_turns) == (before, positions, 2)
+
+
+def stored_text(service, session):
+    assert session.client.flush(60)
+    spans = service.http.get(f"/sessions/{session.session_id}/spans", params={"count": 256}).json()["spans"]
+    return " ".join(span["text"] for span in spans)
+
+
+@pytest.mark.parametrize("undone", ["by undo", "by a stop before the answer"])
+def test_the_text_of_an_undone_turn_is_deleted_from_the_service(chat, service, undone):
+    """What earlier turns evicted stays there."""
+    config = replace(EVICTS, evict=replace(EVICTS.evict, recall="off" if undone == "by undo" else 64))
+    session = chat(config, rescue=at(service), prefill_step_size=64)
+    say(session, page(fact="The gate is blue."))
+    before = stored_text(service, session)
+    assert "417295" not in before
+    if undone == "by undo":
+        say(session, page())
+        assert "417295" in stored_text(service, session)
+        session.undo()
+    else:
+        assert not list(session.respond(page(2400), progress=lambda done, _: session.stop() if done > 400 else None))
+    after = stored_text(service, session)
+    assert session.num_turns == 1
+    assert "417295" not in after
+    assert "The gate is blue" in after
+    assert "417295" not in session.quote(QUESTION).text
+    assert "The gate is blue" in session.quote("Which color is the gate?").text
+
+
+def test_undo_in_a_loaded_conversation(chat, tmp_path):
+    session = chat(system_prompt="Be short.")
+    say(session, FACT)
+    before = session.ids
+    say(session, "Hello")
+    session.save(tmp_path / "chat.safetensors")
+    resumed = chat()
+    resumed.load(tmp_path / "chat.safetensors")
+    assert resumed.num_turns == 2
+    assert resumed.undo() == "Hello"
+    assert (resumed.ids, resumed.last_exchange[0]) == (before, FACT)
+    resumed.undo()
+    say(resumed, FACT)
+    assert resumed.ids == before, "the system prompt of the conversation stays"
+
+
+def test_a_reset_may_change_the_system_prompt(chat):
+    session, other = chat(system_prompt="Be short."), chat(system_prompt=FACT)
+    say(session, "Hello")
+    with pytest.raises(ConfigError, match="system prompt is not UTF-8"):
+        session.reset("\udcff")
+    assert session.num_turns == 1
+    session.reset(FACT)
+    assert say(session, QUESTION) == say(other, QUESTION)
+    session.reset()
+    say(session, QUESTION)
+    assert session.ids == other.ids
+
+
+# A full context.
+
+TURNS = 7
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """Load the model with a context of 500 tokens."""
+    model, tokenizer = load(copy_model(tmp_path_factory.mktemp("models") / "short", max_position_embeddings=500))
+    model.set_dtype(mx.float32)
+    return model, tokenizer
+
+
+def sentences(number):
+    """Return a message of about 70 tokens."""
+    text = load_text()
+    return f"Note {number}. {text[200 * number : 200 * number + 200]}"
+
+
+def fill(session):
+    """Send messages until the first ones are dropped."""
+    for number in range(TURNS):
+        say(session, sentences(number))
+
+
+def drops(chat):
+    return [words for words in chat.warnings if "turns" in words and "were dropped" in words]
+
+
+def test_the_oldest_turns_of_a_full_conversation_are_dropped(short, chat):
+    """The next answer equals mlx-lm's to the remaining messages at their new positions."""
+    model, tokenizer = short
+    session = chat(PROFILES["off"], loaded=short, system_prompt=FACT, on_full="drop-oldest")
+    fill(session)
+    assert drops(chat)
+    assert session.num_turns < TURNS
+    assert session.dropped_tokens > 0
+    say(session, QUESTION)
+    ids, stats = session.ids, session.turns[-1]
+    prompt = ids[: len(ids) - stats.generation_tokens]
+    assert mlx_lm.generate(model, tokenizer, prompt, max_tokens=12) == session.last_exchange[1]
+    assert "417295" in session.last_exchange[1], "the system prompt stays"
+    text = tokenizer.decode(ids)
+    roles = [part.split("\n")[0] for part in text.split("<|im_start|>")[1:]]
+    assert roles == ["system", *["user", "assistant"] * session.num_turns]
+    assert sentences(0) not in text
+    assert sentences(TURNS - 1) in text
+    assert len(ids) <= 500
+    assert session.stats.tokens == session.stats.live == len(ids)
+
+
+def test_by_default_a_full_conversation_stops(short, chat):
+    session = chat(loaded=short)
+    with pytest.raises(ConfigError, match="evicted tokens keep"):
+        fill(session)
+    assert session.dropped_tokens == 0
+
+
+@pytest.mark.parametrize("config", [SMALL, pytest.param(EVICTS, marks=pytest.mark.full)], ids=["all live", "evicting"])
+def test_a_search_finds_dropped_turns(short, chat, service, tmp_path, config):
+    """Also after saving, loading, undoing, and more drops. It is slow because each drop prefills 400 tokens."""
+    session = chat(config, loaded=short, rescue=at(service), on_full="drop-oldest")
+    say(session, f"{FACT} It is new.")
+    fill(session)
+    assert len(drops(chat)) > 1
+    assert "417295" not in session.tokenizer.decode(session.ids)
+    say(session, QUESTION)
+    turn = session.turns[-1]
+    assert "417295" in turn.quotation.text
+    assert turn.quotation.ranges[0][0] < 0
+    assert "417295" in session.last_exchange[1]
+    before = session.quoted_tokens
+    session.undo()
+    assert session.quoted_tokens < before
+    session.save(tmp_path / "chat.safetensors")
+    assert session.client.forget(session.session_id, 30)
+    resumed = chat(loaded=short, rescue=at(service), on_full="drop-oldest")
+    resumed.load(tmp_path / "chat.safetensors")
+    assert (resumed.ids, resumed.dropped_tokens) == (session.ids, session.dropped_tokens)
+    assert "417295" in resumed.quote(QUESTION).text
+    say(resumed, sentences(TURNS))
+    say(resumed, sentences(TURNS + 1))
+    assert resumed.dropped_tokens > session.dropped_tokens
+    assert "417295" in say(resumed, QUESTION)
+
+
+def test_a_message_that_never_fits_drops_nothing(short, chat):
+    session = chat(loaded=short, on_full="drop-oldest")
+    say(session, FACT)
+    before = session.ids
+    with pytest.raises(ConfigError, match="this turn"):
+        say(session, load_text()[:1800])
+    assert (session.ids, session.dropped_tokens) == (before, 0)
+    assert "417295" in say(session, QUESTION)
+
+
+def test_stopping_while_the_rest_is_prefilled_again_drops_nothing(short, chat):
+    session, calls = chat(loaded=short, on_full="drop-oldest"), []
+    for number in range(4):
+        say(session, sentences(number))
+    before = session.ids
+    assert not list(session.respond(load_text()[:900], progress=lambda *call: calls.append(call) or session.stop()))
+    assert calls
+    assert (session.ids, session.num_turns, session.dropped_tokens) == (before, 4, 0)
+    assert all(cache.offset == len(before) for cache in session.cache)
+
+
+def test_what_cannot_be_done_with_a_full_context(chat):
+    with pytest.raises(ConfigError, match=r"on_full 'later' is unknown; valid are stop, drop-oldest"):
+        chat(on_full="later")
+    with pytest.raises(ConfigError, match="a shadow compares one cache"):
+        chat(on_full="drop-oldest", shadow=4)

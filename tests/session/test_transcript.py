@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from mlx_tq import RescueConfig
 from mlx_tq.cli.haystack import load_text
-from mlx_tq.rescue.wire import MAX_TEXT
+from mlx_tq.rescue.wire import MAX_TEXT, RetrievedSpan
 from mlx_tq.session.text import PlainText
 from mlx_tq.session.transcript import (
     LONGEST_SPAN,
     SHORTEST_SPAN,
+    Exchange,
     SearchHits,
     Transcript,
     extend_to_sentences,
@@ -137,7 +138,10 @@ def test_evicted_text_is_sent_once_and_anew_after_a_truncation():
     """A trim makes room for other tokens at the same positions."""
     sent = []
     plain = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
-    client = SimpleNamespace(write=lambda _, spans, temporary: sent.append([(span.start, span.text) for span in spans]))
+    client = SimpleNamespace(
+        write=lambda _, spans, temporary: sent.append([(span.start, span.text) for span in spans]),
+        forget=lambda *_: sent.append("forgotten"),
+    )
     transcript = Transcript(plain, client, RescueConfig(), "a", 100)
     transcript.append([ord("a") + i for i in range(8)])
     for evicted in ([1, 2], [1, 2], [1, 2, 5]):
@@ -145,4 +149,46 @@ def test_evicted_text_is_sent_once_and_anew_after_a_truncation():
     transcript.truncate(4)
     transcript.append(list(map(ord, "xyz")))
     transcript.send_evicted(np.array([1, 2, 5]))
-    assert sent == [[(1, "bc")], [(5, "f")], [(5, "y")]]
+    assert sent == [[(1, "bc")], [(5, "f")], "forgotten", [(1, "bc")], [(5, "y")]]
+
+
+def test_text_that_the_service_did_not_delete_is_not_found():
+    """Other tokens have taken its positions."""
+    found = [RetrievedSpan(0, 3, "abc", 0.9), RetrievedSpan(3, 6, "xyz", 0.9), RetrievedSpan(4, 9, "ef", 0.9)]
+    client = SimpleNamespace(retrieve=lambda *_, **__: found, write=lambda *_, **__: None)
+    plain = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
+    transcript = Transcript(plain, client, RescueConfig(), "a", 100)
+    transcript.append(list(map(ord, "abcdef")))
+    transcript.send_evicted(np.arange(6))
+    hits = transcript.search("a?", np.zeros(0, np.int64))
+    assert hits.ranges == ((0, 6),), "extended to the ends of its sentence"
+
+
+def test_positions_at_the_service_stay_when_exchanges_are_dropped():
+    """A token is a letter: upper case opens the conversation, and each exchange is of a word."""
+    stored = {}
+    plain = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
+
+    def write(_, spans, temporary):
+        stored.update((span.start + i, letter) for span in spans for i, letter in enumerate(span.text))
+
+    transcript = Transcript(plain, SimpleNamespace(write=write), RescueConfig(), "a", 100)
+    transcript.opening = list(map(ord, "OPEN"))
+    text = "OPENone.two.three.four."
+    transcript.append(list(map(ord, text)))
+    ends = [4, 8, 12, 18, 23]
+    transcript.exchanges = [Exchange(0 if i == 0 else a, a, b) for i, (a, b) in enumerate(pairwise(ends))]
+    transcript.quoted = [(4, 6), (9, 10)]
+    assert transcript.lengths_after_drops() == [23, 19, 15, 9, 0]
+    transcript.send_evicted(np.array([1, 2, 13, 14]))
+    for count, ids, dropped in (
+        (1, "OPENtwo.three.four.", "one."),
+        (2, "OPENfour.", "one.two.three."),
+        (1, "", text[4:]),
+    ):
+        transcript.drop(count)
+        assert (plain.decode(transcript.ids), plain.decode(transcript.dropped)) == (ids, dropped)
+        assert transcript.quoted == [(4 - 4 - len(dropped), 6 - 4 - len(dropped)), transcript.quoted[1]]
+    assert transcript.exchanges == []
+    quoted = {4, 5, 9}
+    assert stored == {i: letter for i, letter in enumerate(text) if i not in quoted and i not in (0, 3)}
