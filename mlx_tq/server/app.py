@@ -389,6 +389,8 @@ async def _run_until_disconnect(request: Request, work: Coroutine[Any, Any, Resu
         disconnected.cancel()
         task.cancel()
         await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # marks it as seen, if the client left
 
 
 async def _add(answer: Answer, event: Event) -> list[Object]:

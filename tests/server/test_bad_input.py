@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from http_harness import polled
+from http_harness import connections, polled
 
 from mlx_tq.__main__ import main
 
@@ -140,3 +140,14 @@ def test_parsing_a_large_body_does_not_block_other_requests(server):
     with polled(server, "/health") as health:
         assert server.http.post("/v1/completions", content=content).status_code == 404
     assert max(health) < 2
+
+
+def test_a_faulty_request_whose_client_left_is_no_traceback_in_the_log(server):
+    for size in (1, 10**5):
+        body = b"[" * size
+        request = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (size, body)
+        for _ in range(50):
+            with connections(server.url, 1, request):
+                pass
+    assert server.http.get("/health").status_code == 200
+    assert "Traceback" not in server.log()
