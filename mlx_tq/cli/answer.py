@@ -31,7 +31,7 @@ from mlx_tq.cli.loading import (
 from mlx_tq.cli.options import Request
 from mlx_tq.cli.prompts import embed_images, encode, read_prompt, render, template_config
 from mlx_tq.cli.runner import DONE, INTERRUPTED
-from mlx_tq.cli.sampling import choose_sampling, make_processors
+from mlx_tq.cli.sampling import make_processors
 from mlx_tq.cli.screen import (
     collect_stats,
     note,
@@ -95,8 +95,6 @@ def answer_request(request: Request) -> int:
     opened = open_caches(model, request)
     plan = opened.plan
     options["max_tokens"] = _limit_tokens(opened, len(ids), limit, request)
-    if args.verbose:
-        note(choose_sampling(args, args.model)[1])
     if args.verbose and plan is not None:
         show_plan(plan, tokens_seen(opened.caches) + len(ids) + max(options["max_tokens"], 0), request.recall_blocker)
     elif args.verbose:
