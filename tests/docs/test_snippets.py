@@ -58,7 +58,7 @@ class Reader:
         self.stack = ExitStack()
 
     def type(self, line):
-        words = shlex.split(line)
+        words = [re.sub(r"\$\(cat (\w+)\)", lambda file: Path(file[1]).read_text(), word) for word in shlex.split(line)]
         if words[0] == "make":
             makefile = (ROOT / "Makefile").read_text()
             assert re.search(rf"^{re.escape(words[1])}:", makefile, re.MULTILINE), line
@@ -118,6 +118,8 @@ class Reader:
         if self.server is not None:
             code = code.replace(SERVER, self.server.url)
         exec(compile(code, name(self.page), "exec"), self.names)
+        shown = self.capsys.readouterr().out
+        assert FACT in shown or FACT not in code, f"{code}\n{shown}"
 
 
 @pytest.mark.parametrize(("page", "full"), PAGES)
