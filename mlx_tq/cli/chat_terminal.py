@@ -234,7 +234,7 @@ class Chat:
         if stats.nbytes < stats.fp16_nbytes:  # else its buffers are larger than so short a conversation
             size += f" ({stats.ratio:.1f}x)"
         rows = {
-            "turns": f"{len(session.turns):,}",
+            "turns": f"{session.turn_count:,}",
             "tokens": f"{stats.tokens:,}" + (f" of {session.context_length:,}" if session.context_length else ""),
             "live": f"{stats.live:,}",
             "evicted": f"{stats.evicted:,}",

@@ -18,6 +18,7 @@ class SavedConversation:
     quoted: list[Range]  # positions of quotations
     rescue: RescueConfig
     last_question: Range  # positions
+    turns: int
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -32,6 +33,9 @@ class SavedConversation:
         are_positions = all(type(position) is int and 0 <= position <= len(ids) for position in positions)
         if not are_positions or not all(type(id_) is int and 0 <= id_ <= _MAX_TOKEN for id_ in ids):
             raise CacheFormatError("a token or a position of the conversation is not a valid number")
+        turns = fields["turns"]
+        if type(turns) is not int or not 0 <= turns <= len(ids):
+            raise CacheFormatError("the number of turns of the conversation is not a valid number")
         if not SESSION_ID.fullmatch(fields["id"]):
             raise CacheFormatError("the conversation has no valid id")
-        return cls(fields["id"], ids, quoted, RescueConfig(**fields["rescue"]), (start, stop))
+        return cls(fields["id"], ids, quoted, RescueConfig(**fields["rescue"]), (start, stop), turns)

@@ -66,7 +66,7 @@ class Session:
         warn: called with each warning for the user.
 
     Attributes:
-        turns: statistics of the turns so far.
+        turns: statistics of the turns so far, without those of a loaded conversation before it was saved.
         cache: the prompt cache.
         plan: how the cache is stored; None for mlx-lm's own.
         client: the client of the rescue service, or None.
@@ -137,6 +137,7 @@ class Session:
         self.session_id, self.cache = session_id, caches
         limit = quotation_limit(self.rescue, self.context_length)
         self._last_question: Range = (0, 0)  # positions
+        self._loaded_turns = 0
         temporary = not self._keeps_text
         self._transcript = Transcript(self._plain, self.client, self.rescue, session_id, limit, temporary=temporary)
 
@@ -273,6 +274,11 @@ class Session:
         return list(self._transcript.ids)
 
     @property
+    def turn_count(self) -> int:
+        """The number of turns so far, also those of a loaded conversation."""
+        return self._loaded_turns + len(self.turns)
+
+    @property
     def last_exchange(self) -> tuple[str, str] | None:
         """The last question and its answer, also of a loaded conversation; None if there is none."""
         start, stop = self._last_question
@@ -323,7 +329,8 @@ class Session:
         self._check_no_shadow()
         transcript = self._transcript
         conversation = SavedConversation(
-            self.session_id, transcript.ids, transcript.quoted, self.rescue, self._last_question
+            *(self.session_id, transcript.ids, transcript.quoted, self.rescue),
+            *(self._last_question, self.turn_count),
         )
         metadata = {"model": str(getattr(self.tokenizer, "name_or_path", "")), CONVERSATION: conversation.to_json()}
         options: dict[str, Any] = {"model": self.model, "config": self.config, "metadata": metadata}
@@ -366,7 +373,7 @@ class Session:
         self._begin(saved.id, loaded.caches)
         self._transcript.ids = ids
         self._transcript.quoted = saved.quoted
-        self._last_question = saved.last_question
+        self._last_question, self._loaded_turns = saved.last_question, saved.turns
         self._transcript.send_evicted(np.setdiff1d(np.arange(len(ids)), self._live_positions()))
         if self._transcript.has_sent and self.client is not None and not self.client.flush(_FLUSH_S):
             self._warn_once(

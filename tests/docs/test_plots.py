@@ -85,5 +85,5 @@ def test_a_label_that_cannot_be_read_is_refused(frontier, label, offset, fault, 
 def test_a_label_that_is_cut_off_is_refused(frontier):
     figure = frontier.Figure()
     figure.text(0.98, 0.5, "llama.cpp")
-    with pytest.raises(ValueError, match="'llama.cpp' leaves the picture"):
+    with pytest.raises(ValueError, match=r"'llama\.cpp' leaves the picture"):
         frontier.check_labels(figure)

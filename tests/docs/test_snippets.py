@@ -120,6 +120,7 @@ class Reader:
         exec(compile(code, name(self.page), "exec"), self.names)
         shown = self.capsys.readouterr().out
         assert FACT in shown or FACT not in code, f"{code}\n{shown}"
+        assert not re.search(r"\b0 evicted", shown), f"{code}\n{shown}"
 
 
 @pytest.mark.parametrize(("page", "full"), PAGES)

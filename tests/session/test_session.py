@@ -361,6 +361,7 @@ def test_a_loaded_session_keeps_its_rescue_service(chat, service, tmp_path, monk
 FORGED = [
     [], {"ids": 7}, {"ids": [2**70]}, {"ids": ["a"]}, {"quoted": [[0, 10**9]]}, {"quoted": 5}, {"rescue": {"color": 1}},
     {"last_question": [1, 2, 3]}, {"last_question": "ab"}, {"id": "../x"}, {"id": 7}, {"rescue": {"top_k": 10**9}},
+    {"turns": -1}, {"turns": "2"},
 ]  # fmt: skip
 
 
