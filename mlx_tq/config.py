@@ -54,7 +54,7 @@ class EvictConfig:
 
     Attributes:
         policy: what scores the tokens. A text such as "triattention:trigger=64:warmup=512" is parsed by `parse_policy`.
-        budget: what may stay in the cache: tokens (4096), a share of those seen ("90%"), or bytes of all compressed
+        budget: what may stay in the cache: tokens (4096), a share of those seen ("50%"), or bytes of all compressed
             layers ("2GB").
         recall: maximum number of evicted tokens that are reloaded at once from the archive when a question needs them.
             "auto" is a tenth of the budget and at least 128, and off where recall is not supported; "off" archives
@@ -68,7 +68,7 @@ class EvictConfig:
     """
 
     policy: Policy = field(default_factory=TriAttention)
-    budget: int | str = "90%"
+    budget: int | str = "50%"
     recall: int | str = "auto"
     recall_every: int = option(64, minimum=1)
     archive_limit: int | None = option(None, minimum=1)
@@ -284,7 +284,7 @@ PROFILES: dict[str, KVConfig] = {
     "small": KVConfig(key="tq4", value="tq4"),
     # With 3-bit keys, or values coded one by one, more than one next token of 50 would differ.
     "tiny": KVConfig(key="tq4", value="tcq3"),
-    "long": KVConfig(evict=EvictConfig(TriAttention(), "50%", "auto")),
+    "long": KVConfig(evict=EvictConfig(TriAttention())),
 }
 DEFAULT_PROFILE = "balanced"
 # Pairs of formats by the names that other programs give them; `KVConfig.from_profile` takes these too.

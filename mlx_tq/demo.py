@@ -25,7 +25,8 @@ def build_parser() -> CommandParser:
     parser.add_argument("--tokens", type=int, default=1000, metavar="N", help="length of the text")
     parser.add_argument("--depth", type=float, default=0.0, help="position of the fact, from 0 (start) to 1 (end)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the fact and the text")
-    parser.add_argument("--budget", default="40%", help="what eviction keeps: tokens, a share, or bytes")
+    budget = "what eviction keeps; less than elsewhere, so that it evicts the code word: tokens, a share, or bytes"
+    parser.add_argument("--budget", default="40%", help=budget)
     add_backend_argument(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser

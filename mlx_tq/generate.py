@@ -37,7 +37,8 @@ def build_parser() -> CommandParser:
     add("--draft-model", metavar="MODEL", help="model for speculative decoding (default: none)")
     add("--num-draft-tokens", type=int, default=3, metavar="N", help="tokens drafted per step")
     add("--quantize-activations", "-qa", action="store_true", help="quantize activations to the mode of the weights")
-    add("--max-kv-size", type=int, metavar="N", help="size of mlx-lm's rotating cache, instead of ours (default: none)")
+    rotating = "size of mlx-lm's rotating cache, which is not compressed, instead of ours (default: none)"
+    add("--max-kv-size", type=int, metavar="N", help=rotating)
     add("--kv-bits", type=int, metavar="N", help="bits of mlx-lm's quantized cache, instead of ours (default: none)")
     add("--kv-group-size", type=int, default=64, metavar="N", help="group size for --kv-bits")
     add("--quantized-kv-start", type=int, default=5000, metavar="N", help="step at which --kv-bits begins")

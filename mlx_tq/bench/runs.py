@@ -90,7 +90,6 @@ def _caches_to_compare(args: argparse.Namespace) -> list[BenchedCache]:
     evict = make_eviction(values, read_options(args, {}))
     last = caches[-1]
     if evict is not None and last.config is not None:
-        evict = evict if args.kv_budget else replace(evict, budget="50%")
         name = f"{last.name}, {evict.policy.name} {evict.budget}"
         caches.append(BenchedCache(name, replace(last.config, evict=evict)))
     return caches

@@ -164,7 +164,7 @@ CACHE = (
     Option("--kv-outlier", "RATIO", float, f"{_OUTLIER} (default: 3)"),
     Option("--kv-normalize", "{on,off}", parse_switch, f"{_NORMALIZE} (default: on)"),
     Option("--kv-evict", "POLICY", str, f"{_EVICT} (default: {NONE})"),
-    Option("--kv-budget", "BUDGET", str, f"{_BUDGET} (default: 90%%)"),
+    Option("--kv-budget", "BUDGET", str, f"{_BUDGET} (default: 50%%)"),
     Option("--kv-calibration", "SOURCE", str, f"{_CALIBRATION} (default: auto)"),
 )
 RECALL = (

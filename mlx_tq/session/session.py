@@ -71,7 +71,7 @@ class Session:
         warn: called with each warning for the user.
 
     Attributes:
-        turns: statistics of the turns so far.
+        turns: statistics of the turns so far, without those of a loaded conversation before it was saved.
         cache: the prompt cache.
         plan: how the cache is stored; None for mlx-lm's own.
         client: the client of the rescue service, or None.

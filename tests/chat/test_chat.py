@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import readline
 import select
 import signal
@@ -51,6 +52,7 @@ def test_a_conversation_from_a_pipe(talk, tmp_path):
     answers, _, stats = out.partition("conversation")
     assert [line.rstrip() for line in answers.splitlines()[1:3]] == ["417295", "417295"]
     assert "of 4,096" in stats
+    assert re.search(r"^turns +3$", stats, re.MULTILINE), stats  # two of them before the reload
     for words in (
         "saved to chat.safetensors",
         "started a new conversation",

@@ -131,7 +131,7 @@ def test_an_evaluation_that_evicts_nothing_is_an_error(cli):
     words = ("--chunks", 1, "--length", 400, "--step", 128, "--profiles", "off,balanced")
     reading = ("evaluate", "perplexity", *FLOAT32, *words, *REGIONS)
     text = (*TRI, "--kv-calibration", "text")
-    refused(cli(*reading, *text), "balanced evicted nothing in 399 tokens, with a budget of 90%, a warm-up of 1,024")
+    refused(cli(*reading, *text), "balanced evicted nothing in 399 tokens, with a budget of 50%, a warm-up of 1,024")
     asking = ("evaluate", "needle", *FLOAT32, "--lengths", 500, "--depths", "start", "--seeds", 1)
     refused(cli(*asking, "--profiles", "balanced", *REGIONS, *text), "balanced evicted nothing in")
     assert cli(*reading, "--kv-evict", "triattention:warmup=100:calibration=text", "--kv-budget", 80).code == 0

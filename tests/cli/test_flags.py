@@ -123,6 +123,15 @@ def test_every_flag_has_a_help_text_with_its_default(command):
             assert "None" not in text
 
 
+def test_eviction_has_one_default_budget(cli):
+    """The demo's help says why it has another."""
+    budgets = {re.search(r"--kv-budget BUDGET .*?\(default: (.+?)\)", " ".join(cli(*words).out.split()))[1]
+               for words in (("generate", "--help"), ("chat", "--help"), ("bench", "--help"))}  # fmt: skip
+    assert budgets == {config.EvictConfig().budget} == {config.PROFILES["long"].evict.budget}
+    help_text = " ".join(cli("demo", "--help").out.split())
+    assert "--budget BUDGET what eviction keeps; less than elsewhere, so that it evicts the code word" in help_text
+
+
 def test_help_has_the_main_flags_and_help_kv_all(cli):
     main = ["profile", "key", "value", "sinks", "window", "evict", "budget", "recall"]
     shown = [re.findall(r"^  (--[\w-]+)", cli("generate", flag).out, re.MULTILINE) for flag in ("--help", "--help-kv")]

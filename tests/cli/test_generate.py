@@ -109,6 +109,18 @@ def test_mlx_lms_cache_has_no_plan_and_no_ratio(cli, flags, description):
     assert has_line(r"KV cache: \d+ tokens in [\d.]+ MB", err)
 
 
+def test_max_kv_size_says_that_its_cache_is_not_compressed(cli):
+    sized = ("--max-kv-size", 64)
+    says = (
+        "warning: --max-kv-size 64 takes mlx-lm's rotating cache, which is not compressed. "
+        "For a compressed cache of limited size take --kv-evict and --kv-budget instead."
+    )
+    for flags in ((), QUIET):
+        assert says in " ".join(cli(*ASK, *sized, *flags).err.split())
+    assert "warning" not in cli(*ASK, *sized, *OFF).err
+    refused(cli(*ASK, *sized, "--kv-profile", "small"), "--max-kv-size cannot be combined with --kv-profile")
+
+
 def test_numbers_are_those_of_the_arrays(quick, exact):
     result = quick(*ASK, *PACKED, "--json", *QUIET)
     assert (result.code, result.err, result.out.count("\n")) == (0, "", 1)

@@ -1,5 +1,6 @@
-"""The programs of examples/ say what they lack."""
+"""The programs of examples/ do what they are for, or say what they lack."""
 
+import re
 import sys
 
 import pytest
@@ -23,3 +24,22 @@ def test_an_example_that_lacks_something_says_what(words, says):
     """-S: without the packages that are installed."""
     done = run([sys.executable, *words], ROOT / "examples")
     assert (done.returncode, says in done.stderr, "Traceback" in done.stderr) == (2, True, False)
+
+
+def test_the_chat_evicts_and_recalls_the_code():
+    done = run([sys.executable, "chat.py"], ROOT / "examples")
+    assert done.returncode == 0, done.stderr
+    answer, statistics = done.stdout.splitlines()[-2:]
+    assert answer == "417295"
+    assert re.fullmatch(r"\d+ tokens in the cache, [1-9]\d* evicted, [\d.]+ MB", statistics)
+
+
+def test_a_question_about_a_long_document(tmp_path):
+    houses = [f"House {number} has {number % 7} trees and a gate. " for number in range(80)]
+    document = tmp_path / "document.txt"
+    document.write_text("".join([*houses[:20], "The access code is 417295. ", *houses[20:]]))
+    done = run([sys.executable, "long_document.py", document, "What is the access code?"], ROOT / "examples")
+    assert done.returncode == 0, done.stderr
+    answer, statistics = done.stdout.splitlines()
+    assert answer == "417295"
+    assert re.fullmatch(r"[1-9]\d* tokens recalled, \d+ quoted", statistics)

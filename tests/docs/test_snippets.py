@@ -58,7 +58,7 @@ class Reader:
         self.stack = ExitStack()
 
     def type(self, line):
-        words = shlex.split(line)
+        words = [re.sub(r"\$\(cat (\w+)\)", lambda file: Path(file[1]).read_text(), word) for word in shlex.split(line)]
         if words[0] == "make":
             makefile = (ROOT / "Makefile").read_text()
             assert re.search(rf"^{re.escape(words[1])}:", makefile, re.MULTILINE), line
@@ -66,6 +66,9 @@ class Reader:
             self.stack.close()
             same = [] if self.server is None else ["--port", self.server.url.rpartition(":")[2]]
             self.server = self.stack.enter_context(running(embedded_path(), self.folder / "log", *words[1:], *same))
+        elif words[0] == "rm":
+            for file in words[1:]:
+                Path(file).unlink()
         elif words[0] == "python":
             self.program(words[1:])
         elif words[0] == "mlx-tq-rescue":  # one that ends with its standard input
@@ -98,7 +101,10 @@ class Reader:
         assert code == 0, f"{words}\n{shown.out}\n{shown.err}"
         if "What is the capital of France?" in words:
             assert "The capital of France is Paris." in shown.out
-        if FACT in " ".join(words):
+        if "--capacity" in words:  # the example shows what the profiles change
+            longest = re.findall(r"^\w+ +([\d,]+) +[\d,]+ ", shown.out, re.MULTILINE)
+            assert len(set(longest)) > 1, shown.out
+        if "What is the access code?" in " ".join(words):
             assert FACT in shown.out, f"{words}\n{shown.out}\n{shown.err}"
         if talk:
             assert [line for line in shown.out.splitlines() if line] == [answer for _, answer in talk]
@@ -118,6 +124,9 @@ class Reader:
         if self.server is not None:
             code = code.replace(SERVER, self.server.url)
         exec(compile(code, name(self.page), "exec"), self.names)
+        shown = self.capsys.readouterr().out
+        assert FACT in shown or FACT not in code, f"{code}\n{shown}"
+        assert not re.search(r"\b0 evicted", shown), f"{code}\n{shown}"
 
 
 @pytest.mark.parametrize(("page", "full"), PAGES)
@@ -134,6 +143,7 @@ def test_a_page_typed_from_top_to_end(page, full, tmp_path, capsys, monkeypatch)
                     reader.type(line)
             elif language == "python":
                 reader.paste(code)
+    assert {path.name for path in tmp_path.iterdir()} <= {"examples", TEXT, "log"}
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=name)

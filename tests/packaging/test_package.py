@@ -151,7 +151,6 @@ WORKS = {
     "": "mlx_tq.load()",
     "gguf": "import gguf, mlx_tq.models.gguf",
     "json": "import mlx_tq.grammar.constraint",
-    "bench": "import matplotlib.pyplot",
     "server": "import mlx_tq.server.process, rescue_svc.app",
     "rescue": "import httpx2, mlx_tq.rescue.client, rescue_svc.app",
     "postgres": "import rescue_svc.app, rescue_svc.postgres",
