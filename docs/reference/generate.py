@@ -161,6 +161,7 @@ def signature(name: str, member: Any) -> str:
     except ValueError:
         return name
     texts = [str(parameter).replace("mlx.core.", "mx.") for parameter in parameters if parameter.name != "self"]
+    texts = [text.replace("pathlib._local.", "pathlib.") for text in texts]  # its name in Python 3.13
     texts = [re.sub(r"<[^<>]+ at 0x[0-9a-f]+>", "...", text) for text in texts]  # addresses differ each time
     line = f"{name}({', '.join(texts)})"
     return line if len(line) < 100 else "\n".join([f"{name}(", *(f"    {text}," for text in texts), ")"])
