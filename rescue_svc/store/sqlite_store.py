@@ -196,8 +196,8 @@ class SqliteStore(Store):
 
     def forget(self, name: str, expired_at: float | None = None) -> Session:
         with self._write() as connection:
-            statement = f"{_SESSIONS} WHERE name = ?1 AND (?2 IS NULL OR expires <= ?2)"
-            row = connection.execute(statement, (name, expired_at)).fetchone()
+            statement = f"{_SESSIONS} WHERE name = ? AND (? IS NULL OR expires <= ?)"
+            row = connection.execute(statement, (name, expired_at, expired_at)).fetchone()
             if row is None:
                 raise no_session(name)
             session = Session(*row)
