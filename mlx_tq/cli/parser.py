@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from mlx_tq import __version__
 from mlx_tq.cli.options import (
     BACKEND,
     CACHE,
@@ -71,6 +72,7 @@ class _KVHelp(argparse.Action):
 def command_parser(command: str, description: str, usage: str | None = "[options]") -> CommandParser:
     """Return a parser of `mlx_tq.COMMAND`; `usage` is what follows that name, None for a list of its flags."""
     parser = CommandParser(prog=f"mlx_tq.{command}", description=description, usage=usage and f"%(prog)s {usage}")
+    parser.add_argument("--version", action="version", version=__version__, help="show the version and exit")
     parser.set_defaults(command=command)
     return parser
 

@@ -123,8 +123,8 @@ def test_every_flag_has_a_help_text_with_its_default(command):
 def test_help_has_the_main_flags_and_help_kv_all(cli):
     main = ["profile", "key", "value", "sinks", "window", "evict", "budget", "recall"]
     shown = [re.findall(r"^  (--[\w-]+)", cli("generate", flag).out, re.MULTILINE) for flag in ("--help", "--help-kv")]
-    assert shown[0][1:11] == [*(f"--kv-{name}" for name in main), "--prefix-cache", "--rescue"]
-    assert set(shown[1]) == table.OPTIONS.keys() > set(shown[0][1:11])
+    assert shown[0][2:12] == [*(f"--kv-{name}" for name in main), "--prefix-cache", "--rescue"]
+    assert set(shown[1]) == table.OPTIONS.keys() > set(shown[0][2:12])
     for command in ("chat", "server", "cache_prompt"):
         assert "--kv-mean-bits" in cli(command, "--help-kv").out
         assert "--kv-mean-bits" not in cli(command, "--help").out
