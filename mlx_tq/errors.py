@@ -54,7 +54,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def missing_backend(error: ImportError) -> ConfigError | None:
-    """Return what to install if mlx lacks its backend, which on Linux is a package of its own; None for other errors."""
+    """Return what to install if mlx lacks its backend, a package of its own on Linux; None for other errors."""
     if "libmlx" not in str(error):
         return None
     return ConfigError(

@@ -28,6 +28,10 @@ def run(args: argparse.Namespace) -> int:
             check_writable(flag, path, "file")
     check_flags(args, [] if args.kv_evict == NONE else ["--kv-evict"])  # by default triattention
 
+    from mlx_tq.cli.startup import check_model
+
+    check_model(args)
+
     from mlx_tq.bench.runs import run_benchmarks
 
     return run_benchmarks(args)

@@ -9,12 +9,12 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.sample_utils import make_sampler
 
+from mlx_tq.cli.inputs import read_prompt, read_schema
 from mlx_tq.cli.loading import (
     PromptCache,
     calibrate_model,
@@ -28,7 +28,7 @@ from mlx_tq.cli.loading import (
     open_prefix_folder,
 )
 from mlx_tq.cli.options import Request
-from mlx_tq.cli.prompts import embed_images, encode, read_prompt, render, template_config
+from mlx_tq.cli.prompts import embed_images, encode, render
 from mlx_tq.cli.runner import DONE, INTERRUPTED
 from mlx_tq.cli.screen import (
     collect_stats,
@@ -65,19 +65,19 @@ _NAN = "the model's logits are NaN after the prompt. Check its weights, or load 
 _NEARLY_FULL = 0.9  # of the model's context
 
 
+Inputs = tuple[str, dict[str, Any] | None]  # the prompt, and the JSON schema of the answer
 Answer = tuple[str, TurnStats, CacheStats]  # the generated text, and the statistics of turn and cache
 
 
-def answer_request(request: Request) -> int:
-    """Load the model, answer the prompt and show what it took; return the exit code."""
+def answer_request(request: Request, inputs: Inputs | None) -> int:
+    """Load the model, answer the prompt and show what it took; return the exit code.
+
+    Without `inputs`, the first rank reads them.
+    """
     args = request.args
-    template_config(args)  # raises if it is not an object
-    if request.rescue.service != OFF:
-        open_service(request.rescue.service)  # raises if it is not an address
     ranks = join_ranks(request)
     folder = open_prefix_folder(request, ranks)
-    schema = None if args.json_schema is None else ranks.broadcast(lambda: _read_schema(args.json_schema))
-    prompt = ranks.broadcast(lambda: read_prompt(args))
+    prompt, schema = inputs or ranks.broadcast(lambda: (read_prompt(args), read_schema(args)))
     if args.seed is not None:
         mx.random.seed(args.seed)
     model, tokenizer, model_config = _load(args, ranks)
@@ -156,16 +156,6 @@ def _limit_tokens(opened: PromptCache, prompt: int, limit: int | None, request: 
             warn(f"this run may reach {tokens:,} of {limit:,} positions. Eviction does not extend the context.")
     check_memory(plan, tokens, args.kv_memory_limit or free_memory(), args.prefill_step_size)
     return max_tokens
-
-
-def _read_schema(path: str) -> dict[str, Any]:
-    try:
-        schema = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--json-schema {path} cannot be read: {error}. Give a JSON file.") from error
-    if not isinstance(schema, dict):
-        raise ConfigError(f"--json-schema {path} holds {schema!r:.80}; it must be a JSON object.")
-    return schema
 
 
 def _make_constraint(schema: dict[str, Any], tokenizer: Any, ids: list[int], path: str) -> Any:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from mlx_lm.sample_utils import make_sampler
 
+from mlx_tq.cli.inputs import template_config
 from mlx_tq.cli.loading import join_ranks, load_model, open_prefix_folder
 from mlx_tq.cli.options import RESCUE_FIELDS, Request
-from mlx_tq.cli.prompts import template_config
 from mlx_tq.cli.runner import DONE, INTERRUPTED
 from mlx_tq.cli.screen import (
     collect_stats,

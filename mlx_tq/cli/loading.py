@@ -19,8 +19,7 @@ from mlx_tq.distributed.launch import is_launched
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.models import fingerprint, load, ranks_of
 from mlx_tq.policies import CalibratedPolicy
-from mlx_tq.prefix_cache.folder import LIMIT, Folder
-from mlx_tq.prefix_cache.prefix_cache import open_folder
+from mlx_tq.prefix_cache.folder import LIMIT, Folder, open_folder
 from mlx_tq.prompt_cache.build import adopt_caches, build_caches
 from mlx_tq.prompt_cache.cache_file import (
     check_config,

@@ -209,7 +209,7 @@ SINGLE_PROCESS = (
 _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("--prefill-step-size", "--max-kv-size", "--samples", "--step", "--kv-shadow"), (1, math.inf)),
     **dict.fromkeys(("--decode-concurrency", "--prompt-concurrency", "--max-queue"), (1, math.inf)),
-    "evaluate --seeds": (1, math.inf),
+    **dict.fromkeys(("evaluate --seeds", "evaluate --chunks"), (1, math.inf)),
     **dict.fromkeys(("--num-draft-tokens", "--quantized-kv-start", "--seed", "--shots"), (0, math.inf)),
     **dict.fromkeys(("--temp", "--top-k", "--prompt-cache-size", "--sessions"), (0, math.inf)),
     **dict.fromkeys(("--top-p", "--min-p", "--xtc-probability"), (0, 1)),

@@ -1,5 +1,6 @@
 """Load a model from a folder, the hub, a GGUF file, the package of SmolLM2, or this package; divide it among ranks."""
 
+import difflib
 import hashlib
 import json
 import sys
@@ -52,7 +53,7 @@ def load(
     """Load a model and its tokenizer.
 
     Args:
-        model: a folder, a .gguf file, a hub name, "smollm2", or None for the model inside the package.
+        model: a folder, a .gguf file, a hub name, "smollm2", or None for the bundled model, which is also "needle".
         dtype: type to compute in, "float32", "float16" or "bfloat16"; None for that of the weights. A GGUF file whose
             weights are quantized is computed in bfloat16, on a CPU in float32, which is ten times faster there.
         dequantize: whether to make quantized weights dense.
@@ -72,8 +73,7 @@ def load(
     """
     if dtype is not None and dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
-    source = str(embedded_path() if model is None else smollm2_path() if model == SMOLLM2 else model)
-    _check_source(source, options.get("adapter_path"))
+    source = find_source(model, options.get("adapter_path"))
     _check_config(source)
     if not ranks.is_alone:
         check_heads(source, ranks)
@@ -116,7 +116,21 @@ def smollm2_path() -> Path:
     return path
 
 
-def _check_source(source: str, adapter: str | Path | None) -> None:
+def find_source(model: str | Path | None, adapter: str | Path | None = None) -> str:
+    """Return the folder, file or hub name of a model; raise ConfigError for one that cannot be there."""
+    if model is None or model == EMBEDDED:
+        source = str(embedded_path())
+    else:
+        source = str(smollm2_path() if model == SMOLLM2 else model)
+    _check_source(source)
+    if adapter is not None and not (Path(adapter) / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"the adapter {str(adapter)!r} has no adapter_config.json. Give a folder that mlx_lm.lora made."
+        )
+    return source
+
+
+def _check_source(source: str) -> None:
     if not source.strip():
         raise ConfigError(f"the model's name is empty. {_REMEDY}")
     path = Path(source)
@@ -124,10 +138,19 @@ def _check_source(source: str, adapter: str | Path | None) -> None:
         raise ConfigError(f"the model {source!r} is not a .gguf file. {_REMEDY}")
     if path.suffix == _GGUF and not path.is_file():
         raise ConfigError(f"there is no model file {source!r}. {_REMEDY}")
-    if adapter is not None and not (Path(adapter) / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"the adapter {str(adapter)!r} has no adapter_config.json. Give a folder that mlx_lm.lora made."
-        )
+    if path.exists():
+        return
+    nearest = difflib.get_close_matches(source.casefold(), (SMOLLM2, EMBEDDED), n=1)
+    if nearest and "/" not in source:  # the hub's models have an owner before a slash
+        raise ConfigError(f"there is no model {source!r}. Did you mean {nearest[0]}? Else: {_REMEDY}")
+
+    from huggingface_hub.errors import HFValidationError  # takes 0.1 s, which a model on this machine does without
+    from huggingface_hub.utils import validate_repo_id  # likewise
+
+    try:
+        validate_repo_id(source)
+    except HFValidationError as error:
+        raise ConfigError(f"there is no model folder {source!r}, and it is not a valid hub name. {_REMEDY}") from error
 
 
 def _check_config(source: str) -> None:
@@ -161,13 +184,11 @@ def _load_file(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[str
 
 def _load_folder(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
     from httpx2 import HTTPError  # takes 0.1 s
-    from huggingface_hub.errors import HFValidationError, StrictDataclassError  # takes 0.1 s
+    from huggingface_hub.errors import StrictDataclassError  # takes 0.1 s
     from mlx_lm import load as load_model  # imports transformers, which takes a second
 
     try:
         loaded, tokenizer, config = load_model(source, return_config=True, **options)
-    except HFValidationError as error:
-        raise ConfigError(f"there is no model folder {source!r}, and it is not a valid hub name. {_REMEDY}") from error
     except (HTTPError, OSError) as error:
         reason = one_line(str(error).strip().partition("\n")[0])
         if not Path(source).exists():

@@ -17,8 +17,8 @@ from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig, RescueConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.integration.probe import position_limit
 from mlx_tq.models import ranks_of
-from mlx_tq.prefix_cache.folder import Folder
-from mlx_tq.prefix_cache.prefix_cache import PrefixCache, open_folder
+from mlx_tq.prefix_cache.folder import Folder, open_folder
+from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.cache_file import CONVERSATION, load_prompt_cache, refuse_damaged, save_prompt_cache
 from mlx_tq.prompt_cache.compressed import plan_caches

@@ -1,5 +1,7 @@
 """`mlx_tq demo` evicts a fact of the embedded model's conversation, and rescue restores it."""
 
+import re
+
 import pytest
 
 from .tools import FLOAT32, ROOT
@@ -20,6 +22,23 @@ def test_the_fact_is_evicted_and_restored(cli, words):
     assert evicted["evicted"] == rescued["evicted"] > 0
     assert rescued["quoted_tokens"] > 0 == evicted["quoted_tokens"]
     assert evicted["nbytes"] < compressed["nbytes"] < fp16["nbytes"]
+
+
+def test_without_a_service_the_other_rows_are_shown(cli, monkeypatch):
+    """And the reason for the missing one, which names no flag that the demo lacks."""
+    monkeypatch.setenv("RESCUE_PROT", "5054")
+    words = ("demo", "--tokens", 600, *FLOAT32)
+    result = cli(*words)
+    rows = [line.split("  ")[0] for line in result.out.splitlines() if line.strip()]
+    assert (result.code, rows) == (1, ["KV cache", "fp16", "compressed", "+ evicted"])
+    last = result.err.splitlines()[-1]
+    assert re.fullmatch(
+        r"warning: \+ rescued is left out: the private rescue service did not start: .*RESCUE_PROT.*", last
+    )
+    assert "--rescue" not in result.err
+    report = cli(*words, "--json").json
+    assert [outcome["name"] for outcome in report["outcomes"]] == rows[1:]
+    assert "RESCUE_PROT" in report["left_out"]["+ rescued"]
 
 
 @pytest.mark.full  # in the model's own bfloat16

@@ -73,7 +73,9 @@ def bare_installed(wheel, tmp_path_factory):
     def make(*, libmlx: bool = True):
         folder = tmp_path_factory.mktemp("bare")
         call(sys.executable, "-m", "venv", "--without-pip", folder)
-        call(sys.executable, "-m", "pip", "--python", folder / "bin/python", "install", "--no-deps", "--no-index", wheel)
+        call(
+            sys.executable, "-m", "pip", "--python", folder / "bin/python", "install", "--no-deps", "--no-index", wheel
+        )
         (site,) = folder.glob("lib/python*/site-packages")
         for path in Path(sysconfig.get_path("purelib")).iterdir():
             absent = path.suffix == ".pth" or path.name in {"__pycache__", *RESCUE_PACKAGES}
@@ -97,11 +99,11 @@ def without_libmlx(bare_installed):
     return bare_installed(libmlx=False)
 
 
-def says(*words, **options):
-    """Return exit code, stdout and stderr of a command."""
+def says(*words, text="", cwd=None):
+    """Return exit code, stdout and stderr of a command whose standard input is `text`."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" and not name.startswith("MLX_TQ_")}
-    words = [str(word) for word in words]
-    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=300, env=env, **options)
+    options = {"check": False, "capture_output": True, "text": True, "timeout": 300, "env": env, "cwd": cwd}
+    done = subprocess.run([str(word) for word in words], input=text, **options)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -175,14 +177,17 @@ def test_every_script_has_a_version(installed, tmp_path, script):
 
 # What a command cannot do without.
 REQUIRED = {"cache_prompt": ["--prompt-cache-file", "x", "-p", "hi"], "evaluate": ["needle"], "store": ["list"]}
-NO_BACKEND = r"mlx has no backend here \(libmlx\.so: .*\)\. Run: pip install 'mlx-tq\[cpu\]', or 'mlx-tq\[cuda\]' for an NVIDIA GPU\."
+NO_BACKEND = (
+    r"mlx has no backend here \(libmlx\.so: .*\)\. "
+    r"Run: pip install 'mlx-tq\[cpu\]', or 'mlx-tq\[cuda\]' for an NVIDIA GPU\."
+)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere mlx comes with its backend")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_without_a_backend_of_mlx_each_command_names_the_extra(without_libmlx, tmp_path, command):
     words = REQUIRED.get(command, ["-p", "hi"] if command == "generate" else [])
-    code, out, err = says(without_libmlx / f"mlx_tq.{command}", *words, cwd=tmp_path, stdin=subprocess.DEVNULL)
+    code, out, err = says(without_libmlx / f"mlx_tq.{command}", *words, cwd=tmp_path)
     assert (code, out) == (2, "")
     assert re.fullmatch(f"mlx_tq {command}: {NO_BACKEND}\n", err)
 
@@ -198,6 +203,24 @@ def test_without_its_extra_the_service_is_one_line(without_extras, tmp_path, wor
     code, out, err = says(without_extras / "mlx-tq-rescue", *words.split(), cwd=tmp_path)
     assert (code, out) == (2, "")
     assert re.fullmatch(r"mlx-tq-rescue: the service needs \w+: pip install 'mlx-tq\[rescue\]'\.\n", err)
+
+
+def test_a_chat_without_the_extra_of_rescue_recalls_from_the_archive(without_extras, tmp_path):
+    """By default; who asks for the service is told what it needs, before a model is loaded."""
+    needs = "the private rescue service needs fastapi: pip install 'mlx-tq[rescue]'."
+    chat = (without_extras / "mlx_tq.chat", "--kv-evict", "recency", "--dtype", "float32", "--max-tokens", "12")
+    environment = {"cwd": tmp_path, "text": "The access code is 417295. What is the access code?\n"}
+    code, out, err = says(*chat, **environment)
+    assert (code, out) == (0, "417295\n")
+    assert [line for line in err.splitlines() if "rescue " in line] == [
+        f"warning: {needs} Until then, evicted tokens are recalled from the archive only. "
+        "--rescue off hides this warning."
+    ]
+    assert "evicted tokens are archived on disk" in err
+    for command in ((*chat, "--rescue", "auto"), (without_extras / "mlx_tq.generate", *chat[1:5], "--rescue", "auto")):
+        code, out, err = says(*command, "--model", "/nope/model", **environment)
+        assert (code, out) == (1, "")
+        assert re.fullmatch(rf"mlx_tq \w+: {re.escape(needs)} Or choose --rescue off\.\n", err)
 
 
 def test_generate_from_elsewhere(installed, tmp_path):
