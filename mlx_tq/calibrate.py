@@ -62,17 +62,17 @@ def run(args: argparse.Namespace) -> int:
         path = calibration_path(fingerprint(model), covariance=args.covariance)
         make_folder(path)
         check_replaceable(path)
-    if share == 1:
-        ids = list(tokenizer.encode(text, add_special_tokens=False, verbose=False))[: tokens + SKIP]
-        queries = model_calibration.calibrate_on_text(model, ids, covariance=args.covariance)
-        source = f"{queries.tokens:,} tokens of text"
-    else:
-        with prefill_progress(title="Calibrating") as progress:
-            options = {"covariance": args.covariance, "progress": progress}
+    with prefill_progress(title="Calibrating") as progress:
+        options = {"covariance": args.covariance, "progress": progress}
+        if share == 1:
+            ids = list(tokenizer.encode(text, add_special_tokens=False, verbose=False))[: tokens + SKIP]
+            queries = model_calibration.calibrate_on_text(model, ids, **options)
+            source = f"{queries.tokens:,} tokens of text"
+        else:
             collected = model_calibration.collect_queries(model, tokenizer, text, tokens, **options)
-        queries = model_calibration.mix_queries(*collected, share)
-        source = f"{queries.tokens:,} tokens of questions and answers"
-        source += f" and {share:.0%} text" if share else ""
+            queries = model_calibration.mix_queries(*collected, share)
+            source = f"{queries.tokens:,} tokens of questions and answers"
+            source += f" and {share:.0%} text" if share else ""
     model_calibration.save_queries(model, path, queries)
     sys.stderr.write(f"Saved the calibration ({source}) to {path}\n")
     return DONE

@@ -26,6 +26,7 @@ from mlx_tq.cli.loading import (
     make_caches,
     open_caches,
     open_prefix_folder,
+    waits_for_calibration,
 )
 from mlx_tq.cli.options import Request
 from mlx_tq.cli.prompts import embed_images, encode, render
@@ -90,7 +91,8 @@ def answer_request(request: Request, inputs: Inputs | None) -> int:
     else:
         ids = encode(tokenizer, text, args)
     check_positions(len(ids), limit)
-    calibrate_model(model, tokenizer, request.config, name=args.model)
+    waits = waits_for_calibration(args)
+    calibrate_model(model, tokenizer, request.config, name=args.model, waits=waits)
     opened = open_caches(model, request)
     plan = opened.plan
     options["max_tokens"] = _limit_tokens(opened, len(ids), limit, request)
@@ -264,7 +266,7 @@ def _load_draft(model: Any, tokenizer: Any, caches: list[Any], request: Request)
     if config.evict is not None and isinstance(config.evict.policy, CalibratedPolicy) and config.evict.policy.file:
         policy = replace(config.evict.policy, calibration=AUTO_CALIBRATION)  # the file is of the other model
         config = replace(config, evict=replace(config.evict, policy=policy))
-    calibrate_model(draft, draft_tokenizer, config, name=args.draft_model)
+    calibrate_model(draft, draft_tokenizer, config, name=args.draft_model, waits=waits_for_calibration(args))
     return draft, make_caches(draft, config, args.max_kv_size).caches
 
 

@@ -125,7 +125,12 @@ CACHE = (
     Option("--kv-normalize", "{on,off}", parse_switch, f"{_NORMALIZE} (default: on)"),
     Option("--kv-evict", "POLICY", str, f"{_EVICT} (default: {NONE})"),
     Option("--kv-budget", "BUDGET", str, f"{_BUDGET} (default: 90%%)"),
-    Option("--kv-calibration", "SOURCE", str, f"{_CALIBRATION} (default: auto)"),
+    Option(
+        "--kv-calibration",
+        "SOURCE",
+        str,
+        f"{_CALIBRATION} (default: auto; on a CPU text, unless the model is calibrated)",
+    ),
 )
 RECALL = (
     Option("--kv-recall", "N|auto|off", str, f"{_RECALL} (default: auto)"),
