@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from mlx_tq.cli.haystack import load_text
     from mlx_tq.cli.loading import load_model
     from mlx_tq.cli.screen import prefill_progress
-    from mlx_tq.models import fingerprint
+    from mlx_tq.models import fingerprint, short_name
     from mlx_tq.prompt_cache.measurements import calibration_path, make_folder
 
     tokens = model_calibration.TOKENS if args.tokens is None else args.tokens
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     text = load_text() if text is None else text
     model, tokenizer = load_model(args)
     if args.losses:
-        model_calibration.save_measured_losses(model, tokenizer, text, args.model or "the embedded model")
+        model_calibration.save_measured_losses(model, tokenizer, text, short_name(args.model))
         return DONE
     path = args.output
     if path is None:

@@ -60,7 +60,7 @@ def build_parser() -> CommandParser:
     add(
         "--report",
         metavar="FILE",
-        help="test this machine, tune it, measure --model (default: the embedded one), and write a Markdown report to "
+        help="test this machine, tune it, measure --model (default: needle), and write a Markdown report to "
         "attach to an issue",
     )
     add("--tune", action="store_true", help="only measure and save the kernel thresholds of this machine")

@@ -19,7 +19,7 @@ from mlx_tq.distributed.group import ALONE, Ranks, join
 from mlx_tq.distributed.launch import is_launched
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.kernels.gpu import gpu_backend
-from mlx_tq.models import fingerprint, load, ranks_of
+from mlx_tq.models import fingerprint, load, ranks_of, short_name
 from mlx_tq.policies import CalibratedPolicy
 from mlx_tq.prefix_cache.folder import LIMIT, Folder, open_folder
 from mlx_tq.prompt_cache.build import adopt_caches, build_caches
@@ -91,7 +91,7 @@ def calibrate_model(
 
     Without `waits`, and where a model cannot be calibrated, a line says so, and the policy learns from the prompt.
     """
-    title = name or "the embedded model"
+    title = short_name(name)
     for config in configs:
         if config.mean_bits is not None and find_losses(fingerprint(model)) is None:
             save_measured_losses(model, tokenizer, load_text(), title)

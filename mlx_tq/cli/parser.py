@@ -110,7 +110,7 @@ def add_backend_argument(parser: argparse._ActionsContainer) -> None:
 def add_model_arguments(parser: argparse._ActionsContainer, *, adapter: bool = True) -> None:
     """Add the flags that choose a model; `adapter` says whether the command takes LoRA adapters."""
     add = parser.add_argument
-    add("--model", help="folder, hub name, .gguf file or smollm2 (default: the embedded model)")
+    add("--model", help="folder, hub name, .gguf file or smollm2 (default: needle, the bundled model)")
     if adapter:
         add("--adapter-path", metavar="DIR", help="folder of LoRA adapters from mlx_lm.lora (default: none)")
     add("--trust-remote-code", action="store_true", help="allow the tokenizer to run its own code")

@@ -121,7 +121,7 @@ def logged_progress(title: str) -> Iterator[Callable[[int, int], None]]:
 
 def show_plan(plan: Plan, tokens: int, recall_blocker: str | None = None) -> None:
     """Print how each group of layers is stored, and the bytes of a context of `tokens`."""
-    rows = table(f"KV cache of {plan.model_type}, {tokens:,} tokens", "layers", "keys", "values", "bytes", "fp16", "")
+    rows = table(f"KV cache of {plan.name}, {tokens:,} tokens", "layers", "keys", "values", "bytes", "fp16", "")
     rows.columns[-1].no_wrap, rows.columns[-1].justify = False, "left"  # a long note must not squeeze the figures
     sized = zip(plan.layers, plan.layers_at(tokens), strict=True)
     for _, group in groupby(sized, key=lambda pair: (pair[0].spec.keys, pair[0].spec.value, pair[0].note)):

@@ -24,6 +24,7 @@ from mlx_tq.evaluate.results import Columns, Record, Results
 from mlx_tq.evaluate.ruler import ruler_samples
 from mlx_tq.evaluate.teacher_forced import TokenScores, cut_chunks, divergence, perplexity, score_text
 from mlx_tq.evaluate.tools import tool_samples
+from mlx_tq.models import EMBEDDED
 
 
 @dataclass
@@ -77,7 +78,7 @@ def read_text(path: str | None) -> str:
 
 def settings_of(args: argparse.Namespace, names: tuple[str, ...], arms: list[Arm]) -> Record:
     """Return what must be equal for results to be resumed; a text file may change, so its hash is included."""
-    settings: Record = {"model": args.model or "embedded"}
+    settings: Record = {"model": args.model or EMBEDDED}
     if hasattr(args, "text"):
         settings |= {"text": args.text or "embedded"}
         if args.text:

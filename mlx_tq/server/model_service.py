@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from mlx_tq.cli.loading import check_memory, check_positions
@@ -15,7 +14,7 @@ from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import ConfigError
 from mlx_tq.grammar.constraint import CompiledGrammar, Grammars
 from mlx_tq.integration.probe import position_limit
-from mlx_tq.models import EMBEDDED
+from mlx_tq.models import short_name
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.rescue import OFF, RescueClient, open_service
@@ -51,9 +50,7 @@ class ModelService:
         ranks: Ranks,
     ) -> None:
         args, service, self.metrics = request.args, request.rescue.service, Metrics()
-        name = args.model or EMBEDDED
-        # Clients see the name of a folder, not where it is.
-        self.name = Path(name).resolve().name if args.model is not None and Path(name).exists() else name
+        self.name = short_name(args.model)
         self.created = int(time.time())
         self._tokenizer, self._plan = tokenizer, plan
         self.positions = position_limit(model)

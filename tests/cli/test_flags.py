@@ -160,6 +160,13 @@ def test_numbers_that_the_help_gives_as_defaults_are_true(fields, config_):
     assert numbers == {field: getattr(config_, field) for field in numbers}
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_bundled_model_has_one_name(command):
+    shown = " ".join(" ".join(parser.format_help() for parser in leaves(command)).split())
+    assert "embedded" not in shown
+    assert ("--model MODEL folder" not in shown) or "(default: needle, the bundled model)" in shown
+
+
 def test_names_in_help_texts_are_those_of_the_registries():
     assert (tuple(config.PROFILES), config.DEFAULT_PROFILE) == (table.PROFILES, table.DEFAULT_PROFILE)
     assert tuple(name for name in policy_names() if name != "published") == table.POLICIES
