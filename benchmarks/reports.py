@@ -10,7 +10,7 @@ from mlx_tq import load
 from mlx_tq.cli.diagnostics import environment
 
 RESULTS = Path(__file__).parent / "results"
-NAMES = {"embedded": "the embedded model", "smollm2": "SmolLM2-135M-Instruct"}
+NAMES = {"embedded": "needle", "smollm2": "SmolLM2-135M-Instruct"}
 GEMMA = "gemma-3-270m.gguf"  # benchmarks/models/README.md says how its file is made
 ALL_NAMES = {**NAMES, GEMMA: "Gemma 3 270M"}
 

@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PLACE = re.compile(r"^<!-- table: (\w+) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
 
-EMBEDDED = "the embedded model (7 million weights)"
-MODELS = {"embedded": "embedded", "smollm2": "SmolLM2-135M", "gemma3-270m": "Gemma 3 270M"}
+EMBEDDED = "needle, the bundled model (7 million weights)"
+MODELS = {"embedded": "needle", "smollm2": "SmolLM2-135M", "gemma3-270m": "Gemma 3 270M"}
 REAL_MODELS = {name: label for name, label in MODELS.items() if name != "embedded"}
 SMALL_CACHE = "--kv-sinks 32 --kv-window 64"
 ON_MODEL = "[--model M --dequantize] --dtype float32"
@@ -588,7 +588,7 @@ def rescue_latency() -> str:
 
 
 def ramp() -> str:
-    files = {"rescue_ramp.json": "embedded", "rescue_ramp_smollm2.json": "SmolLM2-135M"}
+    files = {"rescue_ramp.json": "needle", "rescue_ramp_smollm2.json": "SmolLM2-135M"}
     rows = []
     for name, label in files.items():
         for row in report(name)["rows"]:

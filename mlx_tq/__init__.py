@@ -11,6 +11,8 @@ with mlx_tq.compressed(model, profile="small"):
 from importlib import import_module
 from typing import Any
 
+from mlx_tq.errors import missing_backend
+
 __version__ = "0.1.0"
 
 # Imported when first used, so that `import mlx_tq` costs no model code.
@@ -36,7 +38,12 @@ __all__ = list(_HOMES)
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'mlx_tq' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    try:
+        return getattr(import_module(_HOMES[name]), name)
+    except ImportError as error:
+        if (fault := missing_backend(error)) is None:
+            raise
+        raise fault from error
 
 
 def __dir__() -> list[str]:

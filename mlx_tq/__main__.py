@@ -6,6 +6,7 @@ from importlib import import_module
 
 from mlx_tq import __version__
 from mlx_tq.cli.runner import DONE, USAGE_ERROR, guarded
+from mlx_tq.errors import unknown_name
 
 COMMANDS = {
     "generate": "generate text on a compressed KV cache",
@@ -35,7 +36,7 @@ def _answer_without_command(word: str) -> int:
     if word in ("--version", "-V", "--help", "-h"):
         sys.stdout.write(f"{__version__}\n" if word in ("--version", "-V") else usage)
         return DONE
-    sys.stderr.write(f"mlx_tq: command {word!r} is unknown\n{usage}" if word else usage)
+    sys.stderr.write(f"mlx_tq: {unknown_name('command', word, COMMANDS)}\n" if word else usage)
     return USAGE_ERROR
 
 

@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from mlx_tq.cli.inputs import read_prompt
 from mlx_tq.cli.options import OFF, Request, check_writable
 from mlx_tq.cli.parser import CommandParser, add_cache_arguments, add_model_arguments, command_parser
 from mlx_tq.cli.runner import DONE, command_main
@@ -32,12 +33,17 @@ def run(args: argparse.Namespace) -> int:
     request = Request.from_args(args)
     check_writable("--prompt-cache-file", args.prompt_cache_file)
 
+    from mlx_tq.cli.startup import check_request
+
+    check_request(request)
+    prompt = "" if args.decode is not None else read_prompt(args)
+
     import mlx.core as mx
     from mlx_lm.generate import generate_step
     from mlx_lm.models.cache import make_prompt_cache
 
     from mlx_tq.cli.loading import check_memory, check_positions, free_memory, load_model, make_caches, take_source
-    from mlx_tq.cli.prompts import encode_document, read_prompt
+    from mlx_tq.cli.prompts import encode_document
     from mlx_tq.cli.screen import prefill_progress, show_cache, show_plan
     from mlx_tq.config import PROFILES
     from mlx_tq.integration.probe import position_limit
@@ -54,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         caches = decode_caches(make_prompt_cache(model), load_prompt_cache(args.decode, model=model).caches)
         plan, config = None, PROFILES[OFF]
     else:
-        prompt, config = read_prompt(args), request.config
+        config = request.config
         model, tokenizer = load_model(args, config)
         limit = position_limit(model)
         ids = encode_document(tokenizer, prompt, limit)

@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from mlx_tq.cli.inputs import read_file
 from mlx_tq.cli.options import check_flags, check_writable
 from mlx_tq.cli.parser import CommandParser, add_model_arguments, command_parser
 from mlx_tq.cli.runner import DONE, command_main
@@ -27,46 +28,51 @@ def build_parser() -> CommandParser:
 
 def run(args: argparse.Namespace) -> int:
     check_flags(args)
+    if args.tokens is not None and args.tokens < 1:
+        raise ConfigError(f"--tokens is {args.tokens}; it must be 1 or more, such as 4096.")
+    if args.text_share is not None and not 0 <= args.text_share <= 1:
+        raise ConfigError(f"--text-share is {args.text_share:g}; it must be from 0 (questions only) to 1 (text only).")
+    if args.output is not None:
+        check_writable("-o", args.output)
+
+    from mlx_tq.cli.startup import check_model
+    from mlx_tq.policies.calibration import SKIP, check_replaceable
+
+    if args.output is not None:
+        check_replaceable(args.output)
+    text = None if args.text is None else read_file("text", args.text)
+    check_model(args)
 
     from mlx_tq.cli import model_calibration
     from mlx_tq.cli.haystack import load_text
     from mlx_tq.cli.loading import load_model
-    from mlx_tq.cli.prompts import read_file
     from mlx_tq.cli.screen import prefill_progress
-    from mlx_tq.models import fingerprint
-    from mlx_tq.policies.calibration import SKIP, check_replaceable
+    from mlx_tq.models import fingerprint, short_name
     from mlx_tq.prompt_cache.measurements import calibration_path, make_folder
 
     tokens = model_calibration.TOKENS if args.tokens is None else args.tokens
     share = model_calibration.TEXT_SHARE if args.text_share is None else args.text_share
-    if tokens < 1:
-        raise ConfigError(f"--tokens is {tokens}; it must be 1 or more, such as {model_calibration.TOKENS}.")
-    if not 0 <= share <= 1:
-        raise ConfigError(f"--text-share is {share:g}; it must be from 0 (questions only) to 1 (text only).")
-    if args.output is not None:
-        check_writable("-o", args.output)
-        check_replaceable(args.output)
-    text = load_text() if args.text is None else read_file("text", args.text)
+    text = load_text() if text is None else text
     model, tokenizer = load_model(args)
     if args.losses:
-        model_calibration.save_measured_losses(model, tokenizer, text, args.model or "the embedded model")
+        model_calibration.save_measured_losses(model, tokenizer, text, short_name(args.model))
         return DONE
     path = args.output
     if path is None:
         path = calibration_path(fingerprint(model), covariance=args.covariance)
         make_folder(path)
         check_replaceable(path)
-    if share == 1:
-        ids = list(tokenizer.encode(text, add_special_tokens=False, verbose=False))[: tokens + SKIP]
-        queries = model_calibration.calibrate_on_text(model, ids, covariance=args.covariance)
-        source = f"{queries.tokens:,} tokens of text"
-    else:
-        with prefill_progress(title="Calibrating") as progress:
-            options = {"covariance": args.covariance, "progress": progress}
+    with prefill_progress(title="Calibrating") as progress:
+        options = {"covariance": args.covariance, "progress": progress}
+        if share == 1:
+            ids = list(tokenizer.encode(text, add_special_tokens=False, verbose=False))[: tokens + SKIP]
+            queries = model_calibration.calibrate_on_text(model, ids, **options)
+            source = f"{queries.tokens:,} tokens of text"
+        else:
             collected = model_calibration.collect_queries(model, tokenizer, text, tokens, **options)
-        queries = model_calibration.mix_queries(*collected, share)
-        source = f"{queries.tokens:,} tokens of questions and answers"
-        source += f" and {share:.0%} text" if share else ""
+            queries = model_calibration.mix_queries(*collected, share)
+            source = f"{queries.tokens:,} tokens of questions and answers"
+            source += f" and {share:.0%} text" if share else ""
     model_calibration.save_queries(model, path, queries)
     sys.stderr.write(f"Saved the calibration ({source}) to {path}\n")
     return DONE

@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from mlx_tq.cli.inputs import template_config
 from mlx_tq.cli.options import ON_FULL, PENALTIES, SAMPLING, Request
 from mlx_tq.cli.parser import (
     CommandParser,
@@ -16,6 +17,11 @@ from mlx_tq.cli.runner import command_main
 
 def run(args: argparse.Namespace) -> int:
     request = Request.from_args(args)
+    template_config(args)  # raises if it is not an object
+
+    from mlx_tq.cli.startup import check_request
+
+    request = check_request(request)
 
     from mlx_tq.cli.chat_terminal import run_chat
 

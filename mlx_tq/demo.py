@@ -10,6 +10,7 @@ from mlx_tq.cli.options import AUTO, DEFAULT_PROFILE, OFF
 from mlx_tq.cli.parser import CommandParser, add_backend_argument, add_model_arguments, command_parser
 from mlx_tq.cli.runner import DONE, FAILED, command_main
 from mlx_tq.cli.terminal_text import readable
+from mlx_tq.errors import RescueError
 
 if TYPE_CHECKING:
     from mlx_tq.cli.haystack import Case
@@ -33,10 +34,14 @@ def build_parser() -> CommandParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask for the fact with each setting; return 1 if rescue did not restore what mlx-lm's own cache found."""
+    """Ask for the fact with each setting; return 1 if rescue fails, or restores less than mlx-lm's cache found."""
+    from mlx_tq.cli.startup import check_model
+
+    check_model(args)
+
     from mlx_tq.cli.haystack import QUESTION, build_case, load_text
     from mlx_tq.cli.loading import load_model
-    from mlx_tq.cli.screen import console, human_bytes, results, table
+    from mlx_tq.cli.screen import console, human_bytes, results, table, warn
     from mlx_tq.config import PROFILES, EvictConfig, KVConfig
     from mlx_tq.integration.probe import model_facts
     from mlx_tq.policies import TriAttention
@@ -57,9 +62,14 @@ def run(args: argparse.Namespace) -> int:
     case = build_case(tokenizer, load_text(), tokens=args.tokens, depth=args.depth, seed=args.seed, chat=False, **room)
     console.print(f"A text of {case.question:,} tokens has the code word {case.answer} at token {case.needle[0]:,}.")
     console.print(f"Then the question: {QUESTION.partition('?')[0]}?\n")
-    outcomes = [_ask(model, tokenizer, case, name, *setting) for name, setting in settings.items()]
+    outcomes, left_out = [], {}
+    for name, setting in settings.items():
+        try:
+            outcomes.append(_ask(model, tokenizer, case, name, *setting))
+        except RescueError as error:
+            left_out[name] = str(error)
     if args.json:
-        sys.stdout.write(json.dumps({"expected": case.answer, "outcomes": outcomes}) + "\n")
+        sys.stdout.write(json.dumps({"expected": case.answer, "outcomes": outcomes, "left_out": left_out}) + "\n")
     else:
         results.print()
         rows = table("", "KV cache", "answer", "found", "live", "evicted", "rescued", "bytes", f"of {native}")
@@ -71,6 +81,10 @@ def run(args: argparse.Namespace) -> int:
             answer = " ".join(readable(outcome["answer"]).split())
             rows.add_row(outcome["name"], answer, "yes" if outcome["found"] else "no", *counts, *sizes)
         results.print(rows)
+    for name, reason in left_out.items():
+        warn(f"{name} is left out: {reason}")
+    if left_out:
+        return FAILED
     return DONE if outcomes[-1]["found"] or not outcomes[0]["found"] else FAILED
 
 

@@ -53,7 +53,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show_capacity(args: argparse.Namespace) -> int:
-    import mlx.core as mx  # takes long, which --help does without
+    from mlx_tq.cli.startup import check_model  # loads mlx, which --help does without
+
+    check_model(args)
+
+    import mlx.core as mx  # likewise
 
     from mlx_tq.cli.loading import load_model  # likewise
     from mlx_tq.cli.screen import human_bytes, results, table  # likewise

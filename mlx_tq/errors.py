@@ -53,6 +53,16 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error))))
 
 
+def missing_backend(error: ImportError) -> ConfigError | None:
+    """Return what to install if mlx lacks its backend, a package of its own on Linux; None for other errors."""
+    if "libmlx" not in str(error):
+        return None
+    return ConfigError(
+        f"mlx has no backend here ({one_line(error)}). Run: pip install 'mlx-tq[cpu]', or 'mlx-tq[cuda]' for an "
+        "NVIDIA GPU."
+    )
+
+
 def one_line(message: object) -> str:
     """Return another library's message as one short line, or the name of its error if the message is empty."""
     text = " ".join(str(message).split()).rstrip(".") or type(message).__name__

@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from mlx_tq.cli.inputs import read_prompt, read_schema, template_config
 from mlx_tq.cli.options import PENALTIES, SAMPLING, Request, parse_size
 from mlx_tq.cli.parser import (
     CommandParser,
@@ -12,6 +13,7 @@ from mlx_tq.cli.parser import (
     command_parser,
 )
 from mlx_tq.cli.runner import command_main
+from mlx_tq.distributed.launch import is_launched
 
 
 def build_parser() -> CommandParser:
@@ -68,10 +70,17 @@ def _is_true(text: str) -> bool:
 
 def run(args: argparse.Namespace) -> int:
     request = Request.from_args(args)
+    template_config(args)  # raises if it is not an object
+
+    from mlx_tq.cli.startup import check_request
+
+    request = check_request(request)
+    # Of several ranks, the first one reads, when all have joined.
+    inputs = None if is_launched() else (read_prompt(args), read_schema(args))
 
     from mlx_tq.cli.answer import answer_request
 
-    return answer_request(request)
+    return answer_request(request, inputs)
 
 
 main = command_main(build_parser, run)

@@ -35,8 +35,7 @@ def build_parser() -> CommandParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from mlx_tq.cli.screen import human_bytes, results, table
-    from mlx_tq.prefix_cache.prefix_cache import open_folder
+    from mlx_tq.prefix_cache.folder import open_folder
 
     name = read_options(args, os.environ)["--prefix-cache"] or AUTO
     if name not in (AUTO, OFF) and not Path(name).is_dir():
@@ -44,6 +43,9 @@ def run(args: argparse.Namespace) -> int:
     folder = open_folder(name)
     if folder is None:
         raise ConfigError("--prefix-cache is off. Name a folder, or auto.")
+
+    from mlx_tq.cli.screen import human_bytes, results, table
+
     if args.action == "list":
         report = _list(folder)
     elif args.action == "check":

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pkgutil import resolve_name
 
 from http_limits.process_checks import open_standard_streams
+from rescue_svc import __version__
 from rescue_svc.errors import RescueServiceError, SettingsError
-from rescue_svc.settings import Settings, load_settings
 
 RUN_ERROR, USAGE_ERROR, INTERRUPTED = 1, 2, 130
 NOT_FLAGS = ("token", "store")  # a flag would show secrets in the list of processes
@@ -18,12 +18,15 @@ NOT_FLAGS = ("token", "store")  # a flag would show secrets in the list of proce
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser; each field of Settings is a flag of every command."""
+    from rescue_svc.settings import Settings  # whose packages are an extra, which may not be installed
+
     settings = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     group = settings.add_argument_group("settings", "each is also a variable: --data-dir is RESCUE_DATA_DIR")
     for name, field in Settings.model_fields.items():
         if name not in NOT_FLAGS:
             group.add_argument(f"--{name.replace('_', '-')}", metavar="VALUE", help=field.description)
     parser = argparse.ArgumentParser(prog="mlx-tq-rescue", description=__doc__)
+    parser.add_argument("--version", action="version", version=__version__, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add_command(name: str, run: str, help: str) -> argparse.ArgumentParser:
@@ -50,7 +53,18 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return 0, 1 for a run error, 2 for wrong usage or settings, 130 for Ctrl-C."""
     open_standard_streams()
+    try:
+        return _run_command(argv)
+    except ModuleNotFoundError as error:
+        print(f"mlx-tq-rescue: the service needs {error.name}: pip install 'mlx-tq[rescue]'.", file=sys.stderr)
+        return USAGE_ERROR
+
+
+def _run_command(argv: Sequence[str] | None) -> int:
     arguments = vars(build_parser().parse_args(argv))
+
+    from rescue_svc.settings import Settings, load_settings  # likewise
+
     flags = {name: arguments.pop(name) for name in list(arguments) if name in Settings.model_fields}
     # Imported late: `--help` is instant, and the embedder's child, which imports this module again, stays small.
     run = resolve_name(f"rescue_svc.commands.{arguments.pop('run')}")

@@ -14,7 +14,7 @@ def open_all(settings: Settings, model: str = "", dim: Callable[[], int] = int) 
         try:
             from rescue_svc import postgres  # psycopg, which only its users have
         except ImportError as error:
-            raise SettingsError("a store on PostgreSQL needs psycopg: `pip install -e '.[postgres]'`") from error
+            raise SettingsError("a store on PostgreSQL needs psycopg: `pip install 'mlx-tq[postgres]'`") from error
         connections = postgres.Connections(settings.store.get_secret_value())
         shared = postgres.PostgresStore(connections, settings.caps(), hnsw=settings.index != "exact")
         return shared, postgres.PostgresIndex(connections, model, "exact" if settings.index == "exact" else "hnsw")

@@ -22,7 +22,7 @@ from mlx_tq.prompt_cache.archive import ArchivedBlock
 RESULTS = Path(__file__).parents[1] / "results" / "recall_grid.json"
 NEEDLES = 24  # a cell
 KINDS, BUDGETS = ("plain", "paraphrased", "several", "decoys", "two-hop"), ("50%", "25%", "10%")
-SMOLLM2, GEMMA, EMBEDDED = "SmolLM2-135M-Instruct", "Gemma 3 270M", "the embedded model"
+SMOLLM2, GEMMA, EMBEDDED = "SmolLM2-135M-Instruct", "Gemma 3 270M", "needle"
 # Model, tokens, kind and budgets of all cells.
 WHOLE = [(SMOLLM2, tokens, kind, BUDGETS) for tokens in (1000, 2000) for kind in KINDS]
 LONG = [(SMOLLM2, 7500, "plain"), *((EMBEDDED, tokens, "trained") for tokens in (2000, 3500))]

@@ -22,7 +22,7 @@ from mlx_tq.evaluate.results import Results
 from mlx_tq.evaluate.teacher_forced import cut_chunks
 from mlx_tq.models import load
 
-SETTINGS = {"model": "embedded", "text": "embedded"}
+SETTINGS = {"model": "needle", "text": "embedded"}
 SIZES = {"chunks": 2, "length": 512, "step": 256, "sinks": 32, "window": 64}
 
 

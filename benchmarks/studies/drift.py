@@ -17,7 +17,7 @@ from benchmarks.studies.flags import load_with_ids, open_results, run_study, stu
 from mlx_tq.cli.options import Request
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, Arm, arms_from_request
-from mlx_tq.evaluate.measurements import whole_numbers
+from mlx_tq.evaluate.flag_values import whole_numbers
 from mlx_tq.evaluate.results import Columns, Record
 from mlx_tq.evaluate.teacher_forced import check_length
 from mlx_tq.prompt_cache.compressed import compressed_attention

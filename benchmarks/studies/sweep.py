@@ -23,8 +23,9 @@ from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, Arm
 from mlx_tq.evaluate.asking import Prefill, Sample, ask_samples, prefill_caches
+from mlx_tq.evaluate.flag_values import parse_depths, whole_numbers
 from mlx_tq.evaluate.inspection import reseed_random
-from mlx_tq.evaluate.measurements import parse_depth, read_text, whole_numbers
+from mlx_tq.evaluate.measurements import read_text
 from mlx_tq.evaluate.needles import count_found
 from mlx_tq.evaluate.results import Columns, Record, Results
 from mlx_tq.evaluate.teacher_forced import cut_chunks, divergence, perplexity, score_text
@@ -302,7 +303,7 @@ def run(args: argparse.Namespace) -> None:
         sweep_text(model, chunks, in_rounds, base, results, warmup=args.warmup, step=args.step)
     if args.seeds:
         cells = {"kinds": args.kinds.split(","), "lengths": lengths, "seeds": range(args.seeds)}
-        cells["depths"] = [parse_depth(part) for part in args.depths.split(",")]
+        cells["depths"] = parse_depths(args.depths)
         options = {"sinks": max(sinks), "warmup": args.warmup, "step": args.step, "max_tokens": args.max_tokens}
         sweep_needles(model, tokenizer, text, settings, base, results, **cells, **options)
     note = "alive: share of a needle's tokens to which the question could attend; whole: needles with all of them"

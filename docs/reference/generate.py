@@ -23,7 +23,7 @@ FLAGS = f"""{MARK}
 # Flags
 
 Each command runs as `mlx_tq.COMMAND`, as `mlx_tq COMMAND` and as `python -m mlx_tq.COMMAND`. `--help` shows the main
-flags, `--help-kv` all flags of the KV cache.
+flags, `--help-kv` all flags of the KV cache, and `--version` the version.
 """
 PYTHON = f"""{MARK}
 # Python
@@ -63,7 +63,7 @@ def flags_page() -> str:
 def flags_of(parser: argparse.ArgumentParser, full: argparse.ArgumentParser) -> list[str]:
     """Return the table of a command's own flags, and links to the shared ones, which are those of `full`."""
     shared = [group for group in parser._action_groups if group.title in SHARED]
-    elsewhere = {action.dest for group in shared for action in group._group_actions} | {"help", "help_kv"}
+    elsewhere = {action.dest for group in shared for action in group._group_actions} | {"help", "help_kv", "version"}
     links = " and ".join(_link(group, full) for group in shared)
     own = [action for action in parser._actions if action.dest not in elsewhere]
     return [table(parser, own), *([f"Further flags: {links}."] if shared else [])]

@@ -28,6 +28,10 @@ def run(args: argparse.Namespace) -> int:
             check_writable(flag, path, "file")
     check_flags(args, [] if args.kv_evict == NONE else ["--kv-evict"])  # by default triattention
 
+    from mlx_tq.cli.startup import check_model
+
+    check_model(args)
+
     from mlx_tq.bench.runs import run_benchmarks
 
     return run_benchmarks(args)
@@ -56,7 +60,7 @@ def build_parser() -> CommandParser:
     add(
         "--report",
         metavar="FILE",
-        help="test this machine, tune it, measure --model (default: the embedded one), and write a Markdown report to "
+        help="test this machine, tune it, measure --model (default: needle), and write a Markdown report to "
         "attach to an issue",
     )
     add("--tune", action="store_true", help="only measure and save the kernel thresholds of this machine")

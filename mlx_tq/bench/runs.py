@@ -26,7 +26,7 @@ from mlx_tq.integration.probe import model_facts, native_caches
 from mlx_tq.kernels import backend, thresholds
 from mlx_tq.kernels.thresholds import KernelThresholds
 from mlx_tq.kernels.tuning import tune
-from mlx_tq.models import load
+from mlx_tq.models import load, short_name
 
 LAYER_TOKENS = [2048, 8192, 32768]
 MODEL_TOKENS = [1024, 4096, 16384]
@@ -37,7 +37,7 @@ def run_benchmarks(args: argparse.Namespace) -> int:
         checks = run_checks(kernels=backend.current() != "reference")
         tuned: list[KernelThresholds] = []
         figures, skipped = _measure_figures(args, lambda: tuned.append(_tune(args)))
-        _write(markdown_report(args.model or "embedded", checks, tuned[0], figures, skipped), args.report)
+        _write(markdown_report(short_name(args.model), checks, tuned[0], figures, skipped), args.report)
         return 0 if all(check.passed for check in checks) else 1
     if args.tune:
         _write({"environment": environment(), "thresholds": asdict(_tune(args))}, args.json)

@@ -9,12 +9,12 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.sample_utils import make_sampler
 
+from mlx_tq.cli.inputs import read_prompt, read_schema
 from mlx_tq.cli.loading import (
     PromptCache,
     calibrate_model,
@@ -27,9 +27,10 @@ from mlx_tq.cli.loading import (
     open_caches,
     open_prefix_folder,
     take_source,
+    waits_for_calibration,
 )
 from mlx_tq.cli.options import Request
-from mlx_tq.cli.prompts import embed_images, encode, read_prompt, render, template_config
+from mlx_tq.cli.prompts import embed_images, encode, render
 from mlx_tq.cli.runner import DONE, INTERRUPTED
 from mlx_tq.cli.sampling import make_processors
 from mlx_tq.cli.screen import (
@@ -66,19 +67,19 @@ _NAN = "the model's logits are NaN after the prompt. Check its weights, or load 
 _NEARLY_FULL = 0.9  # of the model's context
 
 
+Inputs = tuple[str, dict[str, Any] | None]  # the prompt, and the JSON schema of the answer
 Answer = tuple[str, TurnStats, CacheStats]  # the generated text, and the statistics of turn and cache
 
 
-def answer_request(request: Request) -> int:
-    """Load the model, answer the prompt and show what it took; return the exit code."""
+def answer_request(request: Request, inputs: Inputs | None) -> int:
+    """Load the model, answer the prompt and show what it took; return the exit code.
+
+    Without `inputs`, the first rank reads them.
+    """
     args = request.args
-    template_config(args)  # raises if it is not an object
-    if request.rescue.service != OFF:
-        open_service(request.rescue.service)  # raises if it is not an address
     ranks = join_ranks(request)
     folder = open_prefix_folder(request, ranks)
-    schema = None if args.json_schema is None else ranks.broadcast(lambda: _read_schema(args.json_schema))
-    prompt = ranks.broadcast(lambda: read_prompt(args))
+    prompt, schema = inputs or ranks.broadcast(lambda: (read_prompt(args), read_schema(args)))
     if args.seed is not None:
         mx.random.seed(args.seed)
     model, tokenizer, model_config = _load(args, ranks)
@@ -91,7 +92,8 @@ def answer_request(request: Request) -> int:
     else:
         ids = encode(tokenizer, text, args)
     check_positions(len(ids), limit)
-    calibrate_model(model, tokenizer, request.config, name=args.model)
+    waits = waits_for_calibration(args)
+    calibrate_model(model, tokenizer, request.config, name=args.model, waits=waits)
     if args.max_kv_size is not None and not request.changes_cache:
         warn(
             f"--max-kv-size {args.max_kv_size} takes mlx-lm's rotating cache, which is not compressed. For a "
@@ -161,16 +163,6 @@ def _limit_tokens(opened: PromptCache, prompt: int, limit: int | None, request: 
             warn(f"this run may reach {tokens:,} of {limit:,} positions. Eviction does not extend the context.")
     check_memory(plan, tokens, args.kv_memory_limit or free_memory(), args.prefill_step_size)
     return max_tokens
-
-
-def _read_schema(path: str) -> dict[str, Any]:
-    try:
-        schema = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--json-schema {path} cannot be read: {error}. Give a JSON file.") from error
-    if not isinstance(schema, dict):
-        raise ConfigError(f"--json-schema {path} holds {schema!r:.80}; it must be a JSON object.")
-    return schema
 
 
 def _make_constraint(schema: dict[str, Any], tokenizer: Any, ids: list[int], path: str) -> Any:
@@ -280,7 +272,7 @@ def _load_draft(model: Any, tokenizer: Any, caches: list[Any], request: Request)
     if config.evict is not None and isinstance(config.evict.policy, CalibratedPolicy) and config.evict.policy.file:
         policy = replace(config.evict.policy, calibration=AUTO_CALIBRATION)  # the file is of the other model
         config = replace(config, evict=replace(config.evict, policy=policy))
-    calibrate_model(draft, draft_tokenizer, config, name=args.draft_model)
+    calibrate_model(draft, draft_tokenizer, config, name=args.draft_model, waits=waits_for_calibration(args))
     return draft, make_caches(draft, config, args.max_kv_size).caches
 
 

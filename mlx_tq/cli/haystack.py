@@ -25,7 +25,7 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])(?=\s)")
 
 
 def load_text() -> str:
-    """Return the beginning of WikiText-2's test split, 80,000 tokens of the embedded model."""
+    """Return the beginning of WikiText-2's test split, 80,000 tokens of the bundled model."""
     return (files("mlx_tq") / "assets" / "text" / "wikitext-2-test.txt").read_text(encoding="utf-8")
 
 

@@ -1,6 +1,7 @@
 """Join the ranks, load what a request names (model, calibration, caches, prefix cache), and check that it fits."""
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,16 +12,16 @@ from mlx_lm.models.cache import make_prompt_cache as make_native_cache
 
 from mlx_tq.cli.haystack import load_text
 from mlx_tq.cli.model_calibration import collect_queries, mix_queries, save_measured_losses, save_queries
-from mlx_tq.cli.options import SINGLE_PROCESS, Request
-from mlx_tq.cli.screen import console, human_bytes, note, prefill_progress, warn
+from mlx_tq.cli.options import AUTO, SINGLE_PROCESS, Request, read_options
+from mlx_tq.cli.screen import console, human_bytes, logged_progress, note, warn
 from mlx_tq.config import KVConfig
 from mlx_tq.distributed.group import ALONE, Ranks, join
 from mlx_tq.distributed.launch import is_launched
 from mlx_tq.errors import CacheFormatError, ConfigError
-from mlx_tq.models import fingerprint, load, ranks_of, read_architecture, source_name
+from mlx_tq.kernels.gpu import gpu_backend
+from mlx_tq.models import EMBEDDED, fingerprint, load, ranks_of, read_architecture, short_name, source_name
 from mlx_tq.policies import CalibratedPolicy
-from mlx_tq.prefix_cache.folder import LIMIT, Folder
-from mlx_tq.prefix_cache.prefix_cache import open_folder
+from mlx_tq.prefix_cache.folder import LIMIT, Folder, open_folder
 from mlx_tq.prompt_cache.build import adopt_caches, build_caches
 from mlx_tq.prompt_cache.cache_file import (
     Header,
@@ -35,6 +36,8 @@ from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.layer_group import cache_parts
 from mlx_tq.prompt_cache.measurements import calibration_path, find_losses, make_folder
 from mlx_tq.prompt_cache.plan import Plan, without_queries
+
+_ANSWERING = ("generate", "chat", "server", "cache_prompt")  # commands that measure nothing
 
 
 def join_ranks(request: Request) -> Ranks:
@@ -70,7 +73,7 @@ def load_model(
     Each of several ranks gets its part of the model.
     """
     model, tokenizer = load(args.model, ranks=ranks, **load_options(args, **tokenizer_config))
-    calibrate_model(model, tokenizer, *configs, name=args.model)
+    calibrate_model(model, tokenizer, *configs, name=args.model, waits=waits_for_calibration(args))
     return model, tokenizer
 
 
@@ -80,7 +83,7 @@ def take_source(args: argparse.Namespace, path: str) -> None:
     source = header.source
     if source is None:
         return
-    made, given = [f"--model {source.model}" if source.model else "the embedded model"], []
+    made, given = [f"--model {source.model or EMBEDDED}"], []
     if args.model is None:
         args.model = source.model or None
     elif _is_other_model(args.model, header):
@@ -115,12 +118,23 @@ def _join(words: list[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def calibrate_model(model: Any, tokenizer: Any, *configs: KVConfig, name: str | None = None) -> None:
+def waits_for_calibration(args: argparse.Namespace) -> bool:
+    """Return whether eviction is calibrated before the first answer.
+
+    On a CPU that takes minutes, for which only a measurement waits, or who chooses `--kv-calibration auto`.
+    """
+    has_chosen = read_options(args, os.environ)["--kv-calibration"] == AUTO
+    return has_chosen or gpu_backend() is not None or args.command not in _ANSWERING
+
+
+def calibrate_model(
+    model: Any, tokenizer: Any, *configs: KVConfig, name: str | None = None, waits: bool = True
+) -> None:
     """Measure, once per model, what `configs` need: layer losses for mean bits, and query statistics for eviction.
 
-    A model that cannot be calibrated gets a warning, and its plan says that the policy learns from the prompt.
+    Without `waits`, and where a model cannot be calibrated, a line says so, and the policy learns from the prompt.
     """
-    title = name or "the embedded model"
+    title = short_name(name)
     for config in configs:
         if config.mean_bits is not None and find_losses(fingerprint(model)) is None:
             save_measured_losses(model, tokenizer, load_text(), title)
@@ -128,6 +142,12 @@ def calibrate_model(model: Any, tokenizer: Any, *configs: KVConfig, name: str | 
         if not isinstance(policy, CalibratedPolicy) or not policy.uses_auto_calibration:
             continue
         if not plan_caches(model, config).calibrates_on_prompt:
+            continue
+        if not waits:
+            note(
+                f"{title} is not calibrated for eviction, which takes minutes on a CPU: {policy.name} learns from the "
+                "prompt. --kv-calibration auto calibrates it, once."
+            )
             continue
         try:
             _calibrate_queries(model, tokenizer, title, covariance=policy.needs_covariance)
@@ -147,7 +167,7 @@ def _calibrate_queries(model: Any, tokenizer: Any, title: str, *, covariance: bo
         failure = error
     if ranks_of(model).any([failure is not None])[0]:
         raise failure or ConfigError("another rank cannot write to its cache folder.")
-    with prefill_progress(title=f"Calibrating eviction for {title} (first run only)") as progress:
+    with logged_progress(f"Calibrating eviction for {title} (first run only)") as progress:
         collected = collect_queries(model, tokenizer, load_text(), covariance=covariance, progress=progress)
     save_queries(model, path, mix_queries(*collected))
     note(f"Saved the calibration to {path}")

@@ -6,6 +6,7 @@ needs, so the default mixes them: see docs/measurements/eviction.md.
 
 import copy
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +15,7 @@ from string import Formatter
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_tq.cli.haystack import Fact, build_scene
 from mlx_tq.cli.screen import note, prefill_progress
@@ -41,7 +43,9 @@ from mlx_tq.session.restore import prefill
 
 TEXT_SHARE = 0.25  # weight of the text's statistics
 TOKENS = 4096
-STEP = 512  # tokens per prefill step
+STEP = 512  # most tokens per prefill step
+_FIRST_STEP = 4  # tokens
+_STEP_S = 1.0  # after which Ctrl-C should have been noticed
 LOSS_TOKENS = 512  # of the text on which losses are measured
 _LOSS_STEP = 64
 _SCORED_FROM = 192  # tokens after which packed ones are attended to
@@ -54,6 +58,31 @@ _ANSWER = 64  # more tokens than any answer has
 _ENDLESS = 1 << 40  # a warm-up window that does not end
 
 Progress = Callable[[int, int], None]
+
+
+class _Prefill:
+    """Prefills in steps of at most about a second, so that Ctrl-C is noticed and progress is shown on any machine.
+
+    The statistics do not depend on the steps; all ranks take the same ones, those of the slowest.
+    """
+
+    def __init__(self, model: Any, total: int, progress: Progress) -> None:
+        self._model, self._total, self._progress = model, total, progress
+        self._done, self._step = 0, _FIRST_STEP
+        progress(0, total)
+
+    def run(self, caches: list[Any], ids: list[int]) -> None:
+        start = 0
+        while start < len(ids):
+            part, began = ids[start : start + self._step], time.perf_counter()
+            prefill(self._model, caches, part, len(part))
+            (seconds,) = ranks_of(self._model).max(np.array([time.perf_counter() - began]))
+            start, self._done = start + len(part), self._done + len(part)
+            self._progress(self._done, self._total)
+            if seconds > _STEP_S:
+                self._step = max(1, len(part) // 2)
+            elif seconds < _STEP_S / 3 and len(part) == self._step:
+                self._step = min(2 * self._step, STEP)
 
 
 class Queries(NamedTuple):
@@ -75,7 +104,9 @@ def _add_queries(mean: Queries, caches: list[Any]) -> Queries:
     return Queries([calibrator.rope for calibrator in calibrators if calibrator.rope], blended, tokens)
 
 
-def calibrate_on_text(model: Any, ids: list[int], *, covariance: bool = False) -> Queries:
+def calibrate_on_text(
+    model: Any, ids: list[int], *, covariance: bool = False, progress: Progress = lambda done, total: None
+) -> Queries:
     """Return the statistics of the queries of these tokens; the first four do not count."""
     limit = position_limit(model)
     if len(ids) <= SKIP or (limit is not None and len(ids) > limit):
@@ -85,7 +116,7 @@ def calibrate_on_text(model: Any, ids: list[int], *, covariance: bool = False) -
         )
     caches = _make_caches(model, covariance)()
     with compressed_attention(model):
-        prefill(model, caches, ids, STEP)
+        _Prefill(model, len(ids), progress).run(caches, ids)
     return _add_queries(_NO_QUERIES, caches)
 
 
@@ -108,18 +139,19 @@ def collect_queries(
     count = max(1, tokens // length)
     make_caches = _make_caches(model, covariance)
     of_questions = of_text = _NO_QUERIES
-    for number, scene in enumerate(build_question_scenes(tokenizer, text, count, length), 1):
+    scenes = list(build_question_scenes(tokenizer, text, count, length))
+    prefiller = _Prefill(model, sum(scene.tokens for scene in scenes), progress)
+    for scene in scenes:
         caches = make_caches()
         with compressed_attention(model):
-            prefill(model, caches, scene.text, STEP)
+            prefiller.run(caches, scene.text)
             of_text = _add_queries(of_text, caches)
             for calibrator in _calibrators(caches):
                 calibrator.restart_at(len(scene.text))
             for turn in scene.turns:
                 copies = copy.deepcopy(caches)
-                prefill(model, copies, turn, STEP)
+                prefiller.run(copies, turn)
                 of_questions = _add_queries(of_questions, copies)
-        progress(number * length, count * length)
     return of_questions, of_text
 
 
@@ -176,6 +208,11 @@ class QuestionScene:
     text: list[int]  # tokens of a text with facts in it
     turns: list[list[int]]  # tokens of a question and its answer, each to be prefilled after the text
 
+    @property
+    def tokens(self) -> int:
+        """The number of tokens to prefill."""
+        return len(self.text) + sum(map(len, self.turns))
+
 
 def build_question_scenes(tokenizer: Any, text: str, count: int, length: int, seed: int = 0) -> Iterator[QuestionScene]:
     """Yield scenes with a fact of every kind; each takes `length` tokens with a question."""
@@ -219,6 +256,7 @@ def measure_losses(model: Any, tokenizer: Any, text: str, progress: Progress = l
             schedule: dict[str, Any] = {side: SCHEDULE.join(formats), other: _FULL}
             arms.append(plan(replace(_CONFIG, **schedule)))
     totals = [0.0] * len(arms)
+    progress(0, LOSS_TOKENS * len(arms))
     with compressed_attention(model):
         native = arms[0].native_caches()
         cache_lists = [build_caches(arm) for arm in arms]

@@ -165,7 +165,12 @@ CACHE = (
     Option("--kv-normalize", "{on,off}", parse_switch, f"{_NORMALIZE} (default: on)"),
     Option("--kv-evict", "POLICY", str, f"{_EVICT} (default: {NONE})"),
     Option("--kv-budget", "BUDGET", str, f"{_BUDGET} (default: 50%%)"),
-    Option("--kv-calibration", "SOURCE", str, f"{_CALIBRATION} (default: auto)"),
+    Option(
+        "--kv-calibration",
+        "SOURCE",
+        str,
+        f"{_CALIBRATION} (default: auto; on a CPU text, unless the model is calibrated)",
+    ),
 )
 RECALL = (
     Option("--kv-recall", "N|auto|off", str, f"{_RECALL} (default: auto)"),
@@ -250,7 +255,7 @@ SINGLE_PROCESS = (
 _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("--prefill-step-size", "--max-kv-size", "--samples", "--step", "--kv-shadow"), (1, math.inf)),
     **dict.fromkeys(("--decode-concurrency", "--prompt-concurrency", "--max-queue"), (1, math.inf)),
-    "evaluate --seeds": (1, math.inf),
+    **dict.fromkeys(("evaluate --seeds", "evaluate --chunks"), (1, math.inf)),
     **dict.fromkeys(("--num-draft-tokens", "--quantized-kv-start", "--seed", "--shots"), (0, math.inf)),
     **dict.fromkeys(("--temp", "--top-k", "--prompt-cache-size", "--sessions"), (0, math.inf)),
     **dict.fromkeys(("--top-p", "--min-p", "--xtc-probability"), (0, 1)),

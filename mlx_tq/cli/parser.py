@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from mlx_tq import __version__
 from mlx_tq.cli.options import (
     BACKEND,
     CACHE,
@@ -72,6 +73,7 @@ class _KVHelp(argparse.Action):
 def command_parser(command: str, description: str, usage: str | None = "[options]") -> CommandParser:
     """Return a parser of `mlx_tq.COMMAND`; `usage` is what follows that name, None for a list of its flags."""
     parser = CommandParser(prog=f"mlx_tq.{command}", description=description, usage=usage and f"%(prog)s {usage}")
+    parser.add_argument("--version", action="version", version=__version__, help="show the version and exit")
     parser.set_defaults(command=command)
     return parser
 
@@ -112,7 +114,7 @@ def add_model_arguments(parser: argparse._ActionsContainer, *, adapter: bool = T
     names = "folder, hub name, .gguf file or smollm2"
     if several:
         names += ", or a folder of models; may be repeated, and the first model is the default"
-    add("--model", action="append" if several else "store", help=f"{names} (default: the embedded model)")
+    add("--model", action="append" if several else "store", help=f"{names} (default: needle, the bundled model)")
     if adapter:
         add("--adapter-path", metavar="DIR", help="folder of LoRA adapters from mlx_lm.lora (default: none)")
     add("--trust-remote-code", action="store_true", help="allow the tokenizer to run its own code")

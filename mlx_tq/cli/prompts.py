@@ -1,46 +1,17 @@
-"""Read prompts, put them into chat templates and encode them, by mlx-lm's rules."""
+"""Put prompts into chat templates and encode them, by mlx-lm's rules."""
 
 import argparse
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.processors import load_processor
 
+from mlx_tq.cli.inputs import template_config
 from mlx_tq.errors import ConfigError
 from mlx_tq.session.text import TEMPLATE_ERRORS, PromptLengthLimit
 
 _PLACEHOLDER = "<the-prompt-goes-here>"
-
-
-def read_prompt(args: argparse.Namespace) -> str:
-    r"""Return the prompt of -p (with \n and \t), of --prompt-file, or of standard input."""
-    try:
-        if args.prompt_file is not None:
-            prompt = read_file("prompt file", args.prompt_file)
-        elif args.prompt not in (None, "-"):
-            prompt = str(args.prompt).replace("\\n", "\n").replace("\\t", "\t")
-        elif args.prompt is None and sys.stdin.isatty():
-            raise ConfigError("there is no prompt; give one with -p TEXT, --prompt-file FILE or on standard input.")
-        else:
-            prompt = sys.stdin.read()
-        prompt.encode()  # bytes that are not text can also arrive as lone surrogates
-    except UnicodeError as error:
-        raise ConfigError(f"the prompt is not UTF-8 text: {error}.") from error
-    if not prompt.strip():
-        raise ConfigError("the prompt is empty; give some text with -p, --prompt-file or on standard input.")
-    return prompt
-
-
-def read_file(kind: str, path: str) -> str:
-    """Return the text of a file that a user names; `kind` says in errors what it is."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the {kind} {path} cannot be read: {error}. Give a UTF-8 file.") from error
 
 
 def render(tokenizer: Any, prompt: str, args: argparse.Namespace, *, continues: bool) -> str:
@@ -69,18 +40,6 @@ def _apply_template(tokenizer: Any, prompt: str, args: argparse.Namespace) -> st
             f"the model's chat template refuses this conversation: {error}. Drop --system-prompt or "
             "--prefill-response, or add --ignore-chat-template."
         ) from error
-
-
-def template_config(args: argparse.Namespace) -> dict[str, Any]:
-    if args.chat_template_config is None:
-        return {}
-    try:
-        config = json.loads(args.chat_template_config)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"--chat-template-config is not JSON: {error}. Write it like '{{\"key\": true}}'.") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"--chat-template-config is {config!r}; it must be a JSON object.")
-    return config
 
 
 def encode(tokenizer: Any, text: str, args: argparse.Namespace) -> list[int]:

@@ -20,7 +20,7 @@ from http_limits.process_checks import (
 from mlx_tq.cli.options import check_environment, choose_backend
 from mlx_tq.cli.terminal_text import readable
 from mlx_tq.distributed.launch import exit_now, exit_on_sigterm, is_launched, launched_rank, write_last_line
-from mlx_tq.errors import ConfigError, MlxTqError, RankError, is_out_of_memory, one_line
+from mlx_tq.errors import ConfigError, MlxTqError, RankError, RescueError, is_out_of_memory, missing_backend, one_line
 
 Run = Callable[[argparse.Namespace], int]
 DONE, FAILED, USAGE_ERROR, INTERRUPTED = 0, 1, 2, 130
@@ -58,6 +58,8 @@ def run_command(parser: argparse.ArgumentParser, run: Run, words: Sequence[str] 
         try:
             with nullcontext() if is_launched() else _exit_on_signals():
                 return run(args)
+        except RescueError as error:
+            raise RescueError(f"{error} Or choose --rescue off.") from error
         finally:
             warnings.formatwarning = format_warning
 
@@ -70,6 +72,10 @@ def guarded(command: str, run: Callable[[], int]) -> int:
     try:
         try:
             return run()
+        except ImportError as error:
+            if (fault := missing_backend(error)) is None:
+                raise
+            raise fault from error
         finally:
             sys.stdout.flush()
     except MlxTqError as error:

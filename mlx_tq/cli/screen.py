@@ -1,5 +1,6 @@
 """Show plans, statistics, warnings and progress on stderr; only answers go to stdout."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -95,10 +96,32 @@ def prefill_progress(*, title: str = "reading the prompt", show: bool = True) ->
         yield advance
 
 
+@contextmanager
+def logged_progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar on a terminal; elsewhere, as in the log of a server, a line for each tenth of the work."""
+    if console.is_terminal:
+        with prefill_progress(title=title) as advance:
+            yield advance
+        return
+    began, shown = time.monotonic(), 0
+
+    def write(processed: int, total: int) -> None:
+        nonlocal shown
+        share = processed / total
+        if not processed:
+            note(title)
+        elif int(10 * share) > shown:
+            shown = int(10 * share)
+            seconds = (time.monotonic() - began) * (1 - share) / share
+            note(f"{title}: {share:.0%}, about {seconds:.0f} s left")
+
+    yield write
+
+
 def show_plan(plan: Plan, tokens: int, recall_blocker: str | None = None) -> None:
     """Print how each group of layers is stored, and the bytes of a context of `tokens`."""
     native = f"{plan.native_dtype} cache"
-    rows = table(f"KV cache of {plan.model_type}, {tokens:,} tokens", "layers", "keys", "values", "bytes", native, "")
+    rows = table(f"KV cache of {plan.name}, {tokens:,} tokens", "layers", "keys", "values", "bytes", native, "")
     rows.columns[-1].no_wrap, rows.columns[-1].justify = False, "left"  # a long note must not squeeze the figures
     sized = zip(plan.layers, plan.layers_at(tokens), strict=True)
     for _, group in groupby(sized, key=lambda pair: (pair[0].spec.keys, pair[0].spec.value, pair[0].note)):

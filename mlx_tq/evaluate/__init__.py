@@ -3,7 +3,8 @@
 import argparse
 from typing import Any
 
-from mlx_tq.cli.options import Request, parse_json_object, parse_temperature
+from mlx_tq.cli.inputs import read_file
+from mlx_tq.cli.options import STDOUT, Request, check_writable, parse_json_object, parse_temperature
 from mlx_tq.cli.parser import (
     CommandParser,
     add_cache_arguments,
@@ -30,10 +31,22 @@ _LENGTHS: dict[str, Any] = {"default": "1000,2000", "metavar": "N,...", "help": 
 
 def run(args: argparse.Namespace) -> int:
     request = Request.from_args(args)
+    if args.json not in (None, STDOUT):
+        check_writable("--json", args.json, "file")
+
+    from mlx_tq.cli.startup import check_request
+    from mlx_tq.evaluate.arms import arms_of_measurement
+    from mlx_tq.evaluate.flag_values import check_values
+
+    check_values(args)
+    arms = arms_of_measurement(request)
+    if getattr(args, "text", None) is not None:
+        read_file("text", args.text)
+    check_request(request)
 
     from mlx_tq.evaluate.measurements import run_measurement
 
-    return run_measurement(request)
+    return run_measurement(request, arms)
 
 
 def build_parser() -> CommandParser:

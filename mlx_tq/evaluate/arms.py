@@ -3,15 +3,16 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import product
+from typing import TYPE_CHECKING, Any
 
 from mlx_tq.cli.options import CONFIG_FIELDS, NAMING_FORMATS, Request, make_eviction
+from mlx_tq.codec.formats import format_names, get_format
 from mlx_tq.config import PAIRS, PROFILES, EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
-from mlx_tq.integration.probe import native_caches
-from mlx_tq.prompt_cache.build import build_caches
-from mlx_tq.prompt_cache.compressed import planner
-from mlx_tq.prompt_cache.plan import Plan
+
+if TYPE_CHECKING:
+    from mlx_tq.prompt_cache.plan import Plan
 
 _PLAIN = "plain"  # keys without normalization
 _CHOOSING = (*NAMING_FORMATS, "--kv-mean-bits")  # flags that choose formats, which the name of an arm does, too
@@ -24,8 +25,12 @@ class Arm:
     name: str
     config: KVConfig
 
-    def caches(self, model: Any, plan: Callable[[KVConfig], Plan] | None = None) -> Callable[[], list[Any]]:
+    def caches(self, model: Any, plan: "Callable[[KVConfig], Plan] | None" = None) -> Callable[[], list[Any]]:
         """Return a function that makes fresh caches; the model is probed once, here, or by the given `planner`."""
+        from mlx_tq.integration.probe import native_caches  # imports mlx-lm, which takes seconds
+        from mlx_tq.prompt_cache.build import build_caches  # likewise
+        from mlx_tq.prompt_cache.compressed import planner  # likewise
+
         if self.config.is_off:
             return lambda: native_caches(model)
         planned = (plan or planner(model))(self.config)
@@ -88,3 +93,30 @@ def arms_from_request(request: Request) -> list[Arm]:
     if any("@" in name for name in names):  # the others do not evict
         return [parse_arm(name, **(changes if "@" in name else changes | {"evict": None})) for name in names]
     return [parse_arm(name, **changes) for name in names]
+
+
+def sensible_pairs() -> list[str]:
+    """Return each format for both sides, as values under q8 keys, and as keys over tq4 values."""
+    names = format_names()
+    pairs = [pair for name in names for pair in ((name, name), ("q8", name), (name, "tq4"))]
+    usable = {(key, value) for key, value in pairs if not get_format(value).keys_only}
+    return [f"{key}/{value}" for key, value in sorted(usable, key=lambda pair: [*map(names.index, pair)])]
+
+
+def parse_pairs(keys: str | None, values: str | None, pairs: str | None = None, **changes: Any) -> list[Arm]:
+    """Return the pairs of a list, or all pairs of two lists of formats (default: tq4), or the sensible ones."""
+    if pairs and (keys or values):
+        raise ConfigError("--pairs and --keys or --values both choose formats. Drop one of them.")
+    if keys or values:
+        names = [f"{key}/{value}" for key, value in product((keys or "tq4").split(","), (values or "tq4").split(","))]
+    else:
+        names = pairs.split(",") if pairs else sensible_pairs()
+    return [parse_arm(name, **changes) for name in names]
+
+
+def arms_of_measurement(request: Request) -> list[Arm]:
+    """Return what a measurement of mlx_tq.evaluate compares."""
+    args = request.args
+    if args.measurement == "formats":
+        return parse_pairs(args.keys, args.values, args.pairs, **region_changes(request))
+    return [Arm("cache", request.config)] if args.measurement == "lm-eval" else arms_from_request(request)

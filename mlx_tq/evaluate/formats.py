@@ -1,15 +1,13 @@
 """Measure pairs of key and value formats: bytes, error of the stored vectors, and what that does to predictions."""
 
 from collections.abc import Iterator, Sequence
-from itertools import product
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_tq.codec.formats import format_names, get_format
 from mlx_tq.errors import ConfigError
-from mlx_tq.evaluate.arms import Arm, parse_arm
+from mlx_tq.evaluate.arms import Arm
 from mlx_tq.evaluate.recording import Attended, record_attention
 from mlx_tq.evaluate.results import Advance, Record
 from mlx_tq.evaluate.teacher_forced import divergence, normalization_hint, perplexity, score_text
@@ -18,25 +16,6 @@ from mlx_tq.prompt_cache.compressed import plan_caches
 
 TOGETHER = 4  # pairs that share one pass of the fp16 cache
 QUERIES = 64  # last tokens of the recorded text, whose attention is compared
-
-
-def sensible_pairs() -> list[str]:
-    """Return each format for both sides, as values under q8 keys, and as keys over tq4 values."""
-    names = format_names()
-    pairs = [pair for name in names for pair in ((name, name), ("q8", name), (name, "tq4"))]
-    usable = {(key, value) for key, value in pairs if not get_format(value).keys_only}
-    return [f"{key}/{value}" for key, value in sorted(usable, key=lambda pair: [*map(names.index, pair)])]
-
-
-def parse_pairs(keys: str | None, values: str | None, pairs: str | None = None, **changes: Any) -> list[Arm]:
-    """Return the pairs of a list, or all pairs of two lists of formats (default: tq4), or the sensible ones."""
-    if pairs and (keys or values):
-        raise ConfigError("--pairs and --keys or --values both choose formats. Drop one of them.")
-    if keys or values:
-        names = [f"{key}/{value}" for key, value in product((keys or "tq4").split(","), (values or "tq4").split(","))]
-    else:
-        names = pairs.split(",") if pairs else sensible_pairs()
-    return [parse_arm(name, **changes) for name in names]
 
 
 def measure_formats(

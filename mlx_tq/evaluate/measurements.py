@@ -9,31 +9,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.inputs import read_file
 from mlx_tq.cli.loading import load_model
 from mlx_tq.cli.options import Request
-from mlx_tq.cli.prompts import read_file
 from mlx_tq.cli.screen import progress_bar
-from mlx_tq.errors import ConfigError
-from mlx_tq.evaluate.arms import OFF, Arm, arms_from_request, region_changes
+from mlx_tq.evaluate.arms import OFF, Arm
 from mlx_tq.evaluate.asking import PASS, VOID, Sample, ask_samples, compare_answers
-from mlx_tq.evaluate.formats import TOGETHER, measure_formats, parse_pairs
+from mlx_tq.evaluate.flag_values import parse_depths, whole_numbers
+from mlx_tq.evaluate.formats import TOGETHER, measure_formats
 from mlx_tq.evaluate.lm_eval_harness import import_lm_eval, run_tasks
-from mlx_tq.evaluate.needles import DEPTHS, needle_samples, note_on_needles, tabulate_needles
+from mlx_tq.evaluate.needles import needle_samples, note_on_needles, tabulate_needles
 from mlx_tq.evaluate.reasoning import problem_samples, read_problems
 from mlx_tq.evaluate.results import Columns, Record, Results
 from mlx_tq.evaluate.ruler import ruler_samples
 from mlx_tq.evaluate.teacher_forced import TokenScores, cut_chunks, divergence, perplexity, score_text
 from mlx_tq.evaluate.tools import tool_samples
-
-
-def whole_numbers(text: str, flag: str, least: int = 1) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"{flag} is {text!r}; write whole numbers like 500,1000.") from None
-    if min(numbers) < least:
-        raise ConfigError(f"{flag} is {text!r}; each must be {least} or more.")
-    return numbers
+from mlx_tq.models import EMBEDDED
 
 
 @dataclass
@@ -60,16 +51,15 @@ class Measurement(NamedTuple):
     title: str
     columns: Columns | None  # None: those of the rows
     settings: tuple[str, ...]  # flags that must be equal for results to be resumed
-    arms: Callable[[Request], list[Arm]] = arms_from_request
     note: Callable[[Sequence[Record]], str] = lambda records: ""
     resumes: bool = True
 
 
-def run_measurement(request: Request) -> int:
+def run_measurement(request: Request, arms: list[Arm]) -> int:
+    """Compare the arms, show the results and return the exit code."""
     args = request.args
     measurement = MEASUREMENTS[args.measurement]
     text = read_text(getattr(args, "text", None))
-    arms = measurement.arms(request)
     results = Results(
         args.json, args.measurement, settings_of(args, measurement.settings, arms), resume=measurement.resumes
     )
@@ -88,7 +78,7 @@ def read_text(path: str | None) -> str:
 
 def settings_of(args: argparse.Namespace, names: tuple[str, ...], arms: list[Arm]) -> Record:
     """Return what must be equal for results to be resumed; a text file may change, so its hash is included."""
-    settings: Record = {"model": args.model or "embedded"}
+    settings: Record = {"model": args.model or EMBEDDED}
     if hasattr(args, "text"):
         settings |= {"text": args.text or "embedded"}
         if args.text:
@@ -148,16 +138,9 @@ def _ask(run: Run, samples: list[Sample]) -> list[Record]:
 
 def _needle(run: Run) -> list[Record]:
     args = run.args
-    lengths, depths = whole_numbers(args.lengths, "--lengths"), [parse_depth(part) for part in args.depths.split(",")]
+    lengths, depths = whole_numbers(args.lengths, "--lengths"), parse_depths(args.depths)
     samples = needle_samples(run.model[1], run.text, run.arms, lengths, depths, range(args.seeds))
     return tabulate_needles(_ask(run, samples))
-
-
-def parse_depth(text: str) -> float:
-    try:
-        return DEPTHS[text] if text in DEPTHS else float(text)
-    except ValueError:
-        raise ConfigError(f"depth {text!r} is unknown; write start, middle, end or a number from 0 to 1.") from None
 
 
 def _reasoning(run: Run) -> list[Record]:
@@ -263,9 +246,6 @@ MEASUREMENTS = {
         "Pairs of formats",
         _select("cache,B/token,ratio,K err,V err,cos,KLD,± KLD,top-1 %,PPL,change %,± change,packed %,needles"),
         (*_TEXT, "needle_length"),
-        arms=lambda request: parse_pairs(
-            request.args.keys, request.args.values, request.args.pairs, **region_changes(request)
-        ),
     ),
     "needle": Measurement(
         _needle, "Needles found", None, ("lengths", "depths", "seeds", "step", "max_tokens"), note=note_on_needles
@@ -278,7 +258,6 @@ MEASUREMENTS = {
         "Tasks of lm-eval",
         None,
         ("tasks", "num_shots", "limit", "max_tokens", "seed", "temp", "top_p", "min_p", "top_k"),
-        arms=lambda request: [Arm("cache", request.config)],
         resumes=False,
     ),
 }

@@ -10,9 +10,8 @@ from mlx_tq.cli.haystack import build_case, judge_answer
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, Arm
 from mlx_tq.evaluate.asking import PASS, VOID, Sample
+from mlx_tq.evaluate.flag_values import DEPTHS
 from mlx_tq.evaluate.results import Record
-
-DEPTHS = {"start": 0.0, "middle": 0.5, "end": 1.0}
 
 
 def needle_samples(

@@ -12,7 +12,7 @@ from decimal import Decimal
 from functools import partial
 from typing import Any, NamedTuple
 
-from mlx_tq.cli.prompts import read_file
+from mlx_tq.cli.inputs import read_file
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.asking import Sample, share_prefixes
 

@@ -19,7 +19,7 @@ from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import UnsupportedModelError
 from mlx_tq.integration.patches import capture_queries, find_call, patch_attention, patch_rope, recorded_calls
 from mlx_tq.kernels.regions import Mask
-from mlx_tq.models import ranks_of
+from mlx_tq.models import name_of, ranks_of
 
 _TOKENS = 64
 _STRIDE = 7919  # a prime, so that the tokens are spread over any vocabulary
@@ -47,6 +47,7 @@ class ModelFacts:
     """Result of probing a model."""
 
     model_type: str
+    name: str  # as users know the model
     classes: list[str]  # class name of each cache in the model's list
     slots: list[SlotFacts]
     counts_keys: bool = False  # the model reads how many keys it fetched
@@ -210,4 +211,4 @@ def _probe(model: Any) -> ModelFacts:
     ranks = ranks_of(model)
     slots = [probe.facts(index, part, ranks) for (index, part), probe in probes.items()]
     counts_keys = any(view.is_counted for probe in probes.values() for view in probe.views)
-    return ModelFacts(name, classes, slots, counts_keys, position_limit(model), ranks)
+    return ModelFacts(name, name_of(model), classes, slots, counts_keys, position_limit(model), ranks)

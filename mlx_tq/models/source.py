@@ -10,7 +10,7 @@ _SOURCE = "_mlx_tq_source"  # the attribute of a model
 class ModelSource:
     """What `load` needs to load a model again with the same weights."""
 
-    model: str  # folder, file or hub name, "" for the embedded model
+    model: str  # folder, file or hub name, "" for the bundled model
     dtype: str | None = None  # None if the weights are of several types
     dequantize: bool = False
     adapter_path: str | None = None
@@ -23,7 +23,7 @@ class ModelSource:
 
     def __str__(self) -> str:
         return (
-            (self.model or "the embedded model")
+            (self.model or "needle, the bundled model")
             + (f" in {self.dtype}" if self.dtype else "")
             + (", dequantized" if self.dequantize else "")
             + (f", with the adapter {self.adapter_path}" if self.adapter_path else "")

@@ -201,7 +201,10 @@ class Calibration:
 
 
 def save_calibration(path: str | Path, model: str, ropes: Sequence[Rope], layers: Sequence[QueryStats]) -> None:
-    """Write the statistics of each layer of the model with fingerprint `model` to exactly `path`."""
+    """Write the statistics of each layer to exactly `path`.
+
+    `model` is the fingerprint of the model, or several separated by spaces, as of one model in several types.
+    """
     check_replaceable(path)
     arrays = {}
     for number, (rope, stats) in enumerate(zip(ropes, layers, strict=True)):
@@ -221,6 +224,12 @@ def check_replaceable(path: str | Path) -> None:
     check_kind(path, "calibration file", lambda header: header.get("format") == _FORMAT)
 
 
+def calibrated_models(path: str | Path) -> list[str]:
+    """Return the fingerprints of the models that a calibration file is for."""
+    loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
+    return str(loaded[1]["model"]).split()
+
+
 def load_calibration(path: str | Path, model: str) -> Calibration:
     """Read the calibration of the model with fingerprint `model`, or raise CacheFormatError."""
     arrays: Any
@@ -233,7 +242,7 @@ def load_calibration(path: str | Path, model: str) -> Calibration:
         raise CacheFormatError(f"{path} is damaged or not a calibration file ({error}). {_REMEDY}") from error
     if header.get("format") != _FORMAT or header.get("version") != _VERSION:
         raise CacheFormatError(f"{path} is not a calibration file of version {_VERSION}. {_REMEDY}")
-    if header.get("model") != model:
+    if model not in header.get("model", "").split():
         raise CacheFormatError(f"{path} was made with another model: its weights are not this model's. {_REMEDY}")
     try:
         numbers = range(int(header["layers"]))

@@ -25,9 +25,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from mlx_tq.errors import ConfigError
-from mlx_tq.files import atomic_write, open_regular
+from mlx_tq.distributed.group import ALONE, Ranks
+from mlx_tq.errors import ConfigError, one_line
+from mlx_tq.files import atomic_write, cache_folder, open_regular
 
+AUTO, OFF = "auto", "off"
 LIMIT = 50 * 10**9
 BLOCKS, CHECKPOINTS = KINDS = "blocks", "checkpoints"
 RANK = "rank-"
@@ -248,6 +250,20 @@ def _write(path: Path, parts: Iterable[bytes]) -> None:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "wb") as file:  # noqa: PTH123  truncating a file would let ext4 wait for the disk
             file.writelines(parts)
+
+
+def open_folder(name: str | Folder | None, limit: int = LIMIT, ranks: Ranks = ALONE) -> Folder | None:
+    """Open the folder that a user names, or a rank's own inside it; "auto" is in the cache folder, "off" is none."""
+    if isinstance(name, Folder):
+        return name
+    if name in (None, OFF):
+        return None
+    try:
+        path = cache_folder() / "prefix_cache" if name == AUTO else Path(name).expanduser()
+    except RuntimeError as error:  # no such user
+        raise ConfigError(f"the prefix cache {name}: {one_line(error)}. Write the folder itself.") from error
+    folder = Folder(path, limit)
+    return folder if ranks.is_alone else Folder(folder.path / f"{RANK}{ranks.rank}-of-{ranks.size}", limit)
 
 
 def _remove(path: Path, status: os.stat_result | None = None) -> bool:

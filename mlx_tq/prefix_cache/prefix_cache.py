@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -30,18 +29,15 @@ from mlx_lm.models.cache import CacheList
 
 from mlx_tq import __version__
 from mlx_tq.cache.layer import CompressedKVCache
-from mlx_tq.distributed.group import ALONE, Ranks
-from mlx_tq.errors import CacheFormatError, ConfigError, one_line
-from mlx_tq.files import cache_folder
+from mlx_tq.errors import CacheFormatError
 from mlx_tq.kernels import backend, thresholds
 from mlx_tq.models import exact_fingerprint
-from mlx_tq.prefix_cache.folder import BLOCKS, CHECKPOINTS, LIMIT, RANK, Folder
+from mlx_tq.prefix_cache.folder import BLOCKS, CHECKPOINTS, Folder
 from mlx_tq.prompt_cache.cache_file import CacheParts, join_caches, split_caches
 from mlx_tq.prompt_cache.layer_group import layer_group_of
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.statistics import tokens_seen
 
-AUTO, OFF = "auto", "off"
 FORMAT = 1  # of the records
 _SHARED_BY = 4  # continuations that protect a checkpoint; with fewer, much is kept that nobody asks for again
 _MAX_REMEMBERED = 100_000  # checkpoints whose continuations are counted
@@ -118,20 +114,6 @@ def _from_bytes(data: bytes) -> tuple[dict[str, mx.array], dict[str, Any]]:
     metadata: Any
     arrays, metadata = mx.load(io.BytesIO(data), format="safetensors", return_metadata=True)
     return arrays, json.loads(metadata["header"])
-
-
-def open_folder(name: str | Folder | None, limit: int = LIMIT, ranks: Ranks = ALONE) -> Folder | None:
-    """Open the folder that a user names, or a rank's own inside it; "auto" is in the cache folder, "off" is none."""
-    if isinstance(name, Folder):
-        return name
-    if name in (None, OFF):
-        return None
-    try:
-        path = cache_folder() / "prefix_cache" if name == AUTO else Path(name).expanduser()
-    except RuntimeError as error:  # no such user
-        raise ConfigError(f"the prefix cache {name}: {one_line(error)}. Write the folder itself.") from error
-    folder = Folder(path, limit)
-    return folder if ranks.is_alone else Folder(folder.path / f"{RANK}{ranks.rank}-of-{ranks.size}", limit)
 
 
 def derive_key(parent: str, content: bytes) -> str:

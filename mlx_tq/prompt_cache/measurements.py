@@ -1,6 +1,6 @@
 """Measurements that are made once for a model: the loss of each layer, and query statistics, in files of its name.
 
-They are in the user's cache folder or, for the embedded model, inside the package.
+They are in the user's cache folder or, for the bundled model and SmolLM2, inside the package.
 """
 
 import json
@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.files import atomic_write, cache_folder
+from mlx_tq.policies.calibration import calibrated_models
 
 MEASURED_FORMAT = "tq3"  # its loss is visible in one layer of many, and small enough to grow with the error
 
@@ -39,8 +40,9 @@ def losses_path(fingerprint: str) -> Path:
 
 def find_losses(fingerprint: str) -> Losses | None:
     """Return the losses of a model, or None if they were never measured; raise CacheFormatError if damaged."""
-    path = _find(losses_path(fingerprint), "losses")
-    if path is None:
+    path = losses_path(fingerprint)
+    path = path if path.is_file() else _shipped("losses") / path.name
+    if not path.is_file():
         return None
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
@@ -66,7 +68,11 @@ def calibration_path(fingerprint: str, *, covariance: bool = False) -> Path:
 
 def find_calibration(fingerprint: str, *, covariance: bool = False) -> Path | None:
     """Return the file of query statistics of a model, or None if it was never calibrated."""
-    return _find(calibration_path(fingerprint, covariance=covariance), "queries")
+    path = calibration_path(fingerprint, covariance=covariance)
+    if path.is_file() or covariance:  # which no file in the package has
+        return path if path.is_file() else None
+    shipped = sorted(_shipped("queries").glob("*.safetensors"))
+    return next((file for file in shipped if fingerprint in calibrated_models(file)), None)
 
 
 def make_folder(path: Path) -> None:
@@ -81,9 +87,8 @@ def make_folder(path: Path) -> None:
         ) from error
 
 
-def _find(path: Path, folder: str) -> Path | None:
-    shipped = Path(str(files("mlx_tq") / "assets" / folder)) / path.name
-    return next((candidate for candidate in (path, shipped) if candidate.is_file()), None)
+def _shipped(folder: str) -> Path:
+    return Path(str(files("mlx_tq") / "assets" / folder))
 
 
 def log_probabilities(model: Any, ids: list[int], caches: list[Any]) -> mx.array:

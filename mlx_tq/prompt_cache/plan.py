@@ -83,6 +83,7 @@ class Plan:
     eviction: EvictionPlan | None = None  # None if caches keep all tokens
     allocation: Allocation | None = None  # the bits and the loss of formats that `mean_bits` chose
     ranks: Ranks = ALONE  # processes that have parts of the model; heads and bytes are this rank's
+    name: str = ""  # of the model, as users know it
 
     @property
     def recalls(self) -> bool:
@@ -200,7 +201,7 @@ def make_plan(
         except ConfigError as error:
             raise ConfigError(f"layer {slot.index} of {facts.model_type}: {error}") from error
         layers.append(LayerPlan(slot, spec, note))
-    plan = Plan(facts.model_type, config, facts.classes, layers, native_caches, ranks=facts.ranks)
+    plan = Plan(facts.model_type, config, facts.classes, layers, native_caches, ranks=facts.ranks, name=facts.name)
     return plan if config.evict is None else _with_eviction(plan, facts, config.evict, calibration)
 
 

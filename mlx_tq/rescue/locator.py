@@ -18,16 +18,18 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from http_limits.service_socket import SOCKET, connect_private, default_data_dir
-from mlx_tq.errors import ConfigError, RescueError
+from mlx_tq.errors import ConfigError, RescueError, one_line
 
 T = TypeVar("T")
 
 OFF, AUTO = "off", "auto"
+_LOCAL = "http://localhost"  # behind a socket
 _EXAMPLE_URL = "http://127.0.0.1:5054"
 TOKEN_VARIABLE = "RESCUE_TOKEN"  # noqa: S105  the service's own name for it
 _FOLDER_VARIABLE = "RESCUE_DATA_DIR"
@@ -36,6 +38,8 @@ _FOLDER_VARIABLE = "RESCUE_DATA_DIR"
 _RESERVED = (_FOLDER_VARIABLE, "RESCUE_STORE", "RESCUE_HOST", "RESCUE_PORT", TOKEN_VARIABLE, "RESCUE_CONFIG")
 START_S = 60.0  # that a private service may take to start
 _STOP_S, _PROBE_S, _POLL_S = 5.0, 0.5, 0.02
+# What the service imports and mlx_tq itself does not; the extra `rescue` installs it.
+_PACKAGES = ("fastapi", "starlette", "uvicorn", "httptools", "pydantic_settings", "prometheus_client")
 
 
 class Address(NamedTuple):
@@ -91,7 +95,7 @@ class ServiceLocator:
         if self._fault is not None:
             raise RescueError(self._fault)
         if self._address is None:
-            by_socket = Address("http://localhost", self._token, _own_socket())
+            by_socket = Address(_LOCAL, self._token, _own_socket())
             self._address = by_socket if _answers(by_socket) else self._start()
         elif self._process is not None and self._process.poll() is not None:
             if self._end is not None and (finalizer := self._end.detach()):
@@ -99,6 +103,13 @@ class ServiceLocator:
                 _close(process, log)
             self._address = self._start()
         return self._address
+
+    def find_fault(self) -> str | None:
+        """Return what a private service lacks, if no other one can be used; None if nothing is missing."""
+        missing = next((name for name in _PACKAGES if find_spec(name) is None), None)
+        if missing is None or self._address is not None or _answers(Address(_LOCAL, self._token, _own_socket())):
+            return None
+        return f"the private rescue service needs {missing}: pip install 'mlx-tq[rescue]'."
 
     def stop(self) -> None:
         """Stop a private service, also while it starts."""
@@ -113,10 +124,7 @@ class ServiceLocator:
             process, log = self._launch(token)
             return Address(_wait_for_url(process, log), token)
         except OSError as error:
-            self._fault = (
-                f"the private rescue service cannot be started ({error}); set TMPDIR to a folder with room, or choose "
-                "--rescue off."
-            )
+            self._fault = f"the private rescue service cannot be started ({error}); set TMPDIR to a folder with room."
             raise RescueError(self._fault) from error
         except RescueError as error:
             self._fault = str(error)
@@ -196,14 +204,11 @@ def _wait_for_url(process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
                     return str(record["url"])
         if has_ended:
             last = lines[-1] if lines else f"exit code {process.returncode}"
-            raise RescueError(
-                f"the private rescue service did not start: {last}. Install what it needs with "
-                "`pip install 'mlx-tq[rescue]'`, or choose --rescue off."
-            )
+            raise RescueError(f"the private rescue service did not start: {one_line(last)}.")
         time.sleep(_POLL_S)
     raise RescueError(
         f"the private rescue service did not start within {START_S:.0f} s; start one with `mlx-tq-rescue serve` and "
-        "see its log, or choose --rescue off."
+        "see its log."
     )
 
 

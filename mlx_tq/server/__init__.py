@@ -7,6 +7,7 @@ import socket
 import sys
 from typing import Any
 
+from http_limits.request_checks import is_loopback
 from mlx_tq.cli.options import (
     API_KEY_VARIABLE,
     PENALTIES,
@@ -92,13 +93,19 @@ def build_parser() -> CommandParser:
 
 def run(args: argparse.Namespace) -> int:
     request = Request.from_args(args)
+    api_key = args.api_key or os.environ.get(API_KEY_VARIABLE)
+    if not api_key and not is_loopback(args.host):
+        raise ConfigError(f"refusing to listen on {args.host} without an API key. Set {API_KEY_VARIABLE}.")
+
+    from mlx_tq.cli.startup import check_request
+
+    request = check_request(request)
     try:
         from mlx_tq.server import process  # whose packages are an extra, which may not be installed
     except ImportError as error:
         raise ConfigError(f"the server needs {error.name}: pip install 'mlx-tq[server]'.") from error
     from http_limits.connections import open_listener
     from http_limits.log_limit import LogLimit
-    from http_limits.request_checks import is_loopback
     from mlx_tq.cli.loading import join_ranks, open_prefix_folder
     from mlx_tq.server.served_models import find_models  # loads mlx
 
@@ -108,11 +115,8 @@ def run(args: argparse.Namespace) -> int:
     log = logging.StreamHandler(sys.stderr)
     log.addFilter(LogLimit())
     logging.basicConfig(level=args.log_level, format="%(asctime)s %(levelname)s %(message)s", handlers=[log])
-    api_key = args.api_key or os.environ.get(API_KEY_VARIABLE)
 
     def listen() -> socket.socket:
-        if not api_key and not is_loopback(args.host):
-            raise ConfigError(f"refusing to listen on {args.host} without an API key. Set {API_KEY_VARIABLE}.")
         try:
             return open_listener(args.host, args.port)
         except OSError as error:

@@ -14,6 +14,7 @@ from mlx_tq.cli.screen import note
 from mlx_tq.errors import ConfigError
 from mlx_tq.grammar.constraint import CompiledGrammar, Grammars
 from mlx_tq.integration.probe import position_limit
+from mlx_tq.models import short_name
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.memory import weights_nbytes
 from mlx_tq.prompt_cache.plan import Plan
@@ -28,7 +29,6 @@ from mlx_tq.server.prompt_builder import PromptBuilder
 from mlx_tq.server.response_formats import ResponseFormats
 from mlx_tq.server.sampling import Sampling, logits_processors
 from mlx_tq.server.schemas import ChatRequest, CompletionRequest
-from mlx_tq.server.served_models import public_name
 from mlx_tq.server.sessions import HEADER, ServerSession, Sessions, SessionTurn
 
 AnyRequest = ChatRequest | CompletionRequest
@@ -49,7 +49,7 @@ class ModelService:
         metrics: Metrics,
     ) -> None:
         args, self.rescue, self.metrics = request.args, rescue, metrics
-        self.name = public_name(args.model)
+        self.name = short_name(args.model)
         self.users = self.last_used = 0  # requests that use it now, and when the last one did, as its pool counts
         self.nbytes = weights_nbytes(model) + (limits.memory or 0)  # that it may take
         self._tokenizer, self._plan = tokenizer, plan

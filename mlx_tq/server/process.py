@@ -19,6 +19,7 @@ from mlx_tq.cli.screen import console, show_plan
 from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import position_limit
+from mlx_tq.models import short_name
 from mlx_tq.prefix_cache.folder import Folder
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.compressed import plan_caches
@@ -136,6 +137,7 @@ def _load(
     """Return model, tokenizer, the plan if caches are compressed, limits, and the prefix cache if there is one."""
     args = request.args
     template = {"chat_template": args.chat_template} if args.chat_template else {}
+    console.print(f"loading {short_name(args.model)}; requests are accepted when it is ready")
     model, tokenizer = load_model(args, request.config, ranks=ranks, **template)
     if args.chat_template:
         try:

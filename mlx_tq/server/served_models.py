@@ -6,7 +6,7 @@ from pathlib import Path
 from mlx_tq.cli.options import Request
 from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import ConfigError, MlxTqError
-from mlx_tq.models import EMBEDDED, local_path, read_config
+from mlx_tq.models import local_path, read_config, short_name
 from mlx_tq.policies import CalibratedPolicy
 
 _CONFIG, _WEIGHTS, _GGUF = "config.json", "*.safetensors", ".gguf"
@@ -35,11 +35,11 @@ def find_models(request: Request, ranks: Ranks) -> list[ServedModel]:
         path = paths[0] if paths else None
         if request.args.model_memory_limit:
             raise ConfigError("--model-memory-limit requires several models. Name another --model, or drop it.")
-        return [ServedModel(public_name(path), path)]
+        return [ServedModel(short_name(path), path)]
     _check_several(request, len(paths), ranks)
     sources: dict[str, ServedModel] = {}
     for path in paths:
-        name = public_name(path)
+        name = short_name(path)
         if name in sources:
             raise ConfigError(
                 f"two models are named {name!r}: {sources[name].path} and {path}. Requests choose by that name; "
@@ -75,13 +75,6 @@ def _expand(path: str) -> list[str]:
     except OSError:
         return [path]
     return [str(entry) for entry in entries if entry.suffix == _GGUF or (entry / _CONFIG).is_file()] or [path]
-
-
-def public_name(path: str | None) -> str:
-    """Return the name that clients see: of a folder or file, without where it is."""
-    if path is None:
-        return EMBEDDED
-    return Path(path).resolve().name if Path(path).exists() else path
 
 
 def _inspect(name: str, path: str) -> ServedModel:

@@ -17,11 +17,11 @@ from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig, RescueConfig
 from mlx_tq.errors import CacheFormatError, ConfigError, unknown_name
 from mlx_tq.integration.probe import position_limit
 from mlx_tq.models import ranks_of
-from mlx_tq.prefix_cache.folder import Folder
-from mlx_tq.prefix_cache.prefix_cache import PrefixCache, open_folder
+from mlx_tq.prefix_cache.folder import Folder, open_folder
+from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.cache_file import CONVERSATION, load_prompt_cache, refuse_damaged, save_prompt_cache
-from mlx_tq.prompt_cache.compressed import compressed, plan_caches
+from mlx_tq.prompt_cache.compressed import compressed_attention, plan_caches
 from mlx_tq.prompt_cache.layer_group import cache_parts
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.recall import MAX_QUESTION
@@ -265,7 +265,7 @@ class Session:
                 raise StoppedError
 
         caches = self._make_caches()
-        with compressed(self.model):
+        with compressed_attention(self.model):
             prefill(self.model, caches, ids, self.prefill_step_size, report)
         return caches
 

@@ -1,32 +1,72 @@
 """Requests that cannot be met: exit code 2, and one line that says what, which value, and what to do."""
 
 import io
+import json
 import shlex
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
 
-from .tools import EMBEDDED, PACKED, facts, refused
+from .tools import EMBEDDED, PACKED, environment, facts, refused
 
 WORDS = {"{model}": str(EMBEDDED), "{5000-words}": "one two " * 2500, "{18000-words}": "one two " * 9000}
 LINES = Path(__file__).with_name("refused.txt").read_text().splitlines()
+EARLY, LATE = "  =>  ", "  =model=>  "
 REFUSED = [line for line in LINES if line and line[0] != "#"]
+# Runs commands, one a line of standard input, where importing a slow package is an error; writes what each says.
+WITHOUT_MLX_LM = """
+import contextlib, io, json, sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"mlx_lm", "transformers", "torch", "uvicorn", "faiss"}:
+            raise ImportError(name + " was loaded")
+sys.meta_path.insert(0, Blocker())
+from mlx_tq.__main__ import main
+commands, sys.stdin = sys.stdin.readlines(), io.StringIO()
+for words in map(json.loads, commands):
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            main(words)
+        except (Exception, SystemExit) as error:
+            err.write(repr(error))
+    print(json.dumps(err.getvalue()))
+"""
+
+
+def words_of(typed):
+    words = shlex.split(typed)
+    for name, meant in WORDS.items():
+        words = [word.replace(name, meant) for word in words]
+    return words
 
 
 @pytest.mark.parametrize("line", REFUSED)
 def test_refused(cli, tmp_path, monkeypatch, line):
     """Nothing but the reason: no plan, no progress, no traceback, no file half written."""
     monkeypatch.chdir(tmp_path)
-    typed, says = line.split("  =>  ")
-    words = shlex.split(typed)
-    for name, meant in WORDS.items():
-        words = [word.replace(name, meant) for word in words]
+    typed, says = line.split(EARLY if EARLY in line else LATE)
+    words = words_of(typed)
     said = refused(cli(*words), says)
     assert said.startswith(f"mlx_tq {words[0]}: ")
     assert len(said) < 500
     assert not list(tmp_path.iterdir())
+
+
+def test_refused_before_anything_slow_is_imported(tmp_path):
+    """mlx-lm and transformers take seconds, and so does the server's framework."""
+    lines = [line.split(EARLY) for line in REFUSED if EARLY in line]
+    assert len(lines) > len(REFUSED) / 2
+    commands = "\n".join(json.dumps(words_of(typed)) for typed, _ in lines)
+    words = [sys.executable, "-c", WITHOUT_MLX_LM]
+    done = subprocess.run(
+        words, input=commands, capture_output=True, text=True, check=True, env=environment(), cwd=tmp_path
+    )
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(line, err) for line, err in zip(lines, said, strict=True) if line[1] not in err] == []
 
 
 @pytest.mark.parametrize("size", ["4", "GB", "-1GB", "0GB", "4XB", "", "nanGB", "infGB"])
@@ -67,7 +107,7 @@ def test_a_file_of_another_kind_is_not_replaced(cli, tmp_path, command):
     file = tmp_path / "thesis.txt"
     file.write_text("thesis")
     name, *words = command.split()
-    result = cli(name, "--model", "/nope/x", *words, file)
+    result = cli(name, "--model", "nobody/nothing", *words, file)
     assert (result.code, result.out) == (1, "")
     assert "and is not replaced. Name another file, or remove it first" in result.err
     assert file.read_text() == "thesis"

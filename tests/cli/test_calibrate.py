@@ -2,14 +2,19 @@
 
 import random
 import re
-from itertools import pairwise
+import time
+from itertools import pairwise, product
 
 import mlx.core as mx
+import pytest
+from processes import read_until
+from smollm2 import needs_smollm2
 
 from benchmarks.studies.needle_kinds import KINDS as NEEDLES
 from mlx_tq.cli.haystack import load_text
-from mlx_tq.cli.model_calibration import KINDS, build_question_scenes
+from mlx_tq.cli.model_calibration import KINDS, build_question_scenes, calibrate_on_text, collect_queries
 from mlx_tq.config import EvictConfig, KVConfig
+from mlx_tq.kernels.gpu import gpu_backend
 from mlx_tq.models import fingerprint, load
 from mlx_tq.policies.calibration import load_calibration
 from mlx_tq.prompt_cache.compressed import plan_caches
@@ -74,7 +79,8 @@ def test_calibrate_on_questions_and_text(cli, tmp_path):
 def test_a_model_is_calibrated_once(cli, tmp_path, monkeypatch):
     """A model that cannot be calibrated gets a warning, and its plan says that the policy learns from the prompt."""
     folder, cache = zoo_model(tmp_path / "tiny", "llama", max_position_embeddings=1024), tmp_path / "cache"
-    words = ("generate", "--model", folder, "-p", "hi", "-m", 1, "--json", *TRI, *REGIONS)
+    plain = ("generate", "--model", folder, "-p", "hi", "-m", 1, "--json", *TRI, *REGIONS)
+    words = (*plain, "--kv-calibration", "auto")
     blind = "the first 1,024 tokens, blind to what a question will ask for"
 
     def calibration(result):
@@ -86,18 +92,85 @@ def test_a_model_is_calibrated_once(cli, tmp_path, monkeypatch):
     assert re.search(r"warning: calibration of eviction failed \(.*may evict what a question needs", result.err)
     assert calibration(result) == blind
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    text = cli(*words, "--kv-calibration", "text")
+    text = cli(*plain, "--kv-calibration", "text")
     assert (calibration(text), "Saved" in text.err) == ("the first 1,024 tokens", False)
     first, again = cli(*words), cli(*words)
     (path,) = (cache / "mlx_tq").iterdir()
     assert calibration(first) == calibration(again) == f"questions and text ({path})"
     assert f"Saved the calibration to {path}" in first.err
     assert "Saved" not in again.err
+    assert calibration(cli(*plain)) == calibration(first)
     assert cli("calibrate", "--model", folder, "--tokens", 700).err.endswith(f" to {path}\n")
     short = zoo_model(tmp_path / "short", "qwen3", max_position_embeddings=64)
     result = cli(*words[:2], short, *words[3:])
     assert "has no room for needles" in result.err
     assert calibration(result) == blind
+
+
+@pytest.mark.skipif(gpu_backend() is not None, reason="a GPU calibrates in seconds")
+def test_on_a_cpu_nothing_is_calibrated_unless_it_is_asked_for(cli, start, tmp_path, monkeypatch):
+    folder = zoo_model(tmp_path / "tiny", "llama", max_position_embeddings=1024)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    words = ("--model", folder, *TRI, *REGIONS)
+    says = (
+        f"{folder} is not calibrated for eviction, which takes minutes on a CPU: triattention learns from the prompt. "
+        "--kv-calibration auto calibrates it, once."
+    )
+    assert says in cli("generate", "-p", "hi", "-m", 1, *words).err.splitlines()
+    assert not (tmp_path / "cache" / "mlx_tq").exists()
+    server = start("server", "--port", 0, *words, "--kv-calibration", "auto")
+    log = read_until(server.stderr.fileno(), "listening on").splitlines()
+    title = f"Calibrating eviction for {folder} (first run only)"
+    first, *shares = (line for line in log if line.startswith(title))
+    assert log[0] == f"loading {folder}; requests are accepted when it is ready"
+    assert first == title
+    assert len(shares) > 5
+    assert all(re.fullmatch(r": \d+%, about \d+ s left", line.removeprefix(title)) for line in shares)
+    assert [line for line in log if line.startswith("Saved the calibration to ")]
+
+
+def test_progress_has_a_total_from_the_first_step(tmp_path):
+    model, tokenizer = load(str(zoo_model(tmp_path / "tiny", "llama", max_position_embeddings=512)))
+    calls = []
+    collect_queries(model, tokenizer, load_text(), 448, progress=lambda *call: calls.append(call))
+    dones, totals = zip(*calls, strict=True)
+    assert dones[0] == 0
+    assert dones[-1] == totals[0] > 448
+    assert list(dones) == sorted(set(dones))
+    assert len(set(totals)) == 1
+    assert dones[1] < 0.05 * totals[0]
+
+
+def test_steps_of_a_slow_model_are_short(tmp_path):
+    """Ctrl-C is noticed between them."""
+    model, tokenizer = load(str(zoo_model(tmp_path / "tiny", "llama", max_position_embeddings=512)))
+    plan_caches(model, KVConfig())  # probes the model, once
+    layer, steps = model.layers[0], []
+
+    class Slow(type(layer)):
+        def __call__(self, x, *args, **options):
+            steps.append(x.shape[1])
+            time.sleep(0.03 * x.shape[1])
+            return super().__call__(x, *args, **options)
+
+    layer.__class__ = Slow
+    ids = tokenizer.encode(load_text(), add_special_tokens=False, verbose=False)[:60]
+    queries = calibrate_on_text(model, ids)
+    assert (sum(steps), queries.tokens) == (60, 56)
+    assert max(steps) <= 16  # half a second
+
+
+# How SmolLM2 computes as it is and with --dequantize, which are quick to load, and in the other types.
+TYPES = [(False, None), (True, None)]
+MORE = [pytest.param(*each, marks=pytest.mark.full) for each in product((False, True), ("float16", "bfloat16"))]
+
+
+@needs_smollm2
+@pytest.mark.parametrize(("dequantize", "dtype"), [*TYPES, *MORE])
+def test_smollm2_is_shipped_calibrated(dequantize, dtype):
+    model, _ = load("smollm2", dequantize=dequantize, dtype=dtype)
+    source = plan_caches(model, KVConfig(evict=EvictConfig())).eviction.source
+    assert re.fullmatch(r"questions and text \(.*/assets/queries/queries-smollm2\.safetensors\)", source)
 
 
 def test_losses_are_measured_on_the_text_that_is_named(cli, tmp_path, monkeypatch):
@@ -106,9 +179,10 @@ def test_losses_are_measured_on_the_text_that_is_named(cli, tmp_path, monkeypatc
     refused(cli("calibrate", "--losses", "--text", tmp_path / "text"), "measured on 512 tokens; the text has ")
 
 
-def test_the_embedded_model_is_shipped_calibrated(embedded):
-    source = plan_caches(embedded[0], KVConfig(evict=EvictConfig())).eviction.source
-    assert re.fullmatch(r"questions and text \(.*/assets/queries/queries-\w+\.safetensors\)", source)
+@pytest.mark.parametrize("dtype", [None, "float32", "float16"])
+def test_the_bundled_model_is_shipped_calibrated(dtype):
+    source = plan_caches(load(dtype=dtype)[0], KVConfig(evict=EvictConfig())).eviction.source
+    assert re.fullmatch(r"questions and text \(.*/assets/queries/queries-needle\.safetensors\)", source)
 
 
 def test_calibration_shares_no_wording_with_any_needle():

@@ -1,5 +1,7 @@
 """`mlx_tq demo` evicts a fact of the embedded model's conversation, and rescue restores it."""
 
+import re
+
 import pytest
 
 from .tools import FLOAT32, ROOT, zoo_model
@@ -38,6 +40,23 @@ def test_the_table_shows_whole_answers(cli, tmp_path):
     assert rows[0].startswith("float32 ")
     for answer in answers:
         assert any(answer[-8:] in row for row in rows)
+
+
+def test_without_a_service_the_other_rows_are_shown(cli, monkeypatch):
+    """And the reason for the missing one, which names no flag that the demo lacks."""
+    monkeypatch.setenv("RESCUE_PROT", "5054")
+    words = ("demo", "--tokens", 600, *FLOAT32)
+    result = cli(*words)
+    rows = [line.split("  ")[0] for line in result.out.splitlines() if line.strip()]
+    assert (result.code, rows) == (1, ["KV cache", "fp16", "compressed", "+ evicted"])
+    last = result.err.splitlines()[-1]
+    assert re.fullmatch(
+        r"warning: \+ rescued is left out: the private rescue service did not start: .*RESCUE_PROT.*", last
+    )
+    assert "--rescue" not in result.err
+    report = cli(*words, "--json").json
+    assert [outcome["name"] for outcome in report["outcomes"]] == rows[1:]
+    assert "RESCUE_PROT" in report["left_out"]["+ rescued"]
 
 
 @pytest.mark.full  # in the model's own bfloat16

@@ -135,8 +135,8 @@ def test_eviction_has_one_default_budget(cli):
 def test_help_has_the_main_flags_and_help_kv_all(cli):
     main = ["profile", "key", "value", "sinks", "window", "evict", "budget", "recall"]
     shown = [re.findall(r"^  (--[\w-]+)", cli("generate", flag).out, re.MULTILINE) for flag in ("--help", "--help-kv")]
-    assert shown[0][1:11] == [*(f"--kv-{name}" for name in main), "--prefix-cache", "--rescue"]
-    assert set(shown[1]) == table.OPTIONS.keys() > set(shown[0][1:11])
+    assert shown[0][2:12] == [*(f"--kv-{name}" for name in main), "--prefix-cache", "--rescue"]
+    assert set(shown[1]) == table.OPTIONS.keys() > set(shown[0][2:12])
     for command in ("chat", "server", "cache_prompt"):
         assert "--kv-mean-bits" in cli(command, "--help-kv").out
         assert "--kv-mean-bits" not in cli(command, "--help").out
@@ -170,6 +170,13 @@ def test_numbers_that_the_help_gives_as_defaults_are_true(fields, config_):
     numbers = {field: float(match[1]) for field, match in matches.items() if match}
     assert numbers
     assert numbers == {field: getattr(config_, field) for field in numbers}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_bundled_model_has_one_name(command):
+    shown = " ".join(" ".join(parser.format_help() for parser in leaves(command)).split())
+    assert "embedded" not in shown
+    assert ("--model MODEL folder" not in shown) or "(default: needle, the bundled model)" in shown
 
 
 def test_names_in_help_texts_are_those_of_the_registries():

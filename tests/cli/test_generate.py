@@ -90,9 +90,16 @@ def test_formats_are_chosen_for_mean_bits_and_kept_in_a_file(cli, tmp_path):
     refused(cli(*HI, "--model", short, "--kv-mean-bits", 4), "are measured on 512 tokens", "allows 400 positions")
 
 
+@pytest.mark.parametrize(
+    "named", [(), ("--model", "needle"), ("--model", EMBEDDED)], ids=["by default", "name", "folder"]
+)
+def test_the_bundled_model_is_needle(quick, named):
+    assert quick(*HI, *named).err.startswith("KV cache of needle, ")
+
+
 def test_the_plan_names_caches_that_stay_as_they_are(quick, tmp_path):
     plan = quick(*HI, "--model", zoo_model(tmp_path / "gemma3", "gemma3_text")).err
-    assert "KV cache of gemma3_text" in plan
+    assert "KV cache of gemma3, " in plan
     assert re.search(r"^2 others +unchanged +RotatingKVCache", plan, re.MULTILINE)
 
 

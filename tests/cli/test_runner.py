@@ -156,7 +156,16 @@ def test_version_help_and_unknown_commands(cli):
             assert re.search(rf"^  {command} +{re.escape(what)}$", result.out, re.MULTILINE)
     code, out, err = cli()
     assert (code, out, err.splitlines()[0]) == (2, "", "usage: mlx_tq COMMAND [options]")
-    assert cli("generte", "-p", "hi") == (2, "", f"mlx_tq: command 'generte' is unknown\n{err}")
+    listed = ", ".join(COMMANDS)
+    for word, hint in (("generte", " Did you mean generate?"), ("frobnicate", "")):
+        said = f"mlx_tq: command {word!r} is unknown; valid are {listed}.{hint}\n"
+        assert cli(word, "-p", "hi") == (2, "", said)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_a_version(command):
+    done = without_model_code("mlx_tq", command, "--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{mlx_tq.__version__}\n", "")
 
 
 def test_bad_flag_is_two_lines(cli):

@@ -7,7 +7,8 @@ import pytest
 
 from mlx_tq.generate import build_parser
 
-from .pages import ROOT
+from .pages import PAGES as ALL_PAGES
+from .pages import ROOT, name, text
 
 FOLDER = ROOT / "docs" / "reference"
 PAGES = runpy.run_path(str(FOLDER / "generate.py"))["PAGES"]
@@ -26,6 +27,12 @@ def test_every_flag_of_generate_is_listed_once():
     titles = ("mlx_tq.generate", "The KV cache", "Rescue")
     parts = [text.split(f"\n## {title}\n")[1].split("\n## ")[0] for title in titles]
     rows = [set(re.findall(r"^\| `(--[\w-]+)", part, re.MULTILINE)) for part in parts]
-    flags = {flag for flag in build_parser()._option_string_actions if flag.startswith("--")} - {"--help", "--help-kv"}
+    flags = {flag for flag in build_parser()._option_string_actions if flag.startswith("--")}
+    flags -= {"--help", "--help-kv", "--version"}
     assert set().union(*rows) == flags
     assert sum(map(len, rows)) == len(flags)
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=name)
+def test_the_bundled_model_has_one_name(page):
+    assert not re.findall(r"(?i)\bembedded (?:model|one)\b|\(embedded\b", text(page))

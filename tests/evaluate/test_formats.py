@@ -3,7 +3,8 @@ import pytest
 from mlx_tq.cli.haystack import load_text
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import ConfigError
-from mlx_tq.evaluate.formats import measure_formats, parse_pairs
+from mlx_tq.evaluate.arms import parse_pairs
+from mlx_tq.evaluate.formats import measure_formats
 from mlx_tq.evaluate.teacher_forced import cut_chunks
 
 NAMES = "fp16,q8,tq4,tq3,tq2"

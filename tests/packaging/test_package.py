@@ -4,6 +4,7 @@ import email
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -17,6 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import mlx_tq
+from mlx_tq.__main__ import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 MB = 1024 * 1024
@@ -55,6 +57,54 @@ def installed(wheel, tmp_path_factory):
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder / "bin"
+
+
+# Every package of the extras `rescue` and `server`, as in an environment where pip installed neither.
+RESCUE_PACKAGES = {"fastapi", "starlette", "uvicorn", "httptools", "pydantic_settings", "prometheus_client", "faiss"}
+
+
+@pytest.fixture(scope="session")
+def bare_installed(wheel, tmp_path_factory):
+    """Return the scripts of a new environment that has the wheel, and links to the core's dependencies alone.
+
+    `libmlx` says whether mlx has its backend, which on Linux is an extra.
+    """
+
+    def make(*, libmlx: bool = True):
+        folder = tmp_path_factory.mktemp("bare")
+        call(sys.executable, "-m", "venv", "--without-pip", folder)
+        call(
+            sys.executable, "-m", "pip", "--python", folder / "bin/python", "install", "--no-deps", "--no-index", wheel
+        )
+        (site,) = folder.glob("lib/python*/site-packages")
+        for path in Path(sysconfig.get_path("purelib")).iterdir():
+            absent = path.suffix == ".pth" or path.name in {"__pycache__", *RESCUE_PACKAGES}
+            if not absent and not path.name.startswith("mlx_tq") and (libmlx or path.name != "mlx"):
+                (site / path.name).symlink_to(path)
+        if not libmlx:
+            without = shutil.ignore_patterns("lib", "include", "share")
+            shutil.copytree(Path(sysconfig.get_path("purelib")) / "mlx", site / "mlx", ignore=without)
+        return folder / "bin"
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def without_extras(bare_installed):
+    return bare_installed()
+
+
+@pytest.fixture(scope="session")
+def without_libmlx(bare_installed):
+    return bare_installed(libmlx=False)
+
+
+def says(*words, text="", cwd=None):
+    """Return exit code, stdout and stderr of a command whose standard input is `text`."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" and not name.startswith("MLX_TQ_")}
+    options = {"check": False, "capture_output": True, "text": True, "timeout": 300, "env": env, "cwd": cwd}
+    done = subprocess.run([str(word) for word in words], input=text, **options)
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.fixture(scope="session")
@@ -118,6 +168,59 @@ def test_sdist_can_be_tested(dist):
 @pytest.mark.parametrize("script", PROJECT["scripts"])
 def test_every_script_starts(installed, tmp_path, script):
     assert call(installed / script, "--help", cwd=tmp_path).stdout.startswith(f"usage: {script}")
+
+
+@pytest.mark.parametrize("script", PROJECT["scripts"])
+def test_every_script_has_a_version(installed, tmp_path, script):
+    assert call(installed / script, "--version", cwd=tmp_path).stdout == f"{mlx_tq.__version__}\n"
+
+
+# What a command cannot do without.
+REQUIRED = {"cache_prompt": ["--prompt-cache-file", "x", "-p", "hi"], "evaluate": ["needle"], "store": ["list"]}
+NO_BACKEND = (
+    r"mlx has no backend here \(libmlx\.so: .*\)\. "
+    r"Run: pip install 'mlx-tq\[cpu\]', or 'mlx-tq\[cuda\]' for an NVIDIA GPU\."
+)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere mlx comes with its backend")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_without_a_backend_of_mlx_each_command_names_the_extra(without_libmlx, tmp_path, command):
+    words = REQUIRED.get(command, ["-p", "hi"] if command == "generate" else [])
+    code, out, err = says(without_libmlx / f"mlx_tq.{command}", *words, cwd=tmp_path)
+    assert (code, out) == (2, "")
+    assert re.fullmatch(f"mlx_tq {command}: {NO_BACKEND}\n", err)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere mlx comes with its backend")
+def test_without_a_backend_of_mlx_python_names_the_extra(without_libmlx, tmp_path):
+    code, _, err = says(without_libmlx / "python", "-c", "from mlx_tq import load", cwd=tmp_path)
+    assert (code, bool(re.search(NO_BACKEND, err.splitlines()[-1]))) == (1, True)
+
+
+@pytest.mark.parametrize("words", ["doctor", "serve", "sessions", "rebuild", "forget x", "backup x", "--help"])
+def test_without_its_extra_the_service_is_one_line(without_extras, tmp_path, words):
+    code, out, err = says(without_extras / "mlx-tq-rescue", *words.split(), cwd=tmp_path)
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"mlx-tq-rescue: the service needs \w+: pip install 'mlx-tq\[rescue\]'\.\n", err)
+
+
+def test_a_chat_without_the_extra_of_rescue_recalls_from_the_archive(without_extras, tmp_path):
+    """By default; who asks for the service is told what it needs, before a model is loaded."""
+    needs = "the private rescue service needs fastapi: pip install 'mlx-tq[rescue]'."
+    chat = (without_extras / "mlx_tq.chat", "--kv-evict", "recency", "--dtype", "float32", "--max-tokens", "12")
+    environment = {"cwd": tmp_path, "text": "The access code is 417295. What is the access code?\n"}
+    code, out, err = says(*chat, **environment)
+    assert (code, out) == (0, "417295\n")
+    assert [line for line in err.splitlines() if "rescue " in line] == [
+        f"warning: {needs} Until then, evicted tokens are recalled from the archive only. "
+        "--rescue off hides this warning."
+    ]
+    assert "evicted tokens are archived on disk" in err
+    for command in ((*chat, "--rescue", "auto"), (without_extras / "mlx_tq.generate", *chat[1:5], "--rescue", "auto")):
+        code, out, err = says(*command, "--model", "/nope/model", **environment)
+        assert (code, out) == (1, "")
+        assert re.fullmatch(rf"mlx_tq \w+: {re.escape(needs)} Or choose --rescue off\.\n", err)
 
 
 def test_generate_from_elsewhere(installed, tmp_path):

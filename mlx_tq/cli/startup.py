@@ -1,0 +1,60 @@
+"""Refuse what cannot be done before anything slow is imported: mlx-lm and transformers take seconds."""
+
+import argparse
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+from mlx_tq.cli.options import OFF, Request
+from mlx_tq.distributed.launch import is_launched, launched_rank
+from mlx_tq.errors import CacheFormatError, RescueError
+from mlx_tq.models import find_source
+from mlx_tq.policies import CalibratedPolicy
+from mlx_tq.prefix_cache.folder import open_folder
+from mlx_tq.rescue import open_service
+
+
+def check_request(request: Request) -> Request:
+    """Return the request as `check_rescue` does; raise MlxTqError for a folder, file or model that cannot be used."""
+    request, args = check_rescue(request), request.args
+    if not is_launched():  # else each rank has a folder of its own
+        open_folder(request.prefix_cache)
+    saved = args.decode if args.command == "cache_prompt" else getattr(args, "prompt_cache_file", None)
+    policy = None if request.config.evict is None else request.config.evict.policy
+    calibration = policy.file if isinstance(policy, CalibratedPolicy) else None
+    for path, kind, maker in (
+        (saved, "cache file", "mlx_tq.cache_prompt"),
+        (getattr(args, "load", None), "saved conversation", "/save in mlx_tq.chat"),
+        (calibration, "calibration file", "mlx_tq.calibrate"),
+    ):
+        if path is not None and not Path(path).is_file():
+            raise CacheFormatError(f"there is no {kind} {path}. Make one with {maker}.")
+    check_model(args)
+    return request
+
+
+def check_model(args: argparse.Namespace) -> None:
+    """Raise ConfigError for models and adapters that cannot be there."""
+    find_source(args.model, getattr(args, "adapter_path", None))
+    if getattr(args, "draft_model", None) is not None:
+        find_source(args.draft_model)
+
+
+def check_rescue(request: Request) -> Request:
+    """Return the request, with rescue off and a warning if only the default asks for it and its extra is missing.
+
+    Raises:
+        ConfigError: --rescue is not an address.
+        RescueError: --rescue auto was chosen, and its extra is missing.
+    """
+    if request.rescue.service == OFF or launched_rank():  # of several ranks, the first has the service
+        return request
+    fault = open_service(request.rescue.service).find_fault()
+    if fault is None:
+        return request
+    if request.values["--rescue"] is not None:
+        raise RescueError(fault)
+    recalls = request.config.evict is not None and request.config.evict.recalls
+    rest = "recalled from the archive only" if recalls else "dropped"
+    warnings.warn(f"{fault} Until then, evicted tokens are {rest}. --rescue off hides this warning.", stacklevel=2)
+    return replace(request, rescue=replace(request.rescue, service=OFF))
