@@ -94,12 +94,12 @@ def answer_request(request: Request, inputs: Inputs | None) -> int:
     check_positions(len(ids), limit)
     waits = waits_for_calibration(args)
     calibrate_model(model, tokenizer, request.config, name=args.model, waits=waits)
+    opened = open_caches(model, request)
     if args.max_kv_size is not None and not request.changes_cache:
         warn(
             f"--max-kv-size {args.max_kv_size} takes mlx-lm's rotating cache, which is not compressed. For a "
             "compressed cache of limited size take --kv-evict and --kv-budget instead."
         )
-    opened = open_caches(model, request)
     plan = opened.plan
     options["max_tokens"] = _limit_tokens(opened, len(ids), limit, request)
     if args.verbose and plan is not None:

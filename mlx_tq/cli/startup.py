@@ -35,7 +35,9 @@ def check_request(request: Request) -> Request:
 
 def check_model(args: argparse.Namespace) -> None:
     """Raise ConfigError for models and adapters that cannot be there."""
-    find_source(args.model, getattr(args, "adapter_path", None))
+    models = args.model if isinstance(args.model, list) else [args.model]  # a server may have several
+    for model in models:
+        find_source(model, getattr(args, "adapter_path", None) if len(models) == 1 else None)
     if getattr(args, "draft_model", None) is not None:
         find_source(args.draft_model)
 

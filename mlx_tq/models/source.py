@@ -23,7 +23,7 @@ class ModelSource:
 
     def __str__(self) -> str:
         return (
-            (self.model or "needle, the bundled model")
+            (self.model or "needle")
             + (f" in {self.dtype}" if self.dtype else "")
             + (", dequantized" if self.dequantize else "")
             + (f", with the adapter {self.adapter_path}" if self.adapter_path else "")

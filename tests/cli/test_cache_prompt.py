@@ -208,7 +208,7 @@ def test_flags_that_contradict_the_file_are_named_before_weights_are_read(cli, p
     assert cli("cache_prompt", "-p", TEXT, "--prompt-cache-file", file).code == 0
     refused(
         cli(*words, "--dequantize", "--adapter-path", tmp_path),
-        f"{file} was made with the embedded model and --dtype bfloat16, not with --adapter-path {tmp_path} and "
+        f"{file} was made with --model needle and --dtype bfloat16, not with --adapter-path {tmp_path} and "
         "--dequantize. Drop those flags",
     )
 
@@ -235,8 +235,8 @@ def test_another_model(quick, saved, native, tmp_path):
     finetuned = copy_model(tmp_path / "finetuned", lambda weights: {k: w * 1.01 for k, w in weights.items()})
     for model in (other, finetuned):
         refused(quick(*words, native, *OFF, "--model", model), f"with --model {EMBEDDED}, not with --model {model}")
-    refused(quick(*words, saved, "--model", other), "made with the embedded model and --dtype float32, not with")
-    made, given = "the embedded model in float32", f"{finetuned} in float32"
+    refused(quick(*words, saved, "--model", other), "made with --model needle and --dtype float32, not with")
+    made, given = "needle in float32", f"{finetuned} in float32"
     says = f"was made with {made}, whose weights are not those of this model ({given}). Load that model."
     refused(quick(*words, saved, "--model", finetuned), says, code=1)
     same = copy_model(tmp_path / "same")
