@@ -206,6 +206,7 @@ def test_flags_that_contradict_the_file_are_named_before_weights_are_read(cli, p
         f"{made}, not with --model {EMBEDDED} and --dtype bfloat16. Drop those flags: the file names what it needs",
     )
     assert cli("cache_prompt", "-p", TEXT, "--prompt-cache-file", file).code == 0
+    (tmp_path / "adapter_config.json").touch()
     refused(
         cli(*words, "--dequantize", "--adapter-path", tmp_path),
         f"{file} was made with --model needle and --dtype bfloat16, not with --adapter-path {tmp_path} and "
