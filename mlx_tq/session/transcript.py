@@ -202,7 +202,7 @@ class Transcript:
             timeout=self._config.timeout,
         )
         texts = [clean(self._plain.decode(ids[span.start : span.stop])) for span in spans]
-        # Text of an undone turn that the service could not delete belongs to other tokens.
+        # Other text is of an undone turn that the service could not delete, or made up.
         found = [span for span, text in zip(spans, texts, strict=True) if span.stop <= len(ids) and span.text == text]
         ranges = [(span.start, span.stop) for span in found]
         evicted = [span for span in ranges if not _is_within(*span, live_ranges)]

@@ -135,7 +135,7 @@ def test_a_long_note_leaves_the_figures_legible(capsys, monkeypatch):
     show_plan(plan, 1000)
     shown = capsys.readouterr().err
     head, row = shown.splitlines()[1:3]
-    assert head.split() == ["layers", "keys", "values", "bytes", "fp16"]
+    assert head.split() == ["layers", "keys", "values", "bytes", "float32", "cache"]
     assert row.split()[:3] == ["0-1", "tq4", "tq4"]
     assert "…" not in shown
     assert max(map(len, shown.splitlines()[:5])) <= 80 < len(plan.layers[0].note)
