@@ -289,7 +289,7 @@ class Chat:
         if name not in _SETTINGS:
             raise unknown_name("setting", name, _SETTINGS)
         if not value:
-            raise ConfigError(f"/set {name} needs a value; /set alone shows the present ones.")
+            raise ConfigError(f"/set {name} needs a value; /set alone lists the current settings.")
         option = _SETTINGS[name]
         parsed = parse_setting(option, value.strip())
         if name == "seed":
