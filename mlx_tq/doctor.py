@@ -1,4 +1,4 @@
-"""`mlx_tq.doctor`: show versions and backend, test codecs and kernels, and show which contexts fit into memory."""
+"""`mlx_tq.doctor`: test codecs and kernels, show versions and backend, and show which contexts fit into memory."""
 
 import argparse
 import json
@@ -17,7 +17,8 @@ _CONTEXTS = [4096, 16384, 65536]
 
 def build_parser() -> CommandParser:
     parser = command_parser("doctor", "Show versions and backend, and test every codec.")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--verbose", action="store_true", help="show all versions and checks instead of one line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     kernels = "check each GPU kernel against a reference implementation"
     parser.add_argument("--kernels", action="store_true", help=kernels)
     add_backend_argument(parser)
@@ -36,20 +37,25 @@ def run(args: argparse.Namespace) -> int:
     if args.capacity:
         return _show_capacity(args)
 
-    from mlx_tq.cli.diagnostics import environment, run_checks
-    from mlx_tq.cli.screen import results, table
+    from mlx_tq.cli.diagnostics import blas_warning, environment, run_checks, summarize
+    from mlx_tq.cli.screen import results, table, warn
 
     checks, versions = run_checks(kernels=args.kernels), environment()
+    failed = [check for check in checks if not check.passed]
     if args.json:
         sys.stdout.write(json.dumps({"environment": versions, "checks": [asdict(check) for check in checks]}) + "\n")
-    else:
-        for name, value in versions.items():
-            sys.stdout.write(f"{name:9} {value}\n")
-        rows = table("", "self-test", "measured", "expected", "")
-        for check in checks:
-            rows.add_row(check.name, check.measured, check.expected, "ok" if check.passed else "FAILED")
+        return FAILED if failed else DONE
+    if args.verbose:
+        sys.stdout.writelines(f"{name:10} {value}\n" for name, value in versions.items())
+    rows = table("", "self-test", "measured", "expected", "")
+    for check in checks if args.verbose else failed:
+        rows.add_row(check.name, check.measured, check.expected, "ok" if check.passed else "FAILED")
+    if rows.row_count:
         results.print(rows)
-    return DONE if all(check.passed for check in checks) else FAILED
+    sys.stdout.write(f"{summarize(checks, versions)}\n")
+    if (warning := blas_warning()) is not None:
+        warn(warning)
+    return FAILED if failed else DONE
 
 
 def _show_capacity(args: argparse.Namespace) -> int:

@@ -197,6 +197,7 @@ EXCLUDES: dict[str, tuple[str, ...]] = {
     "--profiles": (*NAMING_FORMATS, "--kv-profile off", "--kv-mean-bits"),
     "--losses": ("--tokens", "--text-share", "--covariance", "--output"),
     "--capacity": ("--kernels",),
+    "doctor --verbose": ("--capacity", "--json"),
     "--tune": ("--model", "--report"),
     **dict.fromkeys(("--query-heads", "--kv-heads", "--head-dim"), ("--model", "--report")),
 }

@@ -1,11 +1,17 @@
 """`mlx_tq.doctor` passes on a sound installation, fails on a broken codec, and counts what fits into memory."""
 
+import re
+import subprocess
+import sys
+
 import mlx.core as mx
 import pytest
 
 from mlx_tq.codec.formats.scalar import Q8Codec
 from mlx_tq.codec.rotation import WalshHadamard
 from mlx_tq.config import PROFILES
+
+from .tools import command, environment
 
 
 def test_json_has_versions_and_passing_checks(cli):
@@ -15,6 +21,33 @@ def test_json_has_versions_and_passing_checks(cli):
     names = [check["name"] for check in report["checks"]]
     assert {"fp16", "q8", "tq4", "tq3", "tq2", "attention", "TurboQuant 4 bit"} <= set(names)
     assert all(check["passed"] for check in report["checks"])
+
+
+def test_one_line_says_that_all_is_well(cli):
+    """On a CPU with a slow BLAS, a warning follows."""
+    result = cli("doctor")
+    versions = r"backend \w+, attention .+, mlx_tq \S+, mlx \S+, mlx-lm \S+, Python \S+"
+    assert re.fullmatch(rf"OK: \d\d checks passed, {versions}\n", result.out)
+    assert result.code == 0
+    assert all(line.startswith("warning: float32 ") for line in result.err.splitlines())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS uses Accelerate")
+def test_a_slow_blas_is_a_warning():
+    """The BLAS of mlx's wheel; another may be preloaded into this process."""
+    variables = environment(MLX_TQ_BACKEND="reference")
+    variables.pop("LD_PRELOAD", None)
+    done = subprocess.run(command("doctor"), env=variables, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("OK: ")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("warning: float32 prompts are slow with the reference BLAS of mlx's wheel. ")
+
+
+def test_verbose_shows_every_check(cli):
+    out = cli("doctor", "--verbose").out
+    checks = [line for line in out.splitlines() if line.endswith("ok")]
+    assert f"OK: {len(checks)} checks passed" in out
+    assert "thresholds built in" in out
 
 
 @pytest.mark.parametrize(
@@ -27,7 +60,10 @@ def test_json_has_versions_and_passing_checks(cli):
 def test_a_broken_codec_fails(monkeypatch, cli, owner, method, broken):
     monkeypatch.setattr(owner, method, broken)
     result = cli("doctor")
-    assert (result.code, "FAILED" in result.out) == (1, True)
+    *_, summary = lines = result.out.splitlines()
+    failed = [line for line in lines if line.endswith("FAILED")]
+    assert (result.code, any(line.endswith("ok") for line in lines)) == (1, False)
+    assert re.match(rf"FAILED: {len(failed)} of \d\d checks, backend ", summary)
 
 
 def test_capacity(cli):
