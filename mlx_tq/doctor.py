@@ -61,13 +61,13 @@ def run(args: argparse.Namespace) -> int:
 def _show_capacity(args: argparse.Namespace) -> int:
     import mlx.core as mx  # takes long, which --help does without
 
-    from mlx_tq.cli.loading import load_model  # likewise
+    from mlx_tq.cli.loading import outline_model  # likewise
     from mlx_tq.cli.screen import human_bytes, results, table  # likewise
     from mlx_tq.config import PROFILES  # likewise
     from mlx_tq.integration.probe import model_facts  # likewise
     from mlx_tq.prompt_cache.memory import capacities, context_limit, weights_nbytes  # likewise
 
-    model, _ = load_model(args)
+    model = outline_model(args)
     recommended = mx.device_info().get("max_recommended_working_set_size")  # what the GPU of a Mac may use
     memory = int(args.memory or recommended or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     weights, limit = weights_nbytes(model), context_limit(model)
@@ -91,7 +91,8 @@ def _show_capacity(args: argparse.Namespace) -> int:
         batches.add_row(profile.profile, *sizes)
     results.print(
         f"{human_bytes(memory)} of memory, {human_bytes(weights)} of it weights; {dtype}, at most {limit:,} tokens.\n"
-        "Prefill needs more than these bytes: leave a tenth free."
+        "No weights were read: layers with very large keys take more than these bytes. Prefill does too: leave a tenth "
+        "free."
     )
     results.print("", lengths, "", batches, sep="\n")
     return DONE

@@ -17,7 +17,7 @@ from mlx_tq.config import KVConfig
 from mlx_tq.distributed.group import ALONE, Ranks, join
 from mlx_tq.distributed.launch import is_launched
 from mlx_tq.errors import CacheFormatError, ConfigError
-from mlx_tq.models import fingerprint, load, ranks_of
+from mlx_tq.models import fingerprint, load, load_outline, ranks_of
 from mlx_tq.policies import CalibratedPolicy
 from mlx_tq.prefix_cache.folder import LIMIT, Folder
 from mlx_tq.prefix_cache.prefix_cache import open_folder
@@ -70,6 +70,12 @@ def load_model(
     model, tokenizer = load(args.model, ranks=ranks, **load_options(args, **tokenizer_config))
     calibrate_model(model, tokenizer, *configs, name=args.model)
     return model, tokenizer
+
+
+def outline_model(args: argparse.Namespace) -> Any:
+    """Return the outline of the model of a command's flags, before its weights are read or downloaded."""
+    options = {name: getattr(args, name) for name in ("dtype", "dequantize", "trust_remote_code")}
+    return load_outline(args.model, **options)
 
 
 def calibrate_model(model: Any, tokenizer: Any, *configs: KVConfig, name: str | None = None) -> None:

@@ -3,9 +3,12 @@
 import hashlib
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
@@ -16,8 +19,9 @@ from mlx_tq.codec.formats.base import dtype_of
 from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import ConfigError, MlxTqError, UnsupportedModelError, is_out_of_memory, one_line, unknown_name
 from mlx_tq.models.fingerprint import WHOLE, fingerprint
-from mlx_tq.models.gguf import load_gguf, make_config
+from mlx_tq.models.gguf import load_gguf, make_config, outline_gguf
 from mlx_tq.models.gguf_file import read_gguf
+from mlx_tq.models.hub_headers import download_headers, find_cached
 from mlx_tq.models.tokenizer_limits import limit_tokenizer, report_panics
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -38,6 +42,7 @@ _MAX_LAYERS = 10_000  # mlx-lm makes as many objects before it compares them wit
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _GGUF = ".gguf"
 _RANKS = "_mlx_tq_ranks"  # the attribute of a rank's part of a model
+_OUTLINE = "_mlx_tq_outline"  # the attribute of a model without weights
 
 
 def load(
@@ -72,9 +77,9 @@ def load(
     """
     if dtype is not None and dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
-    source = str(embedded_path() if model is None else smollm2_path() if model == SMOLLM2 else model)
+    source = _find_source(model)
     _check_source(source, options.get("adapter_path"))
-    _check_config(source)
+    _check_config(source, Path(source))
     if not ranks.is_alone:
         check_heads(source, ranks)
     with report_panics(f"the tokenizer of {source!r} cannot be loaded"):
@@ -84,6 +89,7 @@ def load(
             loaded, tokenizer, config = _load_folder(source, {**options, "lazy": not ranks.is_alone})
     if dequantize:
         _make_dense(loaded)
+        mx.eval(loaded.parameters())
         config.pop("quantization", None)
     if dtype is not None:
         loaded.set_dtype(dtype_of(dtype))
@@ -92,6 +98,49 @@ def load(
     limit_tokenizer(tokenizer)
     tokenizer.model_max_length = sys.maxsize  # mlx_tq reports prompts that are too long; transformers would warn too
     return (loaded, tokenizer, config) if return_config else (loaded, tokenizer)
+
+
+def load_outline(
+    model: str | Path | None = None,
+    *,
+    dtype: str | None = None,
+    dequantize: bool = False,
+    trust_remote_code: bool = False,
+) -> Any:
+    """Return a model of which only the shapes and types of its weights are known, as `load` would return it.
+
+    No weights are read, and those of a hub name are not downloaded. Nothing can be computed with it. Raises as `load`.
+    """
+    from mlx_lm.utils import load_model  # imports transformers, which takes a second
+
+    source = _find_source(model)
+    _check_source(source, None)
+    with TemporaryDirectory() as temporary:
+        if Path(source).suffix == _GGUF:
+            with _file_errors(source):
+                outline = outline_gguf(Path(source), "float32" if dequantize else dtype)
+        else:
+            with _folder_errors(source):
+                folder = Path(source)
+                if not folder.is_dir():
+                    folder = find_cached(source) or download_headers(source, Path(temporary))
+                _check_config(source, folder)
+                outline, _ = load_model(folder, lazy=True, trust_remote_code=trust_remote_code)
+    if dequantize:
+        _make_dense(outline)
+    if dtype is not None:
+        outline.set_dtype(dtype_of(dtype))
+    setattr(outline, _OUTLINE, True)
+    return outline
+
+
+def is_outline(model: Any) -> bool:
+    """Return whether a model comes from `load_outline`."""
+    return hasattr(model, _OUTLINE)
+
+
+def _find_source(model: str | Path | None) -> str:
+    return str(embedded_path() if model is None else smollm2_path() if model == SMOLLM2 else model)
 
 
 def embedded_path() -> Path:
@@ -130,10 +179,9 @@ def _check_source(source: str, adapter: str | Path | None) -> None:
         )
 
 
-def _check_config(source: str) -> None:
+def _check_config(source: str, folder: Path) -> None:
     """Raise ConfigError for numbers in a local config.json with which mlx-lm would never end, or fail in use."""
-    path = Path(source)
-    config = _read_json(path / "config.json") if path.is_dir() else {}
+    config = _read_json(folder / "config.json") if folder.is_dir() else {}
     text = config.get("text_config")
     for part in (config, text) if isinstance(text, dict) else (config,):
         for name in _LAYER_COUNTS:
@@ -147,8 +195,15 @@ def _check_config(source: str) -> None:
 
 
 def _load_file(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    try:
+    with _file_errors(source):
         return load_gguf(Path(source), **options)
+
+
+@contextmanager
+def _file_errors(source: str) -> Iterator[None]:
+    """Raise an error of ours for what reading a GGUF file raises."""
+    try:
+        yield
     except MlxTqError:
         raise
     except OSError as error:
@@ -160,14 +215,31 @@ def _load_file(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[str
 
 
 def _load_folder(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    from httpx2 import HTTPError  # takes 0.1 s
-    from huggingface_hub.errors import HFValidationError, StrictDataclassError  # takes 0.1 s
     from mlx_lm import load as load_model  # imports transformers, which takes a second
 
-    try:
+    with _folder_errors(source):
         loaded, tokenizer, config = load_model(source, return_config=True, **options)
+    return loaded, tokenizer, config
+
+
+@contextmanager
+def _folder_errors(source: str) -> Iterator[None]:
+    """Raise an error of ours for what mlx-lm and the hub's client raise."""
+    from httpx2 import HTTPError  # takes 0.1 s
+    from huggingface_hub.errors import (  # takes 0.1 s
+        HFValidationError,
+        NotASafetensorsRepoError,
+        StrictDataclassError,
+    )
+
+    try:
+        yield
+    except MlxTqError:
+        raise
     except HFValidationError as error:
         raise ConfigError(f"there is no model folder {source!r}, and it is not a valid hub name. {_REMEDY}") from error
+    except NotASafetensorsRepoError as error:
+        raise _not_loaded(source, "the hub has no safetensors of it") from error
     except (HTTPError, OSError) as error:
         reason = one_line(str(error).strip().partition("\n")[0])
         if not Path(source).exists():
@@ -189,7 +261,6 @@ def _load_folder(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[s
         raise
     except Exception as error:
         raise _not_loaded(source, f"its files do not fit together ({_describe_error(error)})") from error
-    return loaded, tokenizer, config
 
 
 def _not_loaded(source: str, reason: str, remedy: str = _REMEDY) -> ConfigError:
@@ -209,7 +280,6 @@ def _make_dense(model: Any) -> None:
     model.set_dtype(mx.float32)
     dequantize_model(model)
     model.set_dtype(dtypes.pop() if dtypes else mx.float32)
-    mx.eval(model.parameters())
 
 
 def ranks_of(model: Any) -> Ranks:

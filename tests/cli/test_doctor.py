@@ -1,17 +1,19 @@
 """`mlx_tq.doctor` passes on a sound installation, fails on a broken codec, and counts what fits into memory."""
 
+import json
 import re
 import subprocess
 import sys
 
 import mlx.core as mx
 import pytest
+from hub import serve_hub
 
 from mlx_tq.codec.formats.scalar import Q8Codec
 from mlx_tq.codec.rotation import WalshHadamard
 from mlx_tq.config import PROFILES
 
-from .tools import command, environment
+from .tools import command, environment, zoo_model
 
 
 def test_json_has_versions_and_passing_checks(cli):
@@ -75,3 +77,43 @@ def test_capacity(cli):
     assert off < balanced < tiny
     assert profiles["balanced"]["longest"]["1"] == report["positions"] == 4096
     assert "200.0 MB of memory, 13.9 MB of it weights" in cli(*words).out
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_capacity_of_a_model_on_the_hub_downloads_no_weights(cli, tmp_path, is_sharded):
+    folder = zoo_model(tmp_path / "model", "llama", hidden_size=512, intermediate_size=1024)
+    words = ("doctor", "--capacity", "--memory", "200MB", "--json")
+    expected = cli(*words, "--model", folder).json
+    if is_sharded:
+        shard(folder)
+    variables = environment(HF_HOME=str(tmp_path / "home"))
+    with serve_hub("someone/small-model", folder) as hub:
+        words = command(*words, "--model", "someone/small-model")
+        done = subprocess.run(words, env={**variables, "HF_ENDPOINT": hub.url}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == expected
+    weights = [file for file in folder.iterdir() if file.suffix == ".safetensors"]
+    assert len(weights) == (2 if is_sharded else 1)
+    for file in weights:
+        assert 0 < hub.sent[file.name] <= 100_001 < file.stat().st_size
+
+
+def shard(folder):
+    """Split the weights of a model into two files with an index."""
+    whole = folder / "model.safetensors"
+    weights = dict(mx.load(str(whole)))
+    names = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(sorted(weights))}
+    for file in set(names.values()):
+        part = {name: weight for name, weight in weights.items() if names[name] == file}
+        mx.save_safetensors(str(folder / file), part)
+    whole.unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+
+
+def test_a_name_that_the_hub_does_not_have(tmp_path):
+    variables = environment(HF_HOME=str(tmp_path / "home"))
+    with serve_hub("someone/other", tmp_path) as hub:
+        words = command("doctor", "--capacity", "--model", "someone/nothing")
+        done = subprocess.run(words, env={**variables, "HF_ENDPOINT": hub.url}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "there is no such folder, and the hub did not give it" in done.stderr.splitlines()[-1]
