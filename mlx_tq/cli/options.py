@@ -174,6 +174,7 @@ REQUIRES: dict[str, tuple[str, ...]] = {
     "--kv-recall-every": ("--kv-evict", "--kv-archive on", "--kv-recall auto"),
     "--kv-archive": ("--kv-evict",),
     "--kv-archive-limit": ("--kv-evict", "--kv-archive on", "--kv-recall auto"),
+    "--context": ("--memory",),
     "--prefix-cache-limit": ("--prefix-cache",),
     "--prefix-cache-share": ("--prefix-cache",),
     "--rescue-tokens": ("--rescue",),
@@ -186,6 +187,10 @@ REQUIRES: dict[str, tuple[str, ...]] = {
 EXCLUDES: dict[str, tuple[str, ...]] = {
     "--kv-mean-bits": (*CHOOSING_FORMATS, "--kv-profile off"),
     "--kv-memory-limit": _NATIVE_CACHE,
+    "--memory": (
+        *("--kv-memory-limit", "--kv-mean-bits", "--kv-shadow", "--draft-model", "--prompt-cache-file", "--load"),
+        *_NATIVE_CACHE[:2],
+    ),
     "--kv-recall": ("--kv-archive off",),
     "--kv-shadow": ("--draft-model", "--prompt-cache-file", *_NATIVE_CACHE),
     "--prefix-cache": ("--draft-model", "--image", "--prompt-cache-file", "--kv-shadow", *_NATIVE_CACHE),
@@ -204,11 +209,13 @@ EXCLUDES: dict[str, tuple[str, ...]] = {
 # What several processes cannot do together: mlx-lm divides no such model, or a file would hold the part of one rank.
 SINGLE_PROCESS = (
     *("--adapter-path", "--draft-model", "--image", "--prompt-cache-file", "--load"),
-    *("--kv-shadow", "--kv-mean-bits"),
+    *("--kv-shadow", "--kv-mean-bits", "--memory"),
 )
 # The least and the greatest value of numbers, for one command where that is named.
 _RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("--prefill-step-size", "--max-kv-size", "--samples", "--step", "--kv-shadow"), (1, math.inf)),
+    **dict.fromkeys(
+        ("--prefill-step-size", "--max-kv-size", "--samples", "--step", "--kv-shadow", "--context"), (1, math.inf)
+    ),
     **dict.fromkeys(("--decode-concurrency", "--prompt-concurrency", "--max-queue"), (1, math.inf)),
     "evaluate --seeds": (1, math.inf),
     **dict.fromkeys(("--num-draft-tokens", "--quantized-kv-start", "--seed", "--shots"), (0, math.inf)),
@@ -365,6 +372,16 @@ class Request:
         if rescue.service != OFF:
             config = _evict_in_blocks(config, values, typed)
         return cls(args, typed, values, config, rescue, prefix_cache, recall_blocker)
+
+    @classmethod
+    def fitting_memory(cls, args: argparse.Namespace) -> "Request":
+        """Return the request of `from_args`, with the profile that fits into the memory of --memory, if given."""
+        request = cls.from_args(args)
+        if args.memory is None:
+            return request
+        from mlx_tq.cli.memory_fit import fit_memory  # loads mlx, which --help does without
+
+        return fit_memory(request)
 
     def change(self, saved: "KVConfig") -> "KVConfig":
         """Return a saved configuration with what the command line, not the environment, changes of it."""
