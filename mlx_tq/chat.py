@@ -8,6 +8,7 @@ from mlx_tq.cli.options import ON_FULL, PENALTIES, SAMPLING, Request
 from mlx_tq.cli.parser import (
     CommandParser,
     add_cache_arguments,
+    add_memory_arguments,
     add_model_arguments,
     add_sampling_arguments,
     command_parser,
@@ -32,7 +33,8 @@ def build_parser() -> CommandParser:
     """Build the parser: the flags of mlx_lm.chat, and ours."""
     parser = command_parser("chat", "Chat with an mlx-lm model on a compressed KV cache. Type /help for commands.")
     add_cache_arguments(parser, recall=True, prefix_cache=True, shadow=True, rescue=True)
-    add_model_arguments(parser.add_argument_group("model"))
+    add_model_arguments(group := parser.add_argument_group("model"))
+    add_memory_arguments(group)
     add = (group := parser.add_argument_group("chat")).add_argument
     add("--system-prompt", metavar="TEXT", help="system prompt (default: none)")
     add("--chat-template-config", metavar="JSON", help="options of the chat template (default: {})")

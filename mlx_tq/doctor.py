@@ -1,4 +1,4 @@
-"""`mlx_tq.doctor`: show versions and backend, test codecs and kernels, and show which contexts fit into memory."""
+"""`mlx_tq.doctor`: test codecs and kernels, show versions and backend, and show which contexts fit into memory."""
 
 import argparse
 import json
@@ -17,7 +17,8 @@ _CONTEXTS = [4096, 16384, 65536]
 
 def build_parser() -> CommandParser:
     parser = command_parser("doctor", "Show versions and backend, and test every codec.")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--verbose", action="store_true", help="show all versions and checks instead of one line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     kernels = "check each GPU kernel against a reference implementation"
     parser.add_argument("--kernels", action="store_true", help=kernels)
     add_backend_argument(parser)
@@ -36,20 +37,25 @@ def run(args: argparse.Namespace) -> int:
     if args.capacity:
         return _show_capacity(args)
 
-    from mlx_tq.cli.diagnostics import environment, run_checks
-    from mlx_tq.cli.screen import results, table
+    from mlx_tq.cli.diagnostics import blas_warning, environment, run_checks, summarize
+    from mlx_tq.cli.screen import results, table, warn
 
     checks, versions = run_checks(kernels=args.kernels), environment()
+    failed = [check for check in checks if not check.passed]
     if args.json:
         sys.stdout.write(json.dumps({"environment": versions, "checks": [asdict(check) for check in checks]}) + "\n")
-    else:
-        for name, value in versions.items():
-            sys.stdout.write(f"{name:9} {value}\n")
-        rows = table("", "self-test", "measured", "expected", "")
-        for check in checks:
-            rows.add_row(check.name, check.measured, check.expected, "ok" if check.passed else "FAILED")
+        return FAILED if failed else DONE
+    if args.verbose:
+        sys.stdout.writelines(f"{name:10} {value}\n" for name, value in versions.items())
+    rows = table("", "self-test", "measured", "expected", "")
+    for check in checks if args.verbose else failed:
+        rows.add_row(check.name, check.measured, check.expected, "ok" if check.passed else "FAILED")
+    if rows.row_count:
         results.print(rows)
-    return DONE if all(check.passed for check in checks) else FAILED
+    sys.stdout.write(f"{summarize(checks, versions)}\n")
+    if (warning := blas_warning()) is not None:
+        warn(warning)
+    return FAILED if failed else DONE
 
 
 def _show_capacity(args: argparse.Namespace) -> int:
@@ -59,13 +65,13 @@ def _show_capacity(args: argparse.Namespace) -> int:
 
     import mlx.core as mx  # likewise
 
-    from mlx_tq.cli.loading import load_model  # likewise
+    from mlx_tq.cli.loading import outline_model  # likewise
     from mlx_tq.cli.screen import human_bytes, results, table  # likewise
     from mlx_tq.config import PROFILES  # likewise
     from mlx_tq.integration.probe import model_facts  # likewise
     from mlx_tq.prompt_cache.memory import capacities, context_limit, weights_nbytes  # likewise
 
-    model, _ = load_model(args)
+    model = outline_model(args)
     recommended = mx.device_info().get("max_recommended_working_set_size")  # what the GPU of a Mac may use
     memory = int(args.memory or recommended or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     weights, limit = weights_nbytes(model), context_limit(model)
@@ -89,7 +95,8 @@ def _show_capacity(args: argparse.Namespace) -> int:
         batches.add_row(profile.profile, *sizes)
     results.print(
         f"{human_bytes(memory)} of memory, {human_bytes(weights)} of it weights; {dtype}, at most {limit:,} tokens.\n"
-        "Prefill needs more than these bytes: leave a tenth free."
+        "No weights were read: layers with very large keys take more than these bytes. Prefill does too: leave a tenth "
+        "free."
     )
     results.print("", lengths, "", batches, sep="\n")
     return DONE

@@ -8,6 +8,7 @@ from mlx_tq.cli.options import PENALTIES, SAMPLING, Request, parse_size
 from mlx_tq.cli.parser import (
     CommandParser,
     add_cache_arguments,
+    add_memory_arguments,
     add_model_arguments,
     add_sampling_arguments,
     command_parser,
@@ -22,7 +23,8 @@ def build_parser() -> CommandParser:
         "generate", "Generate text with an mlx-lm model on a compressed KV cache.", "[-p PROMPT] [options]"
     )
     add_cache_arguments(parser, recall=True, prefix_cache=True, shadow=True, rescue=True)
-    add_model_arguments(parser.add_argument_group("model"))
+    add_model_arguments(group := parser.add_argument_group("model"))
+    add_memory_arguments(group)
     add = parser.add_argument_group("prompt").add_argument
     add("--prompt", "-p", help="prompt; - reads standard input (default: standard input)")
     add("--prompt-file", metavar="FILE", help="read the prompt from a file (default: none)")

@@ -18,8 +18,9 @@ from mlx_tq.kernels.gpu import gpu_backend
 from mlx_tq.kernels.selftest import KernelCheck
 
 _DIM = 128
+_SLOW_BLAS = "reference BLAS of mlx's wheel"
 # Debian's name of a library that is about six times faster for float32 prompts.
-FASTER_BLAS = "apt install libopenblas0-pthread, and LD_PRELOAD=libopenblas.so.0"
+_FASTER_BLAS = "apt install libopenblas0-pthread, and LD_PRELOAD=libopenblas.so.0"
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,14 @@ def blas() -> str:
         return "unknown"
     if path.name.startswith("libopenblas"):
         return "OpenBLAS"
-    return f"reference BLAS of mlx's wheel, slow in float32; faster: {FASTER_BLAS}"
+    return f"{_SLOW_BLAS}, slow in float32; faster: {_FASTER_BLAS}"
+
+
+def blas_warning() -> str | None:
+    """Return what makes float32 faster on this CPU, or None if its BLAS is fast or a GPU computes."""
+    if gpu_backend() is not None or not blas().startswith(_SLOW_BLAS):
+        return None
+    return f"float32 prompts are slow with the {_SLOW_BLAS}. Faster: {_FASTER_BLAS}."
 
 
 def environment() -> dict[str, str]:
@@ -115,3 +123,12 @@ def environment() -> dict[str, str]:
         **{package: version(package) for package in ("mlx", "mlx-lm", "numpy")},
         "mlx_tq": __version__,
     }
+
+
+def summarize(checks: list[Check], versions: dict[str, str]) -> str:
+    """Return a line that says whether all checks passed, and on which backend and versions."""
+    failed = sum(not check.passed for check in checks)
+    result = f"FAILED: {failed} of {len(checks)} checks" if failed else f"OK: {len(checks)} checks passed"
+    names = {"python": "Python"}
+    shown = ("backend", "attention", "mlx_tq", "mlx", "mlx-lm", "python")
+    return ", ".join([result, *(f"{names.get(name, name)} {versions[name]}" for name in shown)])

@@ -19,7 +19,16 @@ from mlx_tq.distributed.group import ALONE, Ranks, join
 from mlx_tq.distributed.launch import is_launched
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.kernels.gpu import gpu_backend
-from mlx_tq.models import EMBEDDED, fingerprint, load, ranks_of, read_architecture, short_name, source_name
+from mlx_tq.models import (
+    EMBEDDED,
+    fingerprint,
+    load,
+    load_outline,
+    ranks_of,
+    read_architecture,
+    short_name,
+    source_name,
+)
 from mlx_tq.policies import CalibratedPolicy
 from mlx_tq.prefix_cache.folder import LIMIT, Folder, open_folder
 from mlx_tq.prompt_cache.build import adopt_caches, build_caches
@@ -125,6 +134,15 @@ def waits_for_calibration(args: argparse.Namespace) -> bool:
     """
     has_chosen = read_options(args, os.environ)["--kv-calibration"] == AUTO
     return has_chosen or gpu_backend() is not None or args.command not in _ANSWERING
+
+
+def outline_model(args: argparse.Namespace) -> Any:
+    """Return the outline of the model of a command's flags, before its weights are read or downloaded."""
+    options = {name: getattr(args, name) for name in ("dtype", "dequantize", "trust_remote_code")}
+    models = args.model if isinstance(args.model, list) else [args.model]
+    if len(models) > 1:
+        raise ConfigError(f"--memory is for one model, and --model names {len(models)}. Drop it, or name one model.")
+    return load_outline(models[0], **options)
 
 
 def calibrate_model(

@@ -219,6 +219,7 @@ REQUIRES: dict[str, tuple[str, ...]] = {
     "--kv-recall-every": ("--kv-evict", "--kv-archive on", "--kv-recall auto"),
     "--kv-archive": ("--kv-evict",),
     "--kv-archive-limit": ("--kv-evict", "--kv-archive on", "--kv-recall auto"),
+    "--context": ("--memory",),
     "--prefix-cache-limit": ("--prefix-cache",),
     "--prefix-cache-share": ("--prefix-cache",),
     "--rescue-tokens": ("--rescue",),
@@ -231,6 +232,10 @@ REQUIRES: dict[str, tuple[str, ...]] = {
 EXCLUDES: dict[str, tuple[str, ...]] = {
     "--kv-mean-bits": (*CHOOSING_FORMATS, "--kv-profile off"),
     "--kv-memory-limit": _NATIVE_CACHE,
+    "--memory": (
+        *("--kv-memory-limit", "--kv-mean-bits", "--kv-shadow", "--draft-model", "--prompt-cache-file", "--load"),
+        *_NATIVE_CACHE[:2],
+    ),
     "--kv-recall": ("--kv-archive off",),
     "--kv-shadow": ("--draft-model", "--prompt-cache-file", *_NATIVE_CACHE),
     "--prefix-cache": ("--draft-model", "--image", "--prompt-cache-file", "--kv-shadow", *_NATIVE_CACHE),
@@ -243,17 +248,20 @@ EXCLUDES: dict[str, tuple[str, ...]] = {
     "--profiles": (*NAMING_FORMATS, "--kv-profile off", "--kv-mean-bits"),
     "--losses": ("--tokens", "--text-share", "--covariance", "--output"),
     "--capacity": ("--kernels",),
+    "doctor --verbose": ("--capacity", "--json"),
     "--tune": ("--model", "--report"),
     **dict.fromkeys(("--query-heads", "--kv-heads", "--head-dim"), ("--model", "--report")),
 }
 # What several processes cannot do together: mlx-lm divides no such model, or a file would hold the part of one rank.
 SINGLE_PROCESS = (
     *("--adapter-path", "--draft-model", "--image", "--prompt-cache-file", "--load"),
-    *("--kv-shadow", "--kv-mean-bits"),
+    *("--kv-shadow", "--kv-mean-bits", "--memory"),
 )
 # The least and the greatest value of numbers, for one command where that is named.
 _RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("--prefill-step-size", "--max-kv-size", "--samples", "--step", "--kv-shadow"), (1, math.inf)),
+    **dict.fromkeys(
+        ("--prefill-step-size", "--max-kv-size", "--samples", "--step", "--kv-shadow", "--context"), (1, math.inf)
+    ),
     **dict.fromkeys(("--decode-concurrency", "--prompt-concurrency", "--max-queue"), (1, math.inf)),
     **dict.fromkeys(("evaluate --seeds", "evaluate --chunks"), (1, math.inf)),
     **dict.fromkeys(("--num-draft-tokens", "--quantized-kv-start", "--seed", "--shots"), (0, math.inf)),

@@ -16,6 +16,7 @@ from mlx_tq.cli.options import (
     SHADOW,
     Option,
     SamplingOption,
+    parse_size,
 )
 
 _DEFAULT_MARK = "(default: "  # begins a default that a help text states itself
@@ -120,6 +121,14 @@ def add_model_arguments(parser: argparse._ActionsContainer, *, adapter: bool = T
     add("--trust-remote-code", action="store_true", help="allow the tokenizer to run its own code")
     add("--dtype", choices=DTYPES, help="compute type (default: that of the model's weights)")
     add("--dequantize", action="store_true", help="dequantize the weights on load; faster on a CPU")
+
+
+def add_memory_arguments(parser: argparse._ActionsContainer) -> None:
+    """Add the flags that choose a profile by the memory that it takes."""
+    memory = "choose the best --kv-profile with which weights and one context fit into this, such as 12GB"
+    parser.add_argument("--memory", type=parse_size, metavar="SIZE", help=f"{memory} (default: none)")
+    context = "tokens of that context (default: the model's context length)"
+    parser.add_argument("--context", type=int, metavar="N", help=context)
 
 
 def add_sampling_arguments(

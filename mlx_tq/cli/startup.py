@@ -15,7 +15,10 @@ from mlx_tq.rescue import open_service
 
 
 def check_request(request: Request) -> Request:
-    """Return the request as `check_rescue` does; raise MlxTqError for a folder, file or model that cannot be used."""
+    """Return the request as `check_rescue` does, with the profile that fits into --memory, if that is given.
+
+    Raises MlxTqError for a folder, file or model that cannot be used, and for too little memory.
+    """
     request, args = check_rescue(request), request.args
     if not is_launched():  # else each rank has a folder of its own
         open_folder(request.prefix_cache)
@@ -30,6 +33,10 @@ def check_request(request: Request) -> Request:
         if path is not None and not Path(path).is_file():
             raise CacheFormatError(f"there is no {kind} {path}. Make one with {maker}.")
     check_model(args)
+    if getattr(args, "memory", None) is not None:
+        from mlx_tq.cli.memory_fit import fit_memory  # imports mlx-lm
+
+        request = fit_memory(request)
     return request
 
 

@@ -19,7 +19,7 @@ from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import UnsupportedModelError
 from mlx_tq.integration.patches import capture_queries, find_call, patch_attention, patch_rope, recorded_calls
 from mlx_tq.kernels.regions import Mask
-from mlx_tq.models import name_of, ranks_of
+from mlx_tq.models import is_outline, name_of, ranks_of
 
 _TOKENS = 64
 _STRIDE = 7919  # a prime, so that the tokens are spread over any vocabulary
@@ -35,7 +35,7 @@ class SlotFacts:
     key_dim: int
     value_dim: int
     dtype: str
-    key_norm: float  # median norm of a key
+    key_norm: float  # median norm of a key; 1 if the model is an outline
     shared: bool  # later layers read this cache too
     rope: Any = None  # the RoPE module that made the queries
     no_rope: str = ""  # why there is none
@@ -155,9 +155,12 @@ class _ProbeCache(KVCache):  # type: ignore[misc]
         self.views.append(view)
         return make_handles(view, keys.dtype)
 
-    def facts(self, index: int, part: int | None, ranks: Ranks) -> SlotFacts:
+    def facts(self, index: int, part: int | None, model: Any) -> SlotFacts:
         keys, values = super().keys_and_values()
-        norms = np.array(mx.linalg.norm(keys[0].astype(mx.float32), axis=-1))
+        norm = 1.0
+        if not is_outline(model):
+            norms = np.array(mx.linalg.norm(keys[0].astype(mx.float32), axis=-1))
+            norm = float(np.median(ranks_of(model).gather(norms)))
         return SlotFacts(
             index=index,
             part=part,
@@ -165,10 +168,17 @@ class _ProbeCache(KVCache):  # type: ignore[misc]
             key_dim=keys.shape[3],
             value_dim=values.shape[3],
             dtype=dtype_name(keys.dtype),
-            key_norm=float(np.median(ranks.gather(norms))),
+            key_norm=norm,
             shared=len(self.views) > self._updates,
             **self.views[0].rope,
         )
+
+
+def _run(model: Any, tokens: mx.array, caches: list[Any]) -> None:
+    """Run a model; of an outline, whose shapes are known without it, nothing is evaluated."""
+    logits = model(tokens, cache=caches)
+    if not is_outline(model):
+        mx.eval(logits)
 
 
 def _probe(model: Any) -> ModelFacts:
@@ -193,9 +203,9 @@ def _probe(model: Any) -> ModelFacts:
     tokens = mx.array([[i * _STRIDE % vocabulary for i in range(_TOKENS)]])
     try:
         with patch_attention(), patch_rope(model), capture_queries():
-            mx.eval(model(tokens, cache=caches))
+            _run(model, tokens, caches)
     except Exception as error:
-        mx.eval(model(tokens, cache=native))  # a model that fails on its own caches raises its own error
+        _run(model, tokens, native)  # a model that fails on its own caches raises its own error
         lines = str(error).strip().splitlines() or ["no message"]
         raise UnsupportedModelError(
             f"{name} cannot run on a compressed cache: it computes with the keys and values that it fetched, instead "
@@ -208,7 +218,6 @@ def _probe(model: Any) -> ModelFacts:
             f"{name} cannot run on a compressed cache: its layers {unattended} fetch keys and values, but attention "
             "never sees them. Use --kv-profile off."
         )
-    ranks = ranks_of(model)
-    slots = [probe.facts(index, part, ranks) for (index, part), probe in probes.items()]
+    slots = [probe.facts(index, part, model) for (index, part), probe in probes.items()]
     counts_keys = any(view.is_counted for probe in probes.values() for view in probe.views)
-    return ModelFacts(name, name_of(model), classes, slots, counts_keys, position_limit(model), ranks)
+    return ModelFacts(name, name_of(model), classes, slots, counts_keys, position_limit(model), ranks_of(model))

@@ -233,18 +233,33 @@ def load_gguf(
         config["eos_token_id"] = write_tokenizer(file, folder)
         tokenizer = load_tokenizer(folder, tokenizer_config, eos_token_ids=config["eos_token_id"])
     tokenizer.name_or_path = str(path)
-    default = file.tensors["token_embd.weight"].dense_dtype
-    if default is None:  # a CPU multiplies packed bfloat16 ten times slower than packed float32
-        is_packed = any(tensor.packed_bits for tensor in file.tensors.values())
-        default = mx.float32 if is_packed and mx.default_device() == mx.cpu else mx.bfloat16
-    model = _build_model(file, config, default if dtype is None else dtype_of(dtype))
+    model = _build_model(file, config, _choose_dtype(file, dtype))
+    mx.eval(model.parameters())
     if adapter_path is not None:
         model = load_adapters(model, str(adapter_path))
         model.eval()
     return model, tokenizer, config
 
 
-def _build_model(file: GgufFile, config: Config, dtype: mx.Dtype) -> Any:
+def outline_gguf(path: Path, dtype: str | None) -> Any:
+    """Return the model of a file without its weights, which are not read."""
+    file = read_gguf(path)
+    return _build_model(file, make_config(file), _choose_dtype(file, dtype), outline=True)
+
+
+def _choose_dtype(file: GgufFile, dtype: str | None) -> mx.Dtype:
+    """Return the type to compute in, by default that of the embeddings if they are not quantized."""
+    if dtype is not None:
+        return dtype_of(dtype)
+    dense = file.tensors["token_embd.weight"].dense_dtype
+    if dense is not None:
+        return dense
+    # A CPU multiplies packed bfloat16 ten times slower than packed float32.
+    is_packed = any(tensor.packed_bits for tensor in file.tensors.values())
+    return mx.float32 if is_packed and mx.default_device() == mx.cpu else mx.bfloat16
+
+
+def _build_model(file: GgufFile, config: Config, dtype: mx.Dtype, *, outline: bool = False) -> Any:
     """Return mlx-lm's model with the file's weights; adds the quantization to `config`."""
     architecture = _architecture_of(file)
     weights: dict[str, mx.array] = {}
@@ -253,7 +268,8 @@ def _build_model(file: GgufFile, config: Config, dtype: mx.Dtype) -> Any:
         if tensor.name == _FREQUENCY_FACTORS:
             continue
         name = str(architecture.mlx_name(tensor.name))
-        arrays = file.read(tensor, dtype, minus=architecture.norm_offset if name.endswith("norm") else 0.0)
+        minus = architecture.norm_offset if name.endswith("norm") else 0.0
+        arrays = file.outline(tensor, dtype) if outline else file.read(tensor, dtype, minus)
         if architecture.interleaved and (key := _HEADS.get(name.rpartition(".")[2])):
             for part, rows in arrays.items():  # from [heads, D / 2, 2] to [heads, 2, D / 2]
                 arrays[part] = rows.reshape(config[key], -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
@@ -269,5 +285,4 @@ def _build_model(file: GgufFile, config: Config, dtype: mx.Dtype) -> Any:
         quantize(model, class_predicate=lambda path, _: packed.get(path, False))
     model.eval()
     model.load_weights(list(weights.items()))
-    mx.eval(model.parameters())
     return model

@@ -136,6 +136,15 @@ class GgufFile:
             dense = self._dequantize(tensor)
         return {"weight": (dense.astype(mx.float32) - minus if minus else dense).reshape(tensor.shape).astype(dtype)}
 
+    def outline(self, tensor: Tensor, dtype: mx.Dtype) -> dict[str, mx.array]:
+        """Return arrays of the shapes and types that `read` returns; they take no memory until they are evaluated."""
+        bits = tensor.packed_bits
+        if bits is None:
+            return {"weight": mx.zeros(tensor.shape, dtype)}
+        rows, columns = tensor.shape
+        scales = mx.zeros((rows, columns // GROUP_SIZE), dtype)
+        return {"weight": mx.zeros((rows, columns * bits // 32), mx.uint32), "scales": scales, "biases": scales}
+
     def _read_packed(self, tensor: Tensor, dtype: mx.Dtype) -> dict[str, mx.array]:
         layout = _BLOCKS[tensor.kind]
         blocks = self.rows(tensor, GROUP_SIZE, layout.itemsize).view(layout)  # [rows, groups]

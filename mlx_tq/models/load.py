@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
@@ -19,8 +20,9 @@ from mlx_tq.codec.formats.base import dtype_of
 from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import ConfigError, MlxTqError, UnsupportedModelError, is_out_of_memory, one_line, unknown_name
 from mlx_tq.models.fingerprint import WHOLE, fingerprint
-from mlx_tq.models.gguf import load_gguf, make_config
+from mlx_tq.models.gguf import load_gguf, make_config, outline_gguf
 from mlx_tq.models.gguf_file import read_gguf
+from mlx_tq.models.hub_headers import download_headers, find_cached
 from mlx_tq.models.source import ModelSource, record_source, source_of
 from mlx_tq.models.tokenizer_limits import limit_tokenizer, report_panics
 
@@ -47,6 +49,7 @@ _ARCHITECTURE_FIELDS = (
 )
 _GGUF = ".gguf"
 _RANKS = "_mlx_tq_ranks"  # the attribute of a rank's part of a model
+_OUTLINE = "_mlx_tq_outline"  # the attribute of a model without weights
 
 
 def load(
@@ -84,7 +87,7 @@ def load(
         raise unknown_name("dtype", dtype, DTYPES)
     adapter = options.get("adapter_path")
     source = find_source(model, adapter)
-    _check_config(source)
+    _check_config(source, Path(source))
     if not ranks.is_alone:
         check_heads(source, ranks)
     with report_panics(f"the tokenizer of {source!r} cannot be loaded"):
@@ -94,6 +97,7 @@ def load(
             loaded, tokenizer, config = _load_folder(source, {**options, "lazy": not ranks.is_alone})
     if dequantize:
         _make_dense(loaded)
+        mx.eval(loaded.parameters())
         config.pop("quantization", None)
     if dtype is not None:
         loaded.set_dtype(dtype_of(dtype))
@@ -155,6 +159,44 @@ def local_path(model: str | Path | None) -> Path:
         return Path(snapshot_download(source, allow_patterns=DEFAULT_ALLOW_PATTERNS))
 
 
+def load_outline(
+    model: str | Path | None = None,
+    *,
+    dtype: str | None = None,
+    dequantize: bool = False,
+    trust_remote_code: bool = False,
+) -> Any:
+    """Return a model of which only the shapes and types of its weights are known, as `load` would return it.
+
+    No weights are read, and those of a hub name are not downloaded. Nothing can be computed with it. Raises as `load`.
+    """
+    from mlx_lm.utils import load_model  # imports transformers, which takes a second
+
+    source = find_source(model)
+    with TemporaryDirectory() as temporary:
+        if Path(source).suffix == _GGUF:
+            with _file_errors(source):
+                outline = outline_gguf(Path(source), "float32" if dequantize else dtype)
+        else:
+            with _folder_errors(source):
+                folder = Path(source)
+                if not folder.is_dir():
+                    folder = find_cached(source) or download_headers(source, Path(temporary))
+                _check_config(source, folder)
+                outline, _ = load_model(folder, lazy=True, trust_remote_code=trust_remote_code)
+    if dequantize:
+        _make_dense(outline)
+    if dtype is not None:
+        outline.set_dtype(dtype_of(dtype))
+    setattr(outline, _OUTLINE, True)
+    return outline
+
+
+def is_outline(model: Any) -> bool:
+    """Return whether a model comes from `load_outline`."""
+    return hasattr(model, _OUTLINE)
+
+
 def embedded_path() -> Path:
     """Return the folder of the model inside the package."""
     return Path(str(files("mlx_tq") / "assets" / EMBEDDED))
@@ -214,10 +256,9 @@ def _check_source(source: str) -> None:
         raise ConfigError(f"there is no model folder {source!r}, and it is not a valid hub name. {_REMEDY}") from error
 
 
-def _check_config(source: str) -> None:
+def _check_config(source: str, folder: Path) -> None:
     """Raise ConfigError for numbers in a local config.json with which mlx-lm would never end, or fail in use."""
-    path = Path(source)
-    config = _read_json(path / "config.json") if path.is_dir() else {}
+    config = _read_json(folder / "config.json") if folder.is_dir() else {}
     text = config.get("text_config")
     for part in (config, text) if isinstance(text, dict) else (config,):
         for name in _LAYER_COUNTS:
@@ -231,8 +272,15 @@ def _check_config(source: str) -> None:
 
 
 def _load_file(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    try:
+    with _file_errors(source):
         return load_gguf(Path(source), **options)
+
+
+@contextmanager
+def _file_errors(source: str) -> Iterator[None]:
+    """Raise an error of ours for what reading a GGUF file raises."""
+    try:
+        yield
     except MlxTqError:
         raise
     except OSError as error:
@@ -261,14 +309,25 @@ def _report_hub_errors(source: str) -> Iterator[None]:
 
 
 def _load_folder(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    from huggingface_hub.errors import StrictDataclassError  # takes 0.1 s
     from mlx_lm import load as load_model  # imports transformers, which takes a second
+
+    with _folder_errors(source):
+        loaded, tokenizer, config = load_model(source, return_config=True, **options)
+    return loaded, tokenizer, config
+
+
+@contextmanager
+def _folder_errors(source: str) -> Iterator[None]:
+    """Raise an error of ours for what mlx-lm and the hub's client raise."""
+    from huggingface_hub.errors import NotASafetensorsRepoError, StrictDataclassError  # takes 0.1 s
 
     try:
         with _report_hub_errors(source):
-            loaded, tokenizer, config = load_model(source, return_config=True, **options)
+            yield
     except MlxTqError:
         raise
+    except NotASafetensorsRepoError as error:
+        raise _not_loaded(source, "the hub has no safetensors of it") from error
     except json.JSONDecodeError as error:
         raise _not_loaded(source, f"a JSON file is damaged ({error})") from error
     except (KeyError, TypeError, StrictDataclassError) as error:
@@ -285,7 +344,6 @@ def _load_folder(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[s
         raise
     except Exception as error:
         raise _not_loaded(source, f"its files do not fit together ({_describe_error(error)})") from error
-    return loaded, tokenizer, config
 
 
 def _not_loaded(source: str, reason: str, remedy: str = _REMEDY) -> ConfigError:
@@ -305,7 +363,6 @@ def _make_dense(model: Any) -> None:
     model.set_dtype(mx.float32)
     dequantize_model(model)
     model.set_dtype(dtypes.pop() if dtypes else mx.float32)
-    mx.eval(model.parameters())
 
 
 def ranks_of(model: Any) -> Ranks:

@@ -128,19 +128,22 @@ def context_limit(model: Any) -> int:
     return model_facts(model).positions or _DEFAULT_LIMIT
 
 
-def sequence_bytes(model: Any, config: KVConfig, others: Bytes) -> Bytes:
-    """Return the bytes of all caches of one sequence by its tokens; `others` comes from `other_bytes`."""
+def sequence_bytes(model: Any, config: KVConfig, others: Bytes, step: int = 1) -> Bytes:
+    """Return the bytes of all caches of one sequence by its tokens, after passes of at most `step` tokens.
+
+    `others` comes from `other_bytes`.
+    """
     if config.is_off:
         slots = model_facts(model).slots
         return lambda tokens: others(tokens) + sum(native_cache_bytes(slot, tokens) for slot in slots)
     plan = plan_caches(model, config)
-    return lambda tokens: others(tokens) + plan.peak_nbytes(tokens)
+    return lambda tokens: others(tokens) + plan.peak_nbytes(tokens, step)
 
 
 def other_bytes(model: Any) -> Bytes:
     """Return the bytes of caches that are not compressed: a window of tokens, or a state of fixed size.
 
-    Runs the model once on a few tokens if it has such caches.
+    If there are such caches, the model is called on a few tokens, and nothing is evaluated.
     """
     slots = {(slot.index, slot.part) for slot in model_facts(model).slots}
     caches = native_caches(model)
@@ -149,7 +152,7 @@ def other_bytes(model: Any) -> Bytes:
         parts = enumerate(cache.caches) if hasattr(cache, "caches") else [(None, cache)]
         others += [part for number, part in parts if (index, number) not in slots]
     if others:
-        mx.eval(model(mx.zeros((1, _PROBE_TOKENS), mx.int32), cache=caches))
+        model(mx.zeros((1, _PROBE_TOKENS), mx.int32), cache=caches)
     fixed, windows = 0, []
     for part in others:
         if part.empty():

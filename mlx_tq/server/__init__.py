@@ -19,6 +19,7 @@ from mlx_tq.cli.options import (
 from mlx_tq.cli.parser import (
     CommandParser,
     add_cache_arguments,
+    add_memory_arguments,
     add_model_arguments,
     add_sampling_arguments,
     command_parser,
@@ -31,7 +32,8 @@ def build_parser() -> CommandParser:
     """Return the parser: the flags of mlx_lm.server that have a meaning here, and ours."""
     parser = command_parser("server", "Serve a model, or several, over OpenAI's API on compressed KV caches.")
     add_cache_arguments(parser, recall=True, prefix_cache=True, rescue=True)
-    add_model_arguments(parser.add_argument_group("model"), several=True)
+    add_model_arguments(group := parser.add_argument_group("model"), several=True)
+    add_memory_arguments(group)
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="address to listen on; any but loopback needs an API key")
     add("--port", type=int, default=8080, metavar="N", help="port to listen on; 0 takes a free one")

@@ -113,7 +113,7 @@ def test_flag_and_environment(monkeypatch, no_gpu, capsys):
     assert __main__.main(["doctor"]) == 2
     assert "unknown backend 'opencl'" in capsys.readouterr().err
     assert __main__.main(["doctor", "--backend", "reference"]) == 0
-    assert "attention reference implementation (chosen)" in capsys.readouterr().out
+    assert ", attention reference implementation (chosen), " in capsys.readouterr().out
     assert __main__.main(["doctor", "--backend", "metal"]) == 1
     assert "'metal' is not available" in capsys.readouterr().err
 

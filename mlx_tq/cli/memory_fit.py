@@ -1,0 +1,110 @@
+"""Choose the profile, and a budget for eviction where none fits, for the memory that --memory allows."""
+
+import argparse
+import os
+from bisect import bisect_right
+from dataclasses import replace
+from typing import Any
+
+from mlx_tq.cli.loading import outline_model
+from mlx_tq.cli.options import NAMING_FORMATS, OPTIONS, Request, name_of
+from mlx_tq.cli.screen import human_bytes, note
+from mlx_tq.config import KVConfig
+from mlx_tq.errors import ConfigError
+from mlx_tq.integration.probe import position_limit
+from mlx_tq.prompt_cache.memory import other_bytes, sequence_bytes, weights_nbytes
+
+_PROFILES = ("safe", "balanced", "small", "tiny")  # the best first
+_POLICY = "triattention"
+_BUDGET_STEP = 256  # tokens
+
+
+def fit_memory(request: Request) -> Request:
+    """Return `request` with the best profile whose weights and cache fit into --memory, and say which it is.
+
+    A profile or format that was typed is kept. Where no profile fits, tokens are evicted from the smallest one.
+
+    Raises:
+        ConfigError: not even a cache that evicts fits, or the context is unknown or too long.
+    """
+    fit = _MemoryFit(request)
+    typed = " ".join(f"{flag} {request.args.typed[flag]}" for flag in NAMING_FORMATS if flag in request.args.typed)
+    fits = True
+    if typed:
+        chosen, nbytes = request, fit.nbytes(request.config)
+        fits = nbytes <= fit.available
+        line = f"{typed} ({human_bytes(nbytes)} for {fit.context}) {'fits' if fits else 'does not fit'}"
+    else:
+        chosen, line = fit.choose()
+    if getattr(request.args, "verbose", True):
+        note(f"{fit.memory} of memory, {human_bytes(fit.weights)} of it weights: {line}")
+    return replace(chosen, args=_change_args(chosen.args, kv_memory_limit=fit.available)) if fits else chosen
+
+
+class _MemoryFit:
+    """The bytes that the weights of --memory's model leave for caches, and what fits into them."""
+
+    def __init__(self, request: Request) -> None:
+        args, model = request.args, outline_model(request.args)
+        limit = position_limit(model)
+        self.tokens = args.context or limit or 0
+        if limit is None and args.context is None:
+            raise ConfigError("--memory needs --context: the model does not say how long its context is.")
+        if limit is not None and self.tokens > limit:
+            raise ConfigError(f"--context is {self.tokens:,}; the model allows {limit:,}. Lower it, or drop it.")
+        self.weights = weights_nbytes(model)
+        self.available = args.memory - self.weights
+        self.memory, self.context = human_bytes(args.memory), f"{self.tokens:,} tokens"
+        self._request, self._model = request, model
+        self._others = other_bytes(model)
+
+    def nbytes(self, config: KVConfig) -> int:
+        """Return the bytes of the caches of a whole context."""
+        step = self._request.args.prefill_step_size
+        return sequence_bytes(self._model, config, self._others, step)(self.tokens)
+
+    def choose(self) -> tuple[Request, str]:
+        """Return the request with the best profile that fits, and why it is that one."""
+        better, nbytes = "", 0
+        for profile in _PROFILES:
+            candidate = self._change({"--kv-profile": profile})
+            nbytes = self.nbytes(candidate.config)
+            if nbytes <= self.available:
+                return candidate, f"--kv-profile {profile} ({human_bytes(nbytes)} for {self.context}) fits{better}"
+            better = f"; {profile} would need {human_bytes(self.weights + nbytes)} in all"
+        return self._evict(nbytes)
+
+    def _evict(self, smallest: int) -> tuple[Request, str]:
+        """Return the request with the largest budget of tokens that fits; without eviction, `smallest` bytes do not."""
+        args, config = self._request.args, self._request.config
+        policy = args.kv_evict or _POLICY
+        flags = {"--kv-profile": _PROFILES[-1], "--kv-evict": policy}
+
+        def nbytes(tokens: int) -> int:
+            return self.nbytes(self._change({**flags, "--kv-budget": str(tokens)}).config)
+
+        least = config.sinks + config.latest + _BUDGET_STEP
+        budgets = range(least, self.tokens if args.kv_budget is None else 0, _BUDGET_STEP)
+        smallest = min([smallest, *(nbytes(tokens) for tokens in budgets[:1])])
+        if smallest > self.available:
+            cache, enough = human_bytes(smallest), human_bytes(1.01 * (self.weights + smallest))
+            raise ConfigError(
+                f"--memory {self.memory} is too small: the weights take {human_bytes(self.weights)}, and the cache of "
+                f"{self.context} at least {cache}. Give {enough}, a lower --context, or a smaller model."
+            )
+        tokens = budgets[bisect_right(budgets, self.available, key=nbytes) - 1]
+        flags["--kv-budget"] = str(tokens)
+        words = " ".join(f"{flag} {value}" for flag, value in flags.items())
+        return self._change(flags), f"{words}, because no profile holds all {self.context}"
+
+    def _change(self, flags: dict[str, str]) -> Request:
+        """Return the request as if `flags` were typed; what the environment says of formats gives way."""
+        typed = {**self._request.args.typed, **flags}
+        values = {name_of(flag): value for flag, value in flags.items()}
+        hidden = {OPTIONS[flag].variable for flag in (*NAMING_FORMATS, "--kv-mean-bits")}
+        environ = {name: value for name, value in os.environ.items() if name not in hidden}
+        return Request.from_args(_change_args(self._request.args, typed=typed, **values), environ)
+
+
+def _change_args(args: argparse.Namespace, **values: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{**vars(args), **values})

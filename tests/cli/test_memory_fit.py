@@ -1,0 +1,102 @@
+"""`--memory` chooses the best profile that fits, evicts where none does, and says what would be needed."""
+
+import math
+import re
+from importlib import import_module
+
+import pytest
+
+from mlx_tq.cli.options import Request
+from mlx_tq.cli.startup import check_request
+from mlx_tq.config import PROFILES, KVConfig, parse_budget
+from mlx_tq.errors import ConfigError
+from mlx_tq.prompt_cache.memory import other_bytes, sequence_bytes, weights_nbytes
+
+TOKENS, STEP = 4096, 512  # of the embedded model's context, and of a prefill step
+
+
+@pytest.fixture(scope="module")
+def needed(embedded):
+    """Return the bytes of weights and cache, by configuration."""
+    model = embedded[0]
+    weights, others = weights_nbytes(model), other_bytes(model)
+    return lambda config, tokens=TOKENS: weights + sequence_bytes(model, config, others, STEP)(tokens)
+
+
+def request(*words, command="generate"):
+    step = ("--prefill-step-size", str(STEP))
+    args = import_module(f"mlx_tq.{command}").build_parser().parse_args([*words, *step])
+    return check_request(Request.from_args(args))
+
+
+def kilobytes(nbytes, *, up=True):
+    return f"{math.ceil(nbytes / 1000) if up else nbytes // 1000}KB"
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "server"])
+@pytest.mark.parametrize(("profile", "next_profile"), [("safe", "balanced"), ("balanced", "small"), ("small", "tiny")])
+def test_the_best_profile_that_fits(needed, capsys, command, profile, next_profile):
+    enough = needed(PROFILES[profile])
+    best = request("--memory", kilobytes(enough), command=command)
+    assert best.config == PROFILES[profile]
+    assert f": --kv-profile {profile} (" in capsys.readouterr().err
+    assert request("--memory", kilobytes(enough, up=False), command=command).config == PROFILES[next_profile]
+    line = capsys.readouterr().err
+    assert f": --kv-profile {next_profile} (" in line
+    assert f" for 4,096 tokens) fits; {profile} would need " in line
+
+
+def test_the_cache_is_limited_to_what_weights_leave(needed):
+    limits = [request("--memory", size).args.kv_memory_limit for size in ("100MB", "200MB")]
+    assert limits[1] - limits[0] == 10**8
+    assert limits[0] < 10**8
+
+
+def test_a_shorter_context_takes_a_better_profile(needed):
+    memory = ("--memory", kilobytes(needed(PROFILES["safe"], 1024)))
+    assert request(*memory, "--context", "1024").config == PROFILES["safe"]
+    assert request(*memory).config != PROFILES["safe"]
+
+
+def test_other_flags_count(needed):
+    wide = KVConfig(key="q8", value="q8", window=512)
+    assert request("--memory", kilobytes(needed(wide)), "--kv-window", "512").config == wide
+    assert request("--memory", kilobytes(needed(PROFILES["safe"])), "--kv-window", "512").config != wide
+
+
+def test_tokens_are_evicted_where_no_profile_fits(needed, capsys):
+    memory = needed(PROFILES["tiny"]) - 10**6
+    config = request("--memory", kilobytes(memory, up=False)).config
+    assert (config.key, config.value) == (PROFILES["tiny"].key, PROFILES["tiny"].value)
+    budget = parse_budget(config.evict.budget).tokens
+    assert needed(config) <= memory < needed(PROFILES["tiny"])
+    assert 512 <= budget < TOKENS
+    line = capsys.readouterr().err
+    assert f"--kv-evict triattention --kv-budget {budget}, because no profile holds all 4,096 tokens" in line
+
+
+@pytest.mark.parametrize("budget", [(), ("--kv-evict", "recency", "--kv-budget", "2000")], ids=str)
+def test_what_would_be_needed_is_enough(needed, budget):
+    with pytest.raises(ConfigError, match=r"--memory 14\.5 MB is too small: the weights take 13\.9 MB") as error:
+        request("--memory", "14.5MB", *budget)
+    enough = re.search(r"Give (\S+) MB", str(error.value))[1]
+    assert request("--memory", f"{enough}MB", *budget).config.evict is not None
+
+
+@pytest.mark.parametrize(("memory", "words"), [("200MB", "fits"), ("15MB", "does not fit")])
+def test_a_profile_that_was_typed_stays(capsys, memory, words):
+    assert request("--memory", memory, "--kv-profile", "small").config == PROFILES["small"]
+    assert re.search(rf": --kv-profile small \(.* for 4,096 tokens\) {words}\n", capsys.readouterr().err)
+
+
+def test_the_environment_gives_way(monkeypatch):
+    monkeypatch.setenv("MLX_TQ_KV_PROFILE", "tiny")
+    monkeypatch.setenv("MLX_TQ_KV_VALUE", "tq2")
+    assert request("--memory", "200MB").config == PROFILES["safe"]
+
+
+def test_generate_runs_with_what_was_chosen(quick):
+    report = quick("generate", "-p", "hi", "-m", 2, "--memory", "200MB", "--json")
+    assert report.json["plan"]["config"]["value"] == "q8"
+    assert report.err.count(" of it weights: --kv-profile safe (") == 1
+    assert "of it weights" not in quick("generate", "-p", "hi", "-m", 2, "--memory", "200MB", "--verbose", "F").err
