@@ -106,7 +106,7 @@ def take_source(args: argparse.Namespace, path: str) -> None:
 def _is_other_model(model: str, header: Header) -> bool:
     """Return whether a model is not that of a cache file, as far as its name and its configuration say."""
     source = header.source
-    if source is None or source_name(model) == source.model:
+    if source is None or source_name(model) == source_name(source.model or None):
         return False
     if not header.is_ours:  # without a fingerprint, by which a copy of the model would be known
         return True

@@ -244,6 +244,16 @@ def test_another_model(quick, saved, native, tmp_path):
     assert quick(*words, saved, "--model", same).code == 0
 
 
+def test_relative_path_in_a_file_of_mlx_lm(quick, mlx_lm, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model, file = copy_model(tmp_path / "model"), tmp_path / "native.safetensors"
+    mlx_lm("cache_prompt", "--model", "./model", "--prompt", TEXT, "--prompt-cache-file", file)
+    words = ("generate", *ASK, *OFF, "--prompt-cache-file", file, "--model")
+    for name in ("./model", "model", model):
+        assert quick(*words, name).out == "417295\n"
+    refused(quick(*words, copy_model(tmp_path / "other")), "made with --model ./model, not with --model")
+
+
 def test_truncated(quick, saved, native):
     for file in (saved, native):
         whole = file.read_bytes()
