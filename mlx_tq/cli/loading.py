@@ -94,6 +94,8 @@ def take_source(args: argparse.Namespace, path: str) -> None:
             made.append(flag if value is True else f"{flag} {value}")
         if not typed:
             setattr(args, name, value)
+        elif name == "dtype" and value is None:  # the weights were of several types
+            continue
         elif header.is_ours and value != (str(Path(typed).resolve()) if name == "adapter_path" else typed):
             given.append(flag if typed is True else f"{flag} {typed}")
     if given:

@@ -138,8 +138,8 @@ def _architecture_of(config: dict[str, Any]) -> str:
 
 def _dtype_of(model: Any) -> str | None:
     weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
-    dtypes = {weight.dtype for weight in weights.values()}
-    return next((name for name in DTYPES if not dtypes - {dtype_of(name), mx.uint32}), None)
+    dtypes = {weight.dtype for weight in weights.values() if mx.issubdtype(weight.dtype, mx.floating)}
+    return next((name for name in DTYPES if dtypes == {dtype_of(name)}), None)
 
 
 def local_path(model: str | Path | None) -> Path:
