@@ -1,5 +1,6 @@
 """Several models in one server: loaded on request, unloaded to make room."""
 
+import asyncio
 import os
 import signal
 import threading
@@ -9,6 +10,9 @@ import openai
 import pytest
 from cli.tools import EMBEDDED, float32_model, zoo_model
 from http_harness import polled, wait_for
+
+from mlx_tq.server.api_errors import UnavailableError
+from mlx_tq.server.model_pool import ModelPool, PooledModel
 
 from .conftest import ENDLESS, PACKED, QUESTION
 from .harness import read_first_text, running, together
@@ -99,6 +103,22 @@ def test_a_model_that_cannot_be_loaded(narrow, models):
     assert "cannot load zeta.gguf" in server.log()
     assert (ask(server, "beta"), ask(server, "alpha")) == ("beta", "alpha")
     assert server.http.get("/health").status_code == 200
+
+
+def test_a_load_that_panics_blocks_no_other():
+    class Panic(BaseException):
+        pass
+
+    def load():
+        raise Panic("no merges")
+
+    async def ask_for_both():
+        pool = ModelPool([PooledModel(name, load) for name in ("a", "b")])
+        for name in ("a", "b"):
+            with pytest.raises(UnavailableError, match=f"'{name}' cannot be loaded; see the server's log"):
+                await asyncio.wait_for(pool.acquire(name), 10)
+
+    asyncio.run(ask_for_both())
 
 
 def test_the_least_recently_used_model_makes_room(start, models):
