@@ -354,6 +354,15 @@ def _read_file(source: str, name: str, **options: Any) -> dict[str, Any]:
     return _read_json(path / name)
 
 
+def config_value(config: Any, name: str) -> Any:
+    """Return a field of a model's configuration, a dictionary or mlx-lm's arguments, or else of its `text_config`."""
+
+    def read(part: Any, field: str) -> Any:
+        return part.get(field) if isinstance(part, dict) else getattr(part, field, None)
+
+    return read(config, name) or read(read(config, "text_config"), name)
+
+
 def _with_text_config(config: dict[str, Any]) -> dict[str, Any]:
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, dict) else config

@@ -6,7 +6,7 @@ from pathlib import Path
 from mlx_tq.cli.options import Request
 from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import ConfigError, MlxTqError
-from mlx_tq.models import local_path, read_config, short_name
+from mlx_tq.models import config_value, local_path, read_config, short_name
 from mlx_tq.models.gguf_file import part_files
 from mlx_tq.policies import CalibratedPolicy
 
@@ -93,9 +93,7 @@ def _inspect(name: str, path: str) -> ServedModel:
         config = read_config(str(local))
     except MlxTqError:  # a damaged file; whoever asks for the model gets an error
         config = {}
-    text = config.get("text_config")
-    config = {**config, **text} if isinstance(text, dict) else config
-    positions = config.get("max_position_embeddings")
+    positions = config_value(config, "max_position_embeddings")
     return ServedModel(
         name, path, sum(file.stat().st_size for file in files), positions if isinstance(positions, int) else None
     )

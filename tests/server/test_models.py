@@ -27,7 +27,8 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     float32_model(folder / "alpha")
     zoo_model(folder / "beta", "llama", max_position_embeddings=1000)
-    zoo_model(folder / "gamma", "qwen3", max_position_embeddings=2000)
+    text = {"max_position_embeddings": 100}  # which mlx-lm's qwen3 does not read
+    zoo_model(folder / "gamma", "qwen3", max_position_embeddings=2000, text_config=text)
     large = zoo_model(folder / "large", "llama") / "model.safetensors"
     os.truncate(large, 10**9)  # a sparse file, which nothing reads
     (folder / "zeta.gguf").write_bytes(b"GGUF")
