@@ -78,7 +78,7 @@ def load_model(
 
 
 def take_source(args: argparse.Namespace, path: str) -> None:
-    """Load the model of a cache file as the file says; raise ConfigError for flags that contradict it."""
+    """Set the model flags of `args` from a cache file; raise ConfigError for flags that contradict it."""
     header = read_header(path)
     source = header.source
     if source is None:
