@@ -194,10 +194,10 @@ class KVConfig:
         Raises:
             ConfigError: no such profile, or a wrong type or value of a field; the message names the valid ones.
         """
-        if name in PAIRS:
+        if isinstance(name, str) and name in PAIRS:
             key, value = PAIRS[name]
             return cls(**{"key": key, "value": value, **changes})
-        if name not in PROFILES:
+        if not isinstance(name, str) or name not in PROFILES:
             raise unknown_name("profile", name, PROFILES)
         return replace(PROFILES[name], **changes)
 

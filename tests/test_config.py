@@ -139,6 +139,8 @@ def test_profiles():
     assert KVConfig.from_profile("small", sinks=0) == replace(PROFILES["small"], sinks=0)
     with pytest.raises(ConfigError, match=r"profile .fast. is unknown; valid are off, .*, small, tiny, long\."):
         KVConfig.from_profile("fast")
+    with pytest.raises(ConfigError, match=r"profile \['safe'\] is unknown; valid are off, "):
+        KVConfig.from_profile(["safe"])
     for alias, name in (("turbo8", "q8"), ("turbo4", "tq4"), ("turbo3", "tq3"), ("turbo2", "tq2")):
         assert KVConfig(key=alias, value=alias) == KVConfig(key=name, value=name)
     for pair, key, value in (("turbo8v4", "q8", "tq4"), ("turbo8v3", "q8", "tq3"), ("k8v4", "fp8", "tq4")):

@@ -305,6 +305,6 @@ def _report(
         show_restored(turn, can_recall=can_recall)
         show_stats(turn, cache)
         if shadow is not None:
-            show_shadow(shadow.report())
+            show_shadow(shadow.report(), shadow.native_dtype)
         if not ranks.is_alone:
             show_ranks(rank_stats)

@@ -114,7 +114,7 @@ def run_chat(request: Request) -> int:
         note("type a message; /help shows the commands")
         code = chat.run()
         if session.shadow is not None:
-            show_shadow(session.shadow.report())
+            show_shadow(session.shadow.report(), session.shadow.native_dtype)
         return code
 
 

@@ -87,7 +87,7 @@ def load_model(
 
 
 def take_source(args: argparse.Namespace, path: str) -> None:
-    """Load the model of a cache file as the file says; raise ConfigError for flags that contradict it."""
+    """Set the model flags of `args` from a cache file; raise ConfigError for flags that contradict it."""
     header = read_header(path)
     source = header.source
     if source is None:
@@ -103,6 +103,8 @@ def take_source(args: argparse.Namespace, path: str) -> None:
             made.append(flag if value is True else f"{flag} {value}")
         if not typed:
             setattr(args, name, value)
+        elif name == "dtype" and value is None:  # the weights were of several types
+            continue
         elif header.is_ours and value != (str(Path(typed).resolve()) if name == "adapter_path" else typed):
             given.append(flag if typed is True else f"{flag} {typed}")
     if given:
@@ -115,7 +117,7 @@ def take_source(args: argparse.Namespace, path: str) -> None:
 def _is_other_model(model: str, header: Header) -> bool:
     """Return whether a model is not that of a cache file, as far as its name and its configuration say."""
     source = header.source
-    if source is None or source_name(model) == source.model:
+    if source is None or source_name(model) == source_name(source.model or None):
         return False
     if not header.is_ours:  # without a fingerprint, by which a copy of the model would be known
         return True

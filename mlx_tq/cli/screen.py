@@ -197,13 +197,14 @@ def show_restored(turn: TurnStats, *, can_recall: bool) -> None:
         console.print(quoted, style="cyan")
 
 
-def show_shadow(report: ShadowReport) -> None:
-    """Print what a compressed cache would have changed."""
+def show_shadow(report: ShadowReport, native_dtype: str) -> None:
+    """Print what a compressed cache would have changed, against mlx-lm's own of type `native_dtype`."""
     if not report.layers:
         note("Shadow mode: the answer was too short to compare")
         return
     packed = f"{report.packed:,} tokens packed in the last one"
-    console.print(f"Shadow mode: the compressed cache against fp16 in {report.comparisons} comparisons, {packed}")
+    against = f"against mlx-lm's {native_dtype} cache in {report.comparisons} comparisons"
+    console.print(f"Shadow mode: the compressed cache {against}, {packed}")
     rows = table("", "layer", "cosine", "lowest", "KLD of weights", "highest")
     for layer in report.layers:
         cosines = f"{layer.cosine:.5f}", f"{layer.least_cosine:.5f}"

@@ -19,7 +19,7 @@ from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import UnsupportedModelError
 from mlx_tq.integration.patches import capture_queries, find_call, patch_attention, patch_rope, recorded_calls
 from mlx_tq.kernels.regions import Mask
-from mlx_tq.models import is_outline, name_of, ranks_of
+from mlx_tq.models import config_value, is_outline, name_of, ranks_of
 
 _TOKENS = 64
 _STRIDE = 7919  # a prime, so that the tokens are spread over any vocabulary
@@ -83,13 +83,7 @@ def native_caches(model: Any) -> list[Any]:
 
 def position_limit(model: Any) -> int | None:
     """Return how many tokens the model was made for, if its configuration says."""
-    return _config_value(model, "max_position_embeddings")  # type: ignore[no-any-return]
-
-
-def _config_value(model: Any, name: str) -> Any:
-    args = getattr(model, "args", None)
-    text = getattr(args, "text_config", None)  # a dictionary, or llama4's own class
-    return getattr(args, name, None) or (text.get(name) if isinstance(text, dict) else getattr(text, name, None))
+    return config_value(getattr(model, "args", None), "max_position_embeddings")  # type: ignore[no-any-return]
 
 
 class _ProbeView:
@@ -199,7 +193,7 @@ def _probe(model: Any) -> ModelFacts:
             f"{name} keeps no plain KV cache (its caches are {', '.join(sorted(set(classes)))}), so there is nothing "
             "to compress. Use --kv-profile off."
         )
-    vocabulary = int(_config_value(model, "vocab_size") or _TOKENS)
+    vocabulary = int(config_value(getattr(model, "args", None), "vocab_size") or _TOKENS)
     tokens = mx.array([[i * _STRIDE % vocabulary for i in range(_TOKENS)]])
     try:
         with patch_attention(), patch_rope(model), capture_queries():

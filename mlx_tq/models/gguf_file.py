@@ -8,6 +8,7 @@ bias. They stay packed, with the same bits of codes in another order; other kind
 are rounded, to the model's type: in float16 and float32 exactly, in bfloat16 by at most 1/256.
 """
 
+import glob
 import math
 import re
 import struct
@@ -253,6 +254,14 @@ def read_gguf(path: Path) -> GgufFile:
     if total != len(tensors):
         raise damaged(path, f"its {count} parts have {len(tensors)} tensors, not {short(total)}")
     return GgufFile(path, files[0].metadata, tensors, tuple(file.parts[0] for file in files))
+
+
+def part_files(path: Path) -> list[Path]:
+    """Return the files that are named as parts of the same split file, the first part first; else `path` alone."""
+    match = _PART_NAME.fullmatch(path.name)
+    if match is None:
+        return [path]
+    return sorted(path.parent.glob(f"{glob.escape(match[1])}-{5 * '[0-9]'}-of-{match[2]}.gguf"))
 
 
 def _find_parts(path: Path, number: Any, count: int) -> Iterator[Path]:

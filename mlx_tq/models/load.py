@@ -142,8 +142,8 @@ def _architecture_of(config: dict[str, Any]) -> str:
 
 def _dtype_of(model: Any) -> str | None:
     weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
-    dtypes = {weight.dtype for weight in weights.values()}
-    return next((name for name in DTYPES if not dtypes - {dtype_of(name), mx.uint32}), None)
+    dtypes = {weight.dtype for weight in weights.values() if mx.issubdtype(weight.dtype, mx.floating)}
+    return next((name for name in DTYPES if dtypes == {dtype_of(name)}), None)
 
 
 def local_path(model: str | Path | None) -> Path:
@@ -409,6 +409,15 @@ def _read_file(source: str, name: str, **options: Any) -> dict[str, Any]:
     except (HTTPError, OSError, ValueError):
         return {}
     return _read_json(path / name)
+
+
+def config_value(config: Any, name: str) -> Any:
+    """Return a field of a model's configuration, a dictionary or mlx-lm's arguments, or else of its `text_config`."""
+
+    def read(part: Any, field: str) -> Any:
+        return part.get(field) if isinstance(part, dict) else getattr(part, field, None)
+
+    return read(config, name) or read(read(config, "text_config"), name)
 
 
 def _with_text_config(config: dict[str, Any]) -> dict[str, Any]:

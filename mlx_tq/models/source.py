@@ -17,7 +17,8 @@ class ModelSource:
     architecture: str = ""  # equal for models of the same shape; "" if it is unknown
 
     def __post_init__(self) -> None:
-        is_valid = isinstance(self.model, str) and isinstance(self.dequantize, bool)
+        is_named = isinstance(self.model, str) and isinstance(self.architecture, str)
+        is_valid = is_named and isinstance(self.dequantize, bool)
         if not is_valid or not all(isinstance(text, str | None) for text in (self.dtype, self.adapter_path)):
             raise ValueError(f"{self} is no source of a model")
 

@@ -54,7 +54,7 @@ def cold_layout(slot: SlotFacts, spec: CacheSpec) -> RowLayout:
     return spec.cold_layout(layer_layout(slot, spec), dtype_of(slot.dtype))
 
 
-def native_bytes(slot: SlotFacts, tokens: int) -> int:
+def native_row_bytes(slot: SlotFacts, tokens: int) -> int:
     """Return the bytes of tokens in the model's dtype."""
     return slot.heads * tokens * (slot.key_dim + slot.value_dim) * dtype_of(slot.dtype).size
 
@@ -67,7 +67,7 @@ def native_capacity(tokens: int) -> int:
 
 def native_cache_bytes(slot: SlotFacts, tokens: int) -> int:
     """Return the bytes that mlx-lm's own cache allocates for `tokens` tokens."""
-    return native_bytes(slot, native_capacity(tokens))
+    return native_row_bytes(slot, native_capacity(tokens))
 
 
 def layer_bytes(slot: SlotFacts, spec: CacheSpec, tokens: int, evicted: Evicted | None = None) -> RegionBytes:
@@ -91,12 +91,12 @@ def layer_bytes(slot: SlotFacts, spec: CacheSpec, tokens: int, evicted: Evicted 
         scale = slot.heads * slot.key_dim * _SCALE_BYTES
     if spec.normalize and seen is not None and seen < SCALE_READY + BLOCK:  # no exact trim leads back from there
         queries = slot.heads * slot.key_dim * _SCALE_BYTES * max(0, min(seen, SCALE_TOKENS) - SKIP)
-    full = native_bytes(slot, spec.full_capacity(most, tokens) + _slack_tokens(spec, packed, evicted))
+    full = native_row_bytes(slot, spec.full_capacity(most, tokens) + _slack_tokens(spec, packed, evicted))
     means, all_means = (_mean_bytes(slot, spec, end, evicted) for end in (packed, most))
     return RegionBytes(
         packed=rows + means + (scale if rows else 0),
-        sinks=native_bytes(slot, min(spec.sinks, tokens)),
-        window=native_bytes(slot, max(0, tokens - spec.originals_from(packed))),
+        sinks=native_row_bytes(slot, min(spec.sinks, tokens)),
+        window=native_row_bytes(slot, max(0, tokens - spec.originals_from(packed))),
         allocated=capacity + learned + all_means + scale + queries + full + HEALTH_BYTES,
     )
 

@@ -14,7 +14,7 @@ from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import SlotFacts, model_facts, native_caches
 from mlx_tq.prompt_cache.compressed import plan_caches
-from mlx_tq.prompt_cache.layer_bytes import native_bytes, native_cache_bytes, native_capacity
+from mlx_tq.prompt_cache.layer_bytes import native_cache_bytes, native_capacity, native_row_bytes
 from mlx_tq.prompt_cache.layer_group import EvictionPlan
 from mlx_tq.prompt_cache.plan import LayerPlan, Plan, budget_in_tokens, choose_formats
 
@@ -75,7 +75,7 @@ def memory_report(
     ]
     native = sum(native_cache_bytes(slot, seq_len) for slot in slots)
     if config.is_off:
-        stored = sum(native_bytes(slot, seq_len) for slot in slots)
+        stored = sum(native_row_bytes(slot, seq_len) for slot in slots)
         return MemoryReport(body=0, sinks=0, window=stored, allocated=native, native=native)
     plain = replace(config, outlier=0)  # no key norms are known
     formats = [choose_formats(plain, slot.index, num_layers) for slot in slots]

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 MAX_QUEUED, MAX_BATCH = 16_000_000, 1_000_000  # bytes of text; a batch is one write
 MAX_RESPONSE = 8_000_000  # bytes; 64 spans of 8,192 escaped characters fit many times
-CALL_S, EMBED_S, CLOSE_S = 5.0, 60.0, 1.0  # an embedder may have to load its model
+CALL_S, PROBE_S, EMBED_S, CLOSE_S = 5.0, 1.0, 60.0, 1.0  # an embedder may have to load its model
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0  # seconds
 RENEW_S = 300.0  # a third of the shortest lifetime that the service accepts
 MAX_FAILURES = 3  # in a row, before the breaker opens
@@ -92,6 +92,7 @@ class RescueClient(AbstractContextManager["RescueClient"]):
         self._locating = threading.Lock()  # guards the service and the HTTP client
         self._http: Any = None
         self._connected: Address | None = None  # where `_http` leads
+        self._embedder: str | None = None
         self._breaker = CircuitBreaker()
         self._changed = threading.Condition()  # its lock guards what follows
         self._queue: list[tuple[str, TextSpan]] = []
@@ -172,8 +173,15 @@ class RescueClient(AbstractContextManager["RescueClient"]):
         return self._attempt(lambda: self._request("POST", "/embed", wire.parse_embeddings, body, EMBED_S), EMBED_S)
 
     def embedder(self) -> str | None:
-        """Return the name of the service's embedder, or None if it has none; raises RescueError."""
-        return self._attempt(lambda: self._request("GET", "/readyz", wire.parse_embedder), CALL_S)
+        """Return the name of the service's embedder; None if it has none, or is not known to have one.
+
+        The service is asked until it names one; a failure is not counted, so that it does not stop retrieval.
+        """
+        if self._embedder is None and not self._breaker.is_open:
+            ask = partial(self._request, "GET", "/readyz", wire.parse_embedder, seconds=PROBE_S)
+            with suppress(RescueError, TimeoutError):
+                self._embedder = run_in_thread(ask).result(PROBE_S)
+        return self._embedder
 
     def ready(self, timeout: float) -> bool:
         """Return whether the service runs in time; raises RescueError if a private one cannot be started."""

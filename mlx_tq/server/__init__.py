@@ -78,10 +78,11 @@ def build_parser() -> CommandParser:
     add(
         "--kv-memory-limit",
         **size,
-        help="bytes of a model's KV caches, such as 4GB (default: the free memory; of several models, each has a part)",
+        help="bytes of a model's KV caches, such as 4GB (default: the free memory, divided among several models)",
     )
     models = (
-        "bytes of all loaded models with their KV caches; less recently used ones make room (default: the free memory)"
+        "bytes of all loaded models with their KV caches; least recently used ones are unloaded "
+        "(default: the free memory)"
     )
     add("--model-memory-limit", **size, help=models)
     add(

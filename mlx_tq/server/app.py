@@ -154,12 +154,15 @@ class Api:
 
     async def _drop_session(self, request: Request) -> Response:
         """Drop the sessions of a name; each model that is loaded may have one."""
-        for service in self._pool.services:
+        services = self._pool.services
+        for service in services:  # before the first wait, during which another could be unloaded
             self._pool.retain(service)
-            try:
+        try:
+            for service in services:
                 await _run_until_disconnect(request, service.sessions.drop(request.path_params["name"]))
                 await run_in_threadpool(service.sessions.forget_dropped)
-            finally:
+        finally:
+            for service in services:
                 self._pool.release(service)
         return Response(status_code=204)
 

@@ -1,7 +1,6 @@
 """/v1/embeddings, computed by the embedder of the rescue service."""
 
 import base64
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,7 @@ _BATCH = 32  # texts of a call; a longer call would delay other users of the ser
 
 async def embedder_objects(client: RescueClient | None, created: int) -> list[dict[str, Any]]:
     """Return the embedder as a model in OpenAI's shape; none if the service has none, or does not answer."""
-    name: str | None = None
-    if client is not None:
-        with suppress(RescueError):  # the client reports it
-            name = await run_in_threadpool(client.embedder)
+    name = None if client is None else await run_in_threadpool(client.embedder)
     return [] if name is None else [{"id": name, "object": "model", "created": created, "owned_by": "mlx_tq"}]
 
 

@@ -276,6 +276,8 @@ class ModelPool:
                 outcome = (done.set_result, work())
             except Exception as error:  # noqa: BLE001  raised where the result is needed
                 outcome = (done.set_exception, error)
+            except BaseException as error:  # noqa: BLE001  such as a panic of Rust code
+                outcome = (done.set_exception, RuntimeError(repr(error)))
             finally:
                 mx.clear_streams()  # the thread's own; see `Engine`
             with suppress(RuntimeError):  # the event loop has ended

@@ -6,7 +6,8 @@ from pathlib import Path
 from mlx_tq.cli.options import Request
 from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import ConfigError, MlxTqError
-from mlx_tq.models import local_path, read_config, short_name
+from mlx_tq.models import config_value, local_path, read_config, short_name
+from mlx_tq.models.gguf_file import part_files
 from mlx_tq.policies import CalibratedPolicy
 
 _CONFIG, _WEIGHTS, _GGUF = "config.json", "*.safetensors", ".gguf"
@@ -66,7 +67,10 @@ def _check_several(request: Request, count: int, ranks: Ranks) -> None:
 
 
 def _expand(path: str) -> list[str]:
-    """Return the models in a folder that is not one itself, by name; else `path`, which loading will check."""
+    """Return the models in a folder that is not one itself, by name; else `path`, which loading will check.
+
+    A split GGUF file is one model, named as its first part.
+    """
     folder = Path(path)
     try:
         if not path.strip() or not folder.is_dir() or (folder / _CONFIG).exists():
@@ -74,19 +78,22 @@ def _expand(path: str) -> list[str]:
         entries = sorted(folder.iterdir())
     except OSError:
         return [path]
-    return [str(entry) for entry in entries if entry.suffix == _GGUF or (entry / _CONFIG).is_file()] or [path]
+    models = [
+        str(entry)
+        for entry in entries
+        if (entry.suffix == _GGUF and part_files(entry)[0] == entry) or (entry / _CONFIG).is_file()
+    ]
+    return models or [path]
 
 
 def _inspect(name: str, path: str) -> ServedModel:
     local = local_path(path)
-    files = [local] if local.is_file() else local.glob(_WEIGHTS)
+    files = part_files(local) if local.is_file() else local.glob(_WEIGHTS)
     try:
         config = read_config(str(local))
     except MlxTqError:  # a damaged file; whoever asks for the model gets an error
         config = {}
-    text = config.get("text_config")
-    config = {**config, **text} if isinstance(text, dict) else config
-    positions = config.get("max_position_embeddings")
+    positions = config_value(config, "max_position_embeddings")
     return ServedModel(
         name, path, sum(file.stat().st_size for file in files), positions if isinstance(positions, int) else None
     )

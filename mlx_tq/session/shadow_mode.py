@@ -74,7 +74,7 @@ class Shadow:
             raise ConfigError("a shadow needs one format of keys for all tokens, such as tq4. Drop the second.")
         if plan.recalls:
             raise ConfigError("a shadow cannot recall: its answers are those of the whole cache. Add --kv-recall off.")
-        self._model, self._every = model, every
+        self._model, self._every, self.native_dtype = model, every, plan.native_dtype
         self.caches = build_caches(plan, shadow=True)
         shadows = [part for part in cache_parts(self.caches) if isinstance(part, ShadowKVCache)]
         self._layers = {layer.slot.index: cache for layer, cache in zip(plan.layers, shadows, strict=True)}

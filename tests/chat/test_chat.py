@@ -72,7 +72,7 @@ def test_a_conversation_from_a_pipe(talk, tmp_path):
 def test_a_shadow_is_reported_at_the_end(talk):
     words = ("--kv-sinks", "16", "--kv-window", "16", "--kv-normalize", "off", "--max-tokens", "8")
     _, err = talk("The access code is 417295. " * 8, "/save chat.safetensors", words=(*words, "--kv-shadow", "2"))
-    assert "Shadow mode: the compressed cache against fp16" in err
+    assert "Shadow mode: the compressed cache against mlx-lm's float32 cache in " in err
     assert "Next token, " in err
     assert "cannot be saved" in err
 

@@ -7,7 +7,7 @@ from models.gguf_files import write_gguf
 
 from mlx_tq import load_prompt_cache
 
-from .tools import EMBEDDED, PACKED, copy_model, facts, refused, zoo_model
+from .tools import EMBEDDED, FLOAT32, PACKED, copy_model, facts, refused, zoo_model
 
 TEXT, QUESTION = facts(16)
 ASK = ("-p", QUESTION, "-m", 20, "--verbose", "F")
@@ -191,6 +191,31 @@ def test_model_and_type_of_the_file_are_used(cli, packed_file, tmp_path, monkeyp
     assert cli("cache_prompt", "--decode", file, "--prompt-cache-file", decoded).code == 0
 
 
+@pytest.mark.parametrize("mode", ["mxfp4", "nvfp4"])
+def test_type_of_a_model_whose_scales_are_bytes(cli, mlx_lm, tmp_path, mode):
+    model, file = tmp_path / "model", tmp_path / "cache.safetensors"
+    mlx_lm("convert", "--hf-path", EMBEDDED, "--mlx-path", model, "-q", "--q-mode", mode)
+    flags = ("--model", model, *FLOAT32)
+    assert cli("cache_prompt", "-p", TEXT, "--prompt-cache-file", file, *flags).code == 0
+    words = ("generate", "-p", QUESTION, "-m", 5, "--verbose", "F", "--prompt-cache-file", file)
+    assert cli(*words).code == 0
+    assert cli(*words, *flags) == cli(*words)
+    refused(cli(*words, "--dtype", "float16"), f"made with --model {model} and --dtype float32, not with")
+
+
+def test_type_of_a_model_of_several_types(cli, tmp_path):
+    """The file names none, so that a type on the command line contradicts nothing."""
+
+    def mix(weights):
+        return {name: w.astype(mx.float32) if "norm" in name else w for name, w in weights.items()}
+
+    model, file = copy_model(tmp_path / "model", mix), tmp_path / "cache.safetensors"
+    assert cli("cache_prompt", "--model", model, "-p", TEXT, "--prompt-cache-file", file).code == 0
+    words = ("generate", "-p", QUESTION, "-m", 5, "--verbose", "F", "--prompt-cache-file", file)
+    assert cli(*words).code == 0
+    refused(cli(*words, *FLOAT32), f"was made with {model}, whose weights are not those of this model", code=1)
+
+
 def test_flags_that_contradict_the_file_are_named_before_weights_are_read(cli, packed_file, tmp_path):
     model, file = packed_file
     made = f"{file} was made with --model {model}, --dtype float16 and --dequantize"
@@ -242,6 +267,16 @@ def test_another_model(quick, saved, native, tmp_path):
     refused(quick(*words, saved, "--model", finetuned), says, code=1)
     same = copy_model(tmp_path / "same")
     assert quick(*words, saved, "--model", same).code == 0
+
+
+def test_relative_path_in_a_file_of_mlx_lm(quick, mlx_lm, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model, file = copy_model(tmp_path / "model"), tmp_path / "native.safetensors"
+    mlx_lm("cache_prompt", "--model", "./model", "--prompt", TEXT, "--prompt-cache-file", file)
+    words = ("generate", *ASK, *OFF, "--prompt-cache-file", file, "--model")
+    for name in ("./model", "model", model):
+        assert quick(*words, name).out == "417295\n"
+    refused(quick(*words, copy_model(tmp_path / "other")), "made with --model ./model, not with --model")
 
 
 def test_truncated(quick, saved, native):

@@ -15,7 +15,7 @@ from zoo import build
 from mlx_tq.config import PROFILES, KVConfig
 from mlx_tq.errors import CacheFormatError
 from mlx_tq.prompt_cache import cache_file
-from mlx_tq.prompt_cache.cache_file import load_prompt_cache, save_prompt_cache
+from mlx_tq.prompt_cache.cache_file import load_prompt_cache, read_header, save_prompt_cache
 from mlx_tq.prompt_cache.compressed import compressed_attention, make_prompt_cache
 
 CONFIG = KVConfig(key="q8", value="tq4", sinks=4, window=24)
@@ -227,6 +227,16 @@ def test_headers_that_say_something_else(saved, fields):
     path, _ = saved
     edited(path, **fields)
     refuse(path, r"\. (Take another copy of it, or start again without it|Load that model)\.$")
+
+
+@pytest.mark.parametrize("fields", [{"model": None}, {"dtype": 7}, {"dequantize": 1}, {"architecture": 7}], ids=str)
+def test_sources_of_models_are_checked(saved, fields):
+    path, _ = saved
+    edited(path, source=json.dumps({"model": "needle"}))
+    assert read_header(path).source.model == "needle"
+    edited(path, source=json.dumps({"model": "needle", **fields}))
+    with pytest.raises(CacheFormatError, match=r"Take another copy of it"):
+        read_header(path)
 
 
 # Numbers by which memory would be allocated, or rows read that are not there, by their path in the state.

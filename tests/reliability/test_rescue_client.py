@@ -1,5 +1,6 @@
 """The client with absent, hung, slow, failing and lying services: the caller continues soon."""
 
+import json
 import re
 import threading
 import time
@@ -12,7 +13,7 @@ from http_harness import wait_for
 
 from mlx_tq.errors import ConfigError
 from mlx_tq.rescue import RescueClient, TextSpan, open_service
-from mlx_tq.rescue.client import LONGEST_PAUSE, MAX_FAILURES, CircuitBreaker
+from mlx_tq.rescue.client import CALL_S, LONGEST_PAUSE, MAX_FAILURES, CircuitBreaker
 
 BOUND = 20  # seconds: tells a wait of 1 s from an endless one, also on a busy machine
 SPANS = [TextSpan(start, start + 4, f"span {start}") for start in range(0, 40, 4)]
@@ -225,6 +226,42 @@ def test_the_circuit_breaker_opens(connect):
         before = server.connections
         for _ in range(20):
             assert client.retrieve("s", "what?", timeout=BOUND) == []
+        assert server.connections == before
+
+
+def test_asking_for_the_embedder_never_stops_retrieval(connect):
+    asked, is_ready = [], threading.Event()
+
+    def starts(connection, _):
+        while request := read_request(connection):
+            asked.append(request.split()[1])
+            if asked[-1] != b"/readyz":
+                reply(connection, json.dumps({"chunks": [CHUNK]}).encode())
+            elif is_ready.is_set():
+                reply(connection, b'{"embedder": {"model": "hashing-1"}}')
+            else:
+                reply(connection, b"{}", "503 Service Unavailable")
+
+    client = connect(starts)
+    assert [client.embedder() for _ in range(MAX_FAILURES + 2)] == [None] * (MAX_FAILURES + 2)
+    assert len(client.retrieve("s", "what?")) == 1
+    assert (client.stats.failures, client.take_warning()) == (0, None)
+    is_ready.set()
+    asked.clear()
+    assert [client.embedder() for _ in range(3)] == ["hashing-1"] * 3
+    assert asked == [b"/readyz"]
+
+
+def test_a_service_that_does_not_answer_is_not_asked_for_its_embedder(connect):
+    with BadServer(hung) as server:
+        client = connect(server.url)
+        began = time.monotonic()
+        assert client.embedder() is None
+        assert time.monotonic() - began < CALL_S
+        for _ in range(MAX_FAILURES + 3):  # pauses of 0.4, 0.8, 1.6 s
+            client.retrieve("s", "what?", timeout=0.05)
+        before = server.connections
+        assert [client.embedder() for _ in range(20)] == [None] * 20
         assert server.connections == before
 
 

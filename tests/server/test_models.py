@@ -1,5 +1,6 @@
 """Several models in one server: loaded on request, unloaded to make room."""
 
+import asyncio
 import os
 import signal
 import threading
@@ -10,22 +11,30 @@ import pytest
 from cli.tools import EMBEDDED, float32_model, zoo_model
 from http_harness import polled, wait_for
 
+from mlx_tq.server.api_errors import UnavailableError
+from mlx_tq.server.model_pool import ModelPool, PooledModel
+
 from .conftest import ENDLESS, PACKED, QUESTION
 from .harness import read_first_text, running, together
 
 CACHES = 20_000_000  # bytes for each model
+SPLIT = "split-00001-of-00002.gguf"  # whose other part is large
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Make a folder of three models, one that is too large and one that is damaged; only the first knows the answer."""
+    """Make a folder of three models, two too large ones and a damaged one; only the first knows the answer."""
     folder = tmp_path_factory.mktemp("models")
     float32_model(folder / "alpha")
     zoo_model(folder / "beta", "llama", max_position_embeddings=1000)
-    zoo_model(folder / "gamma", "qwen3", max_position_embeddings=2000)
+    text = {"max_position_embeddings": 100}  # which mlx-lm's qwen3 does not read
+    zoo_model(folder / "gamma", "qwen3", max_position_embeddings=2000, text_config=text)
     large = zoo_model(folder / "large", "llama") / "model.safetensors"
     os.truncate(large, 10**9)  # a sparse file, which nothing reads
     (folder / "zeta.gguf").write_bytes(b"GGUF")
+    for part in (1, 2):
+        (folder / f"split-0000{part}-of-00002.gguf").write_bytes(b"GGUF")
+    os.truncate(folder / "split-00002-of-00002.gguf", 10**9)
     (folder / "notes.txt").write_text("no model")
     return folder
 
@@ -60,7 +69,7 @@ def test_a_model_is_loaded_when_it_is_named(start, models):
     listed = server.http.get("/v1/models").json()["data"]
     assert [(model["id"], model["loaded"], model["context_length"]) for model in listed] == [
         ("alpha", True, 4096), ("beta", False, 1000), ("gamma", False, 2000), ("large", False, 4096),
-        ("zeta.gguf", False, None),
+        (SPLIT, False, None), ("zeta.gguf", False, None),
     ]  # fmt: skip
     assert all(model["owned_by"] == "mlx_tq" and model["created"] > 0 for model in listed)
     assert ask(server, "default_model") == ask(server, "alpha") == "alpha"
@@ -72,7 +81,7 @@ def test_a_model_is_loaded_when_it_is_named(start, models):
     assert server.http.get("/v1/plan", params={"model": "gamma"}).json()["model"] == "gamma"
     assert loaded(server) == ["alpha", "beta", "gamma"]
     for path in (str(models / "beta"), "../beta", "delta", "mlx-community/Qwen3-4B-4bit"):
-        with pytest.raises(openai.NotFoundError, match=r"this server has alpha, beta, gamma, large, zeta\.gguf"):
+        with pytest.raises(openai.NotFoundError, match=rf"has alpha, beta, gamma, large, {SPLIT}, zeta\.gguf"):
             ask(server, path)
 
 
@@ -85,8 +94,9 @@ def narrow(start, models):
 def test_a_model_that_cannot_be_loaded(narrow, models):
     server = narrow
     for _ in range(2):
-        with pytest.raises(openai.InternalServerError, match=r"large needs 1.02 GB .* Raise --model-memory-limit"):
-            ask(server, "large")
+        for name in ("large", SPLIT):
+            with pytest.raises(openai.InternalServerError, match=rf"{name} needs 1.02 GB .* Raise --model"):
+                ask(server, name)
         with pytest.raises(openai.InternalServerError, match=r"'zeta\.gguf' cannot be loaded") as failed:
             ask(server, "zeta.gguf")
         assert failed.value.status_code == 503
@@ -94,6 +104,22 @@ def test_a_model_that_cannot_be_loaded(narrow, models):
     assert "cannot load zeta.gguf" in server.log()
     assert (ask(server, "beta"), ask(server, "alpha")) == ("beta", "alpha")
     assert server.http.get("/health").status_code == 200
+
+
+def test_a_load_that_panics_blocks_no_other():
+    class Panic(BaseException):
+        pass
+
+    def load():
+        raise Panic("no merges")
+
+    async def ask_for_both():
+        pool = ModelPool([PooledModel(name, load) for name in ("a", "b")])
+        for name in ("a", "b"):
+            with pytest.raises(UnavailableError, match=f"'{name}' cannot be loaded; see the server's log"):
+                await asyncio.wait_for(pool.acquire(name), 10)
+
+    asyncio.run(ask_for_both())
 
 
 def test_the_least_recently_used_model_makes_room(start, models):
