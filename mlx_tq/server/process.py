@@ -19,7 +19,6 @@ from mlx_tq.cli.screen import console, show_plan
 from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import position_limit
-from mlx_tq.models import short_name
 from mlx_tq.prefix_cache.folder import Folder
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.compressed import plan_caches
@@ -68,6 +67,7 @@ def serve(
         pool = _make_pool(
             request, sources, partial(_make_service, folder=folder, salt=salt, rescue=rescue, ranks=ranks)
         )
+        console.print(f"loading {sources[0].name}; requests are accepted when it is ready")
         pool.load_default()
         _serve_pool(pool, rescue, request.args, api_key, listener)
 
@@ -137,7 +137,6 @@ def _load(
     """Return model, tokenizer, the plan if caches are compressed, limits, and the prefix cache if there is one."""
     args = request.args
     template = {"chat_template": args.chat_template} if args.chat_template else {}
-    console.print(f"loading {short_name(args.model)}; requests are accepted when it is ready")
     model, tokenizer = load_model(args, request.config, ranks=ranks, **template)
     if args.chat_template:
         try:
