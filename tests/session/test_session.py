@@ -9,7 +9,9 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 from cli.tools import copy_model
+from mlx_lm.models import gemma3_text
 from rescue.harness import Server
+from zoo import ARCHITECTURES
 
 from mlx_tq import EvictConfig, KVConfig, Session, save_prompt_cache
 from mlx_tq.cli.haystack import load_text
@@ -517,6 +519,22 @@ def test_a_stopped_undo_changes_nothing(chat):
     with pytest.raises(ConfigError, match="nothing was undone"):
         session.undo(lambda done, total: session.stop())
     assert (session.ids, live(session), session.num_turns) == (before, positions, 2)
+
+
+def test_a_stopped_undo_leaves_sliding_layers_as_they_were(chat, exact):
+    """They come first and could be trimmed, unlike the evicting ones."""
+    config = {**ARCHITECTURES["gemma3_text"].config, "vocab_size": 4096, "sliding_window": 4096}
+    model = gemma3_text.Model(gemma3_text.ModelArgs.from_dict(config))
+    mx.eval(model.parameters())
+    session = chat(EVICTS, loaded=(model, exact[1]), max_tokens=2)
+    say(session, FACT)
+    say(session, load_text()[:900])
+    before = [cache.offset for cache in session.cache]
+    with pytest.raises(ConfigError, match="nothing was undone"):
+        session.undo(lambda done, total: session.stop())
+    assert [cache.offset for cache in session.cache] == before
+    say(session, "Hi")
+    assert session.num_turns == 3
 
 
 def stored_text(service, session):
