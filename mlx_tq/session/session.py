@@ -383,8 +383,9 @@ class Session:
         """Remove the last question and its answer, and return the question; turns that were dropped stay so.
 
         The cache is trimmed. Where it cannot be, because the turn evicted tokens that are gone or the model's caches
-        cannot go back, the remaining turns are prefilled again. Rows and text of the turn are removed from the archive
-        and the rescue service.
+        cannot go back, the remaining turns are prefilled again. Rows of the turn are removed from the archive. Its text
+        is removed from the rescue service, unless the conversation has a name or was loaded: the service then keeps it,
+        as it keeps what earlier conversations of that name evicted, but a search does not find it any more.
 
         Args:
             progress: called in the session's thread with the tokens that are prefilled again, and with all.

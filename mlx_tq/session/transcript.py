@@ -37,7 +37,6 @@ _LONG_MESSAGE = 400  # characters; of a longer message only the last question is
 _MARGIN = 32  # tokens added on each side of a hit, up to the ends of its sentences
 _QUOTATION_SHARE = 1 / 4  # of the evicted tokens: quoting more would undo their eviction
 _MAX_QUOTATION = 2048  # tokens, about 8,000 characters
-_FORGET_S = 5.0  # that an undo waits for the service
 _NO_POSITIONS = np.zeros(0, np.int64)
 
 Decode = Callable[[Sequence[int]], str]
@@ -103,7 +102,7 @@ class Transcript:
         self._plain, self._client, self._config, self._limit = plain, client, config, limit
         self._evicted = self._sent = _NO_POSITIONS  # latest evicted positions; those whose text was sent or is quoted
         self._start_s = start_s  # that a search waits for a service that may be starting
-        self._is_temporary = temporary  # the service may forget the text after this process has ended
+        self._is_temporary = temporary  # the service forgets the text: after an undo, and after this process has ended
 
     def append(self, ids: Sequence[int], quotation: Quotation = NO_QUOTATION, quote_at: int = 0) -> None:
         """Append tokens, in which `quotation` begins at index `quote_at`."""
@@ -113,14 +112,21 @@ class Transcript:
         self.ids += ids
 
     def truncate(self, length: int) -> None:
-        """Remove the tokens from position `length` on, also from the service."""
+        """Remove the tokens from position `length` on; from the service too, unless it keeps the session's text.
+
+        What stays there is not found any more: a search compares its text with the tokens.
+        """
         has_sent = bool((self._sent >= length).any())
         del self.ids[length:]
         self._evicted, self._sent = _NO_POSITIONS, self._sent[self._sent < length]
         self.quoted = [(start, min(stop, length)) for start, stop in self.quoted if start < length]
         self.exchanges = [exchange for exchange in self.exchanges if exchange.start < length]
-        if has_sent and self._client is not None:  # the service can only delete all of a session
-            self.has_sent = not self._client.forget(self.session_id, _FORGET_S)
+        if not has_sent or self._client is None:
+            return
+        if not self._is_temporary:  # what a span had before the cut is sent anew
+            self._send(self._sent[self._sent >= length - LONGEST_SPAN - SHORTEST_SPAN])
+        elif self._client.forget(self.session_id):  # the service can only delete all of a session
+            self.has_sent = False
             self._send(self._sent)
 
     def lengths_after_drops(self) -> list[int]:

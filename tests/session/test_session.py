@@ -565,6 +565,24 @@ def test_the_text_of_an_undone_turn_is_deleted_from_the_service(chat, service, u
     assert "The gate is blue" in session.quote("Which color is the gate?").text
 
 
+@pytest.mark.parametrize("undone", ["by undo", "by a stop before the answer"])
+def test_undoing_in_a_named_session_deletes_nothing(chat, service, undone):
+    """What earlier processes and turns evicted under that name stays there; the undone text is not found."""
+    name = f"diary-{len(undone)}"
+    with chat(EVICTS, rescue=at(service), session_id=name) as earlier:
+        say(earlier, page(fact="The garden is green."))
+    session = chat(EVICTS, rescue=at(service), session_id=name, prefill_step_size=64)
+    if undone == "by undo":
+        say(session, page())
+        session.undo()
+    else:
+        assert not list(session.respond(page(2400), progress=lambda done, _: session.stop() if done > 400 else None))
+    assert "The garden is green" in stored_text(service, session)
+    say(session, page(fact="The gate is blue."))
+    assert "417295" not in session.quote(QUESTION).text
+    assert "The gate is blue" in session.quote("Which color is the gate?").text
+
+
 def test_undo_in_a_loaded_conversation(chat, tmp_path):
     session = chat(system_prompt="Be short.")
     say(session, FACT)

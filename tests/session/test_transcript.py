@@ -134,22 +134,39 @@ def test_hits_that_are_live_are_not_quoted_and_others_within_the_limit(embedded)
     assert transcript.quote(last, live, used=room + 1).ranges == []
 
 
-def test_evicted_text_is_sent_once_and_anew_after_a_truncation():
-    """A trim makes room for other tokens at the same positions."""
+@pytest.mark.parametrize("end", ["forgotten", "not confirmed", "kept"])
+def test_evicted_text_is_sent_once_and_anew_after_a_truncation(end):
+    """A trim makes room for other tokens at the same positions. A late deletion must not delete what was sent again."""
     sent = []
     plain = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
     client = SimpleNamespace(
         write=lambda _, spans, temporary: sent.append([(span.start, span.text) for span in spans]),
-        forget=lambda *_: sent.append("forgotten"),
+        forget=lambda *_: sent.append(end) or end == "forgotten",
     )
-    transcript = Transcript(plain, client, RescueConfig(), "a", 100)
+    transcript = Transcript(plain, client, RescueConfig(), "a", 100, temporary=end != "kept")
     transcript.append([ord("a") + i for i in range(8)])
     for evicted in ([1, 2], [1, 2], [1, 2, 5]):
         transcript.send_evicted(np.array(evicted))
     transcript.truncate(4)
     transcript.append(list(map(ord, "xyz")))
     transcript.send_evicted(np.array([1, 2, 5]))
-    assert sent == [[(1, "bc")], [(5, "f")], "forgotten", [(1, "bc")], [(5, "y")]]
+    after = {"forgotten": ["forgotten", [(1, "bc")]], "not confirmed": ["not confirmed"], "kept": [[(1, "bc")]]}
+    assert sent == [[(1, "bc")], [(5, "f")], *after[end], [(5, "y")]]
+
+
+def test_in_a_kept_session_the_rest_of_a_cut_span_is_sent_anew():
+    """Its span at the service has text that is gone, so a search does not find it."""
+    sent = []
+    plain = SimpleNamespace(decode="".join)
+    client = SimpleNamespace(write=lambda _, spans, temporary: sent.append([(s.start, s.stop) for s in spans]))
+    transcript = Transcript(plain, client, RescueConfig(), "a", 100, temporary=False)
+    transcript.append("word " * 60)
+    transcript.send_evicted(np.arange(200))
+    transcript.truncate(150)
+    assert sent[0] == [(0, 64), (64, 128), (128, 200)]
+    assert sent[1][0][0] <= 128
+    assert sent[1][-1][1] == 150
+    assert len(sent[1]) <= 2, "not the whole conversation"
 
 
 def test_text_that_the_service_did_not_delete_is_not_found():
