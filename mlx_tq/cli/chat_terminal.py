@@ -333,7 +333,7 @@ class Chat:
             "dropped": f"{stats.dropped:,}",
             **({"recalled in the last turn": f"{session.recalled_tokens:,}"} if stats.archived else {}),
             "quoted": f"{session.quoted_tokens:,}",
-            **({"in dropped turns": f"{session.dropped_tokens:,}"} if session.dropped_tokens else {}),
+            **({"in removed turns": f"{session.removed_tokens:,}"} if session.removed_tokens else {}),
             "KV cache": size,
         }
         if session.client is not None:

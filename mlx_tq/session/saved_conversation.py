@@ -21,7 +21,7 @@ class SavedConversation:
     rescue: RescueConfig
     exchanges: list[Exchange]
     opening: list[int]  # tokens before the first question
-    dropped: list[int]  # tokens of dropped turns; their positions are negative
+    removed: list[int]  # tokens of removed turns; their positions are negative
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -30,14 +30,14 @@ class SavedConversation:
     def from_json(cls, text: str) -> "SavedConversation":
         """Read what `to_json` wrote; other texts may raise any exception."""
         fields = json.loads(text)
-        ids, opening, dropped = fields["ids"], fields["opening"], fields["dropped"]
+        ids, opening, removed = fields["ids"], fields["opening"], fields["removed"]
         quoted = [(first, last) for first, last in fields["quoted"]]
         exchanges = [Exchange(*positions) for positions in fields["exchanges"]]
         positions = [position for span in quoted for position in span]
-        tokens = [*ids, *opening, *dropped]
+        tokens = [*ids, *opening, *removed]
         if not all(type(number) is int for number in [*positions, *chain(*exchanges), *tokens]):
             raise CacheFormatError("a token or a position of the conversation is not a whole number")
-        are_positions = all(-len(dropped) <= position <= len(ids) for position in positions)
+        are_positions = all(-len(removed) <= position <= len(ids) for position in positions)
         are_exchanges = all(a <= b for a, b in pairwise([0, *chain(*exchanges), len(ids)]))
         if not (are_positions and are_exchanges and all(0 <= token <= _MAX_TOKEN for token in tokens)):
             raise CacheFormatError("a token or a position of the conversation is out of range")
@@ -45,4 +45,4 @@ class SavedConversation:
             raise CacheFormatError("the first turn of the conversation does not begin where it should")
         if not SESSION_ID.fullmatch(fields["id"]):
             raise CacheFormatError("the conversation has no valid id")
-        return cls(fields["id"], ids, quoted, RescueConfig(**fields["rescue"]), exchanges, opening, dropped)
+        return cls(fields["id"], ids, quoted, RescueConfig(**fields["rescue"]), exchanges, opening, removed)

@@ -66,8 +66,8 @@ class Session:
             folder, "off", or a `Folder` with a limit.
         shadow: let the model's own cache answer, and compare the compressed one with it every `shadow` tokens.
         on_full: what a turn does for which the model's context has no room left. "stop" raises a ConfigError.
-            "drop-oldest" drops the oldest turns, except the system prompt, and prefills the others at new positions; a
-            rescue service still finds the dropped ones.
+            "drop-oldest" removes the oldest turns, except the system prompt, and prefills the others at new positions;
+            a rescue service still finds the removed ones.
         warn: called with each warning for the user.
 
     Attributes:
@@ -185,7 +185,7 @@ class Session:
     def _answer(self, text: str, max_tokens: int, progress: Progress) -> Generator[str]:
         transcript, words = self._transcript, [*self._plain.encode(text), *self._template.closing]
         try:
-            prefilled = self._drop_if_full(len(words), max_tokens, progress)
+            prefilled = self._remove_if_full(len(words), max_tokens, progress)
         except StoppedError:
             return
         start = len(transcript.ids)
@@ -225,10 +225,10 @@ class Session:
                 self.cache = self._make_caches()
                 transcript.truncate(0)
 
-    def _drop_if_full(self, words: int, max_tokens: int, progress: Progress) -> int:
-        """Drop the oldest exchanges if a turn of `words` tokens and its answer do not fit.
+    def _remove_if_full(self, words: int, max_tokens: int, progress: Progress) -> int:
+        """Remove the oldest exchanges if a turn of `words` tokens and its answer do not fit.
 
-        Returns how many tokens were prefilled anew, 0 if nothing was dropped.
+        Returns how many tokens were prefilled anew, 0 if nothing was removed.
         """
         transcript, limit = self._transcript, self.context_length
         if self.on_full != DROP_OLDEST or limit is None or not transcript.exchanges:
@@ -238,20 +238,20 @@ class Session:
         quotation = quotation_limit(self.rescue, limit) if self.client is not None else 0
         quotation = ranks_of(self.model).broadcast(lambda: quotation)  # only the first rank has a client
         fits = limit - words - len(self._template.between(transcript.ids[-1])) - quotation - answer
-        lengths = transcript.lengths_after_drops()
+        lengths = transcript.lengths_after_removal()
         count = next((count for count, length in enumerate(lengths) if length <= fits), len(lengths) - 1)
         if not count:
             return 0
         if not lengths[count]:
             self._room_after(len(transcript.opening) + words, 0)
-        kept, tokens = transcript.ids_after_drop(count), len(transcript.ids)
+        kept, tokens = transcript.ids_after_removal(count), len(transcript.ids)
         caches = self._prefill_anew(kept, lambda done, total: progress(done, total + words))
-        transcript.drop(count)
+        transcript.remove(count)
         self.cache = caches
         searched = "; a search still finds their text" if self.client is not None else ""
         self._warn(
             f"the context of {limit:,} tokens was full: the oldest {count:,} of {len(lengths) - 1:,} turns "
-            f"({tokens - len(kept):,} tokens) were dropped{searched}. The rest ({len(kept):,} tokens) was prefilled "
+            f"({tokens - len(kept):,} tokens) were removed{searched}. The rest ({len(kept):,} tokens) was prefilled "
             "again, and the counts of live and evicted tokens start anew."
         )
         return len(kept)
@@ -366,13 +366,13 @@ class Session:
 
     @property
     def num_turns(self) -> int:
-        """How many turns the conversation has, those of a loaded one included, and without dropped ones."""
+        """How many turns the conversation has, those of a loaded one included, and without removed ones."""
         return len(self._transcript.exchanges)
 
     @property
-    def dropped_tokens(self) -> int:
-        """How many tokens of the conversation were dropped because its context was full."""
-        return len(self._transcript.dropped)
+    def removed_tokens(self) -> int:
+        """How many tokens of the conversation were removed because its context was full."""
+        return len(self._transcript.removed)
 
     def seed(self, seed: int) -> None:
         """Seed the sampler, from the next token on."""
@@ -380,7 +380,7 @@ class Session:
         self._worker.run(lambda: mx.random.seed(seed))
 
     def undo(self, progress: Progress | None = None) -> str:
-        """Remove the last question and its answer, and return the question; turns that were dropped stay so.
+        """Remove the last question and its answer, and return the question. Turns removed from a full context stay so.
 
         The cache is trimmed. Where it cannot be, because the turn evicted tokens that are gone or the model's caches
         cannot go back, the remaining turns are prefilled again. Rows of the turn are removed from the archive. Its text
@@ -451,7 +451,7 @@ class Session:
             rescue=self.rescue,
             exchanges=transcript.exchanges,
             opening=transcript.opening,
-            dropped=transcript.dropped,
+            removed=transcript.removed,
         )
         metadata = {CONVERSATION: conversation.to_json()}
         options: dict[str, Any] = {"model": self.model, "config": self.config, "metadata": metadata}
@@ -494,8 +494,8 @@ class Session:
         self._begin(saved.id, loaded.caches)
         transcript = self._transcript
         transcript.ids, transcript.quoted, transcript.exchanges = ids, saved.quoted, saved.exchanges
-        transcript.opening, transcript.dropped = saved.opening, saved.dropped
-        transcript.send_evicted(np.setdiff1d(np.arange(-len(saved.dropped), len(ids)), self._live_positions()))
+        transcript.opening, transcript.removed = saved.opening, saved.removed
+        transcript.send_evicted(np.setdiff1d(np.arange(-len(saved.removed), len(ids)), self._live_positions()))
         if self._transcript.has_sent and self.client is not None and not self.client.flush(_FLUSH_S):
             self._warn_once(
                 f"the rescue service has not taken all of the evicted text within {_FLUSH_S:g} s; until it has, "

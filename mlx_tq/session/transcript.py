@@ -4,11 +4,11 @@ Evicted tokens go to the rescue service as sentences: a longer span hides from a
 is trusted with positions only. What is quoted is decoded from the tokens kept here, so a service that lies, or that
 mixes up sessions, cannot put words into a prompt.
 
-When a conversation is full, its oldest exchanges are dropped. Their tokens are kept here, at negative positions, so
+When a conversation is full, its oldest exchanges are removed. Their tokens are kept here, at negative positions, so
 that they can still be quoted; the service keeps the positions that it has, so no text is sent again:
 
-    here           | opening |                | remaining turns |     dropped turns: -count ... -1
-    at the service | opening | dropped turns  | remaining turns |
+    here           | opening |                | remaining turns |     removed turns: -count ... -1
+    at the service | opening | removed turns  | remaining turns |
 """
 
 import re
@@ -65,7 +65,7 @@ NO_HITS = SearchHits()
 class Quotation:
     """Evicted text that a prompt quotes before its question."""
 
-    ranges: list[Range]  # quoted positions [start, stop); those in dropped turns are negative
+    ranges: list[Range]  # quoted positions [start, stop); those in removed turns are negative
     texts: list[str]  # at each of them
     ids: list[int]  # tokens of the quotation; empty if nothing is quoted
 
@@ -96,7 +96,7 @@ class Transcript:
         self.quoted: list[Range] = []  # positions of quotations; they repeat tokens at earlier positions
         self.exchanges: list[Exchange] = []
         self.opening: list[int] = []  # tokens before the first question of a conversation
-        self.dropped: list[int] = []  # tokens of dropped exchanges
+        self.removed: list[int] = []  # tokens of removed exchanges
         self.has_sent = False  # the service holds text of this session
         self.session_id = session_id
         self._plain, self._client, self._config, self._limit = plain, client, config, limit
@@ -129,21 +129,21 @@ class Transcript:
             self.has_sent = False
             self._send(self._sent)
 
-    def lengths_after_drops(self) -> list[int]:
-        """Return how many tokens remain after dropping 0, 1, ... and all exchanges."""
+    def lengths_after_removal(self) -> list[int]:
+        """Return how many tokens remain after removing 0, 1, ... and all exchanges."""
         return [len(self.opening) + len(self.ids) - exchange.question for exchange in self.exchanges] + [0]
 
-    def ids_after_drop(self, count: int) -> list[int]:
-        """Return the tokens that remain after dropping `count` of the exchanges."""
+    def ids_after_removal(self, count: int) -> list[int]:
+        """Return the tokens that remain after removing `count` of the exchanges."""
         return self.opening + self.ids[self.exchanges[count].question :] if count < len(self.exchanges) else []
 
-    def drop(self, count: int) -> None:
-        """Drop the oldest `count` exchanges; the service gets their text, and a search still finds it."""
+    def remove(self, count: int) -> None:
+        """Remove the oldest `count` exchanges; the service gets their text, and a search still finds it."""
         start, remaining = len(self.opening), self.exchanges[count:]
         stop = remaining[0].question if remaining else len(self.ids)
         length = stop - start
         self.send_evicted(np.union1d(self._sent, np.arange(start, stop)))
-        ids, self.dropped = self.ids_after_drop(count), [*self.dropped, *self.ids[start:stop]]
+        ids, self.removed = self.ids_after_removal(count), [*self.removed, *self.ids[start:stop]]
 
         def move(position: int) -> int:
             if 0 <= position < start:
@@ -174,19 +174,19 @@ class Transcript:
 
     def _service_ids(self) -> list[int]:
         """Return all tokens in the order in which the service has them."""
-        return [*self.opening, *self.dropped, *self.ids[len(self.opening) :]]
+        return [*self.opening, *self.removed, *self.ids[len(self.opening) :]]
 
     def _to_service(self, positions: Iterable[int]) -> np.ndarray:
         """Return the positions that the service has for positions of ours."""
-        ours, opening, dropped = np.fromiter(positions, np.int64), len(self.opening), len(self.dropped)
-        return ours + np.where(ours < 0, opening + dropped, np.where(ours < opening, 0, dropped))
+        ours, opening, removed = np.fromiter(positions, np.int64), len(self.opening), len(self.removed)
+        return ours + np.where(ours < 0, opening + removed, np.where(ours < opening, 0, removed))
 
     def _from_service(self, span: Range) -> list[Range]:
         """Return our ranges of positions for a range of the service's."""
-        if not self.dropped:
+        if not self.removed:
             return [span]
-        opening, after = len(self.opening), len(self.opening) + len(self.dropped)
-        parts = [(0, opening, 0), (opening, after, -after), (after, max(span[1], after), -len(self.dropped))]
+        opening, after = len(self.opening), len(self.opening) + len(self.removed)
+        parts = [(0, opening, 0), (opening, after, -after), (after, max(span[1], after), -len(self.removed))]
         cuts = [(max(span[0], first), min(span[1], last), shift) for first, last, shift in parts]
         return [(start + shift, stop + shift) for start, stop, shift in cuts if start < stop]
 
@@ -235,8 +235,8 @@ class Transcript:
         return Quotation(merged, texts, self._plain.encode(format_quotation(texts)) if texts else [])
 
     def _tokens(self, start: int, stop: int) -> list[int]:
-        count = len(self.dropped)
-        return self.dropped[start + count : stop + count] if start < 0 else self.ids[start:stop]
+        count = len(self.removed)
+        return self.removed[start + count : stop + count] if start < 0 else self.ids[start:stop]
 
 
 def quotation_limit(config: RescueConfig, context_length: int | None) -> int:

@@ -208,9 +208,9 @@ def test_a_full_conversation_drops_its_oldest_turns(talk, tmp_path):
         words=(*words, "--rescue-timeout", "60", "--kv-sinks", "16", "--kv-window", "16"),
     )
     assert "the context of 300 tokens was full: the oldest " in err
-    assert " tokens) were dropped; a search still finds their text." in err
+    assert " tokens) were removed; a search still finds their text." in err
     assert "was prefilled again, and the counts of live and evicted tokens start anew" in err
-    assert "in dropped turns" in out
+    assert "in removed turns" in out
     assert "417295" in out
     assert "Traceback" not in err
 

@@ -366,7 +366,7 @@ def test_a_loaded_session_keeps_its_rescue_service(chat, service, tmp_path, monk
 FORGED = [
     [], {"ids": 7}, {"ids": [2**70]}, {"ids": ["a"]}, {"quoted": [[0, 10**9]]}, {"quoted": 5}, {"rescue": {"color": 1}},
     {"exchanges": [[0, 1]]}, {"exchanges": "ab"}, {"exchanges": [[0, 9, 5]]}, {"exchanges": [[0, 0, 1]]},
-    {"opening": [7, 7]}, {"opening": 7}, {"dropped": [-1]}, {"dropped": "a"},
+    {"opening": [7, 7]}, {"opening": 7}, {"removed": [-1]}, {"removed": "a"},
     {"id": "../x"}, {"id": 7}, {"rescue": {"top_k": 10**9}},
 ]  # fmt: skip
 
@@ -632,23 +632,23 @@ def sentences(number):
 
 
 def fill(session):
-    """Send messages until the first ones are dropped."""
+    """Send messages until the first ones are removed."""
     for number in range(TURNS):
         say(session, sentences(number))
 
 
-def drops(chat):
-    return [words for words in chat.warnings if "turns" in words and "were dropped" in words]
+def removals(chat):
+    return [words for words in chat.warnings if "turns" in words and "were removed" in words]
 
 
-def test_the_oldest_turns_of_a_full_conversation_are_dropped(short, chat):
+def test_the_oldest_turns_of_a_full_conversation_are_removed(short, chat):
     """The next answer equals mlx-lm's to the remaining messages at their new positions."""
     model, tokenizer = short
     session = chat(PROFILES["off"], loaded=short, system_prompt=FACT, on_full="drop-oldest")
     fill(session)
-    assert drops(chat)
+    assert removals(chat)
     assert session.num_turns < TURNS
-    assert session.dropped_tokens > 0
+    assert session.removed_tokens > 0
     say(session, QUESTION)
     ids, stats = session.ids, session.turns[-1]
     prompt = ids[: len(ids) - stats.generation_tokens]
@@ -667,16 +667,16 @@ def test_by_default_a_full_conversation_stops(short, chat):
     session = chat(loaded=short)
     with pytest.raises(ConfigError, match="evicted tokens keep"):
         fill(session)
-    assert session.dropped_tokens == 0
+    assert session.removed_tokens == 0
 
 
 @pytest.mark.parametrize("config", [SMALL, pytest.param(EVICTS, marks=pytest.mark.full)], ids=["all live", "evicting"])
-def test_a_search_finds_dropped_turns(short, chat, service, tmp_path, config):
-    """Also after saving, loading, undoing, and more drops. It is slow because each drop prefills 400 tokens."""
+def test_a_search_finds_removed_turns(short, chat, service, tmp_path, config):
+    """Also after saving, loading, undoing, and more removals. It is slow because each removal prefills 400 tokens."""
     session = chat(config, loaded=short, rescue=at(service), on_full="drop-oldest")
     say(session, f"{FACT} It is new.")
     fill(session)
-    assert len(drops(chat)) > 1
+    assert len(removals(chat)) > 1
     assert "417295" not in session.tokenizer.decode(session.ids)
     say(session, QUESTION)
     turn = session.turns[-1]
@@ -690,32 +690,32 @@ def test_a_search_finds_dropped_turns(short, chat, service, tmp_path, config):
     assert session.client.forget(session.session_id, 30)
     resumed = chat(loaded=short, rescue=at(service), on_full="drop-oldest")
     resumed.load(tmp_path / "chat.safetensors")
-    assert (resumed.ids, resumed.dropped_tokens) == (session.ids, session.dropped_tokens)
+    assert (resumed.ids, resumed.removed_tokens) == (session.ids, session.removed_tokens)
     assert "417295" in resumed.quote(QUESTION).text
     say(resumed, sentences(TURNS))
     say(resumed, sentences(TURNS + 1))
-    assert resumed.dropped_tokens > session.dropped_tokens
+    assert resumed.removed_tokens > session.removed_tokens
     assert "417295" in say(resumed, QUESTION)
 
 
-def test_a_message_that_never_fits_drops_nothing(short, chat):
+def test_a_message_that_never_fits_removes_nothing(short, chat):
     session = chat(loaded=short, on_full="drop-oldest")
     say(session, FACT)
     before = session.ids
     with pytest.raises(ConfigError, match="this turn"):
         say(session, load_text()[:1800])
-    assert (session.ids, session.dropped_tokens) == (before, 0)
+    assert (session.ids, session.removed_tokens) == (before, 0)
     assert "417295" in say(session, QUESTION)
 
 
-def test_stopping_while_the_rest_is_prefilled_again_drops_nothing(short, chat):
+def test_stopping_while_the_rest_is_prefilled_again_removes_nothing(short, chat):
     session, calls = chat(loaded=short, on_full="drop-oldest"), []
     for number in range(4):
         say(session, sentences(number))
     before = session.ids
     assert not list(session.respond(load_text()[:900], progress=lambda *call: calls.append(call) or session.stop()))
     assert calls
-    assert (session.ids, session.num_turns, session.dropped_tokens) == (before, 4, 0)
+    assert (session.ids, session.num_turns, session.removed_tokens) == (before, 4, 0)
     assert all(cache.offset == len(before) for cache in session.cache)
 
 
