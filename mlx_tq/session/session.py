@@ -31,7 +31,7 @@ from mlx_tq.session.restore import live_positions, prefill, take_archive_warning
 from mlx_tq.session.saved_conversation import SavedConversation
 from mlx_tq.session.shadow_mode import make_shadow
 from mlx_tq.session.text import SESSION_ID, PlainText, PromptLengthLimit, TurnTemplate, check_max_tokens, check_text
-from mlx_tq.session.transcript import Exchange, Quotation, Transcript, quotation_limit
+from mlx_tq.session.transcript import Quotation, Transcript, TurnRange, quotation_limit
 from mlx_tq.session.turn import UNLIMITED, Progress, StoppedError, Turn, TurnStats, search_evicted, trim_caches
 from mlx_tq.session.worker import Worker
 
@@ -220,18 +220,18 @@ class Session:
                 self.turns.append(stats := turn.stats)
                 stop = start + stats.prompt_tokens - len(self._template.closing)
                 end = len(transcript.ids)  # before these if the turn was interrupted and cannot be undone
-                transcript.exchanges.append(Exchange(start, min(start + len(before), end), min(stop, end)))
+                transcript.turn_ranges.append(TurnRange(start, min(start + len(before), end), min(stop, end)))
             elif not start:
                 self.cache = self._make_caches()
                 transcript.truncate(0)
 
     def _remove_if_full(self, words: int, max_tokens: int, progress: Progress) -> int:
-        """Remove the oldest exchanges if a turn of `words` tokens and its answer do not fit.
+        """Remove the oldest turns if a turn of `words` tokens and its answer do not fit.
 
         Returns how many tokens were prefilled anew, 0 if nothing was removed.
         """
         transcript, limit = self._transcript, self.context_length
-        if self.on_full != DROP_OLDEST or limit is None or not transcript.exchanges:
+        if self.on_full != DROP_OLDEST or limit is None or not transcript.turn_ranges:
             return 0
         most = limit // _ANSWER_SHARE
         answer = most if max_tokens < 0 else min(max_tokens, most)
@@ -340,9 +340,9 @@ class Session:
     @property
     def last_exchange(self) -> tuple[str, str] | None:
         """The last question and its answer, also of a loaded conversation; None if there is none."""
-        if not self._transcript.exchanges:
+        if not self._transcript.turn_ranges:
             return None
-        _, start, stop = self._transcript.exchanges[-1]
+        _, start, stop = self._transcript.turn_ranges[-1]
         ids, quoted = self._transcript.ids, {i for span in self._transcript.quoted for i in range(*span)}
         question = [ids[i] for i in range(start, stop) if i not in quoted]
         answer = ids[stop + len(self._template.closing) :]
@@ -367,7 +367,7 @@ class Session:
     @property
     def num_turns(self) -> int:
         """How many turns the conversation has, those of a loaded one included, and without removed ones."""
-        return len(self._transcript.exchanges)
+        return len(self._transcript.turn_ranges)
 
     @property
     def removed_tokens(self) -> int:
@@ -409,7 +409,7 @@ class Session:
         return exchange[0]
 
     def _undo(self, progress: Progress) -> None:
-        length = self._transcript.exchanges[-1].start
+        length = self._transcript.turn_ranges[-1].start
         if not (length and can_trim_prompt_cache(self.cache) and trim_caches(self.cache, length)):
             self.cache = self._prefill_anew(self._transcript.ids[:length], progress)
         self._transcript.truncate(length)
@@ -449,7 +449,7 @@ class Session:
             ids=transcript.ids,
             quoted=transcript.quoted,
             rescue=self.rescue,
-            exchanges=transcript.exchanges,
+            turn_ranges=transcript.turn_ranges,
             opening=transcript.opening,
             removed=transcript.removed,
         )
@@ -493,7 +493,7 @@ class Session:
         self.turns, self.config, self.plan, self._keeps_text = [], loaded.config, plan, True
         self._begin(saved.id, loaded.caches)
         transcript = self._transcript
-        transcript.ids, transcript.quoted, transcript.exchanges = ids, saved.quoted, saved.exchanges
+        transcript.ids, transcript.quoted, transcript.turn_ranges = ids, saved.quoted, saved.turn_ranges
         transcript.opening, transcript.removed = saved.opening, saved.removed
         transcript.send_evicted(np.setdiff1d(np.arange(-len(saved.removed), len(ids)), self._live_positions()))
         if self._transcript.has_sent and self.client is not None and not self.client.flush(_FLUSH_S):

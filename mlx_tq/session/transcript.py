@@ -4,7 +4,7 @@ Evicted tokens go to the rescue service as sentences: a longer span hides from a
 is trusted with positions only. What is quoted is decoded from the tokens kept here, so a service that lies, or that
 mixes up sessions, cannot put words into a prompt.
 
-When a conversation is full, its oldest exchanges are removed. Their tokens are kept here, at negative positions, so
+When a conversation is full, its oldest turns are removed. Their tokens are kept here, at negative positions, so
 that they can still be quoted; the service keeps the positions that it has, so no text is sent again:
 
     here           | opening |                | remaining turns |     removed turns: -count ... -1
@@ -42,8 +42,8 @@ _NO_POSITIONS = np.zeros(0, np.int64)
 Decode = Callable[[Sequence[int]], str]
 
 
-class Exchange(NamedTuple):
-    """The positions of a question; its answer follows, up to the next exchange."""
+class TurnRange(NamedTuple):
+    """The positions of a question; its answer follows, up to the next turn."""
 
     start: int  # of the turn; what the chat template puts before the question is between the two
     question: int
@@ -94,9 +94,9 @@ class Transcript:
     ) -> None:
         self.ids: list[int] = []
         self.quoted: list[Range] = []  # positions of quotations; they repeat tokens at earlier positions
-        self.exchanges: list[Exchange] = []
+        self.turn_ranges: list[TurnRange] = []
         self.opening: list[int] = []  # tokens before the first question of a conversation
-        self.removed: list[int] = []  # tokens of removed exchanges
+        self.removed: list[int] = []  # tokens of removed turns
         self.has_sent = False  # the service holds text of this session
         self.session_id = session_id
         self._plain, self._client, self._config, self._limit = plain, client, config, limit
@@ -120,7 +120,7 @@ class Transcript:
         del self.ids[length:]
         self._evicted, self._sent = _NO_POSITIONS, self._sent[self._sent < length]
         self.quoted = [(start, min(stop, length)) for start, stop in self.quoted if start < length]
-        self.exchanges = [exchange for exchange in self.exchanges if exchange.start < length]
+        self.turn_ranges = [turn for turn in self.turn_ranges if turn.start < length]
         if not has_sent or self._client is None:
             return
         if not self._is_temporary:  # what a span had before the cut is sent anew
@@ -130,16 +130,16 @@ class Transcript:
             self._send(self._sent)
 
     def lengths_after_removal(self) -> list[int]:
-        """Return how many tokens remain after removing 0, 1, ... and all exchanges."""
-        return [len(self.opening) + len(self.ids) - exchange.question for exchange in self.exchanges] + [0]
+        """Return how many tokens remain after removing 0, 1, ... and all turns."""
+        return [len(self.opening) + len(self.ids) - turn.question for turn in self.turn_ranges] + [0]
 
     def ids_after_removal(self, count: int) -> list[int]:
-        """Return the tokens that remain after removing `count` of the exchanges."""
-        return self.opening + self.ids[self.exchanges[count].question :] if count < len(self.exchanges) else []
+        """Return the tokens that remain after removing `count` of the turns."""
+        return self.opening + self.ids[self.turn_ranges[count].question :] if count < len(self.turn_ranges) else []
 
     def remove(self, count: int) -> None:
-        """Remove the oldest `count` exchanges; the service gets their text, and a search still finds it."""
-        start, remaining = len(self.opening), self.exchanges[count:]
+        """Remove the oldest `count` turns; the service gets their text, and a search still finds it."""
+        start, remaining = len(self.opening), self.turn_ranges[count:]
         stop = remaining[0].question if remaining else len(self.ids)
         length = stop - start
         self.send_evicted(np.union1d(self._sent, np.arange(start, stop)))
@@ -152,8 +152,8 @@ class Transcript:
 
         self._evicted, self._sent = _NO_POSITIONS, np.array(sorted(map(move, self._sent.tolist())), np.int64)
         self.quoted = [(move(first), move(last - 1) + 1) for first, last in self.quoted]
-        moved = [Exchange(*(position - length for position in exchange)) for exchange in remaining]
-        self.ids, self.exchanges = ids, [exchange._replace(start=0) for exchange in moved[:1]] + moved[1:]
+        moved = [TurnRange(*(position - length for position in turn)) for turn in remaining]
+        self.ids, self.turn_ranges = ids, [turn._replace(start=0) for turn in moved[:1]] + moved[1:]
 
     def send_evicted(self, evicted: np.ndarray) -> None:
         """Send the text at all evicted positions, ascending int64 [N], that was not sent yet. Returns at once."""

@@ -365,7 +365,7 @@ def test_a_loaded_session_keeps_its_rescue_service(chat, service, tmp_path, monk
 
 FORGED = [
     [], {"ids": 7}, {"ids": [2**70]}, {"ids": ["a"]}, {"quoted": [[0, 10**9]]}, {"quoted": 5}, {"rescue": {"color": 1}},
-    {"exchanges": [[0, 1]]}, {"exchanges": "ab"}, {"exchanges": [[0, 9, 5]]}, {"exchanges": [[0, 0, 1]]},
+    {"turn_ranges": [[0, 1]]}, {"turn_ranges": "ab"}, {"turn_ranges": [[0, 9, 5]]}, {"turn_ranges": [[0, 0, 1]]},
     {"opening": [7, 7]}, {"opening": 7}, {"removed": [-1]}, {"removed": "a"},
     {"id": "../x"}, {"id": 7}, {"rescue": {"top_k": 10**9}},
 ]  # fmt: skip

@@ -16,9 +16,9 @@ from mlx_tq.session.text import PlainText
 from mlx_tq.session.transcript import (
     LONGEST_SPAN,
     SHORTEST_SPAN,
-    Exchange,
     SearchHits,
     Transcript,
+    TurnRange,
     extend_to_sentences,
     last_question,
     make_spans,
@@ -181,8 +181,8 @@ def test_text_that_the_service_did_not_delete_is_not_found():
     assert hits.ranges == ((0, 6),), "extended to the ends of its sentence"
 
 
-def test_positions_at_the_service_stay_when_exchanges_are_removed():
-    """A token is a letter: upper case opens the conversation, and each exchange is of a word."""
+def test_positions_at_the_service_stay_when_turns_are_removed():
+    """A token is a letter: upper case opens the conversation, and each turn is of a word."""
     stored = {}
     plain = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
 
@@ -194,7 +194,7 @@ def test_positions_at_the_service_stay_when_exchanges_are_removed():
     text = "OPENone.two.three.four."
     transcript.append(list(map(ord, text)))
     ends = [4, 8, 12, 18, 23]
-    transcript.exchanges = [Exchange(0 if i == 0 else a, a, b) for i, (a, b) in enumerate(pairwise(ends))]
+    transcript.turn_ranges = [TurnRange(0 if i == 0 else a, a, b) for i, (a, b) in enumerate(pairwise(ends))]
     transcript.quoted = [(4, 6), (9, 10)]
     assert transcript.lengths_after_removal() == [23, 19, 15, 9, 0]
     transcript.send_evicted(np.array([1, 2, 13, 14]))
@@ -206,6 +206,6 @@ def test_positions_at_the_service_stay_when_exchanges_are_removed():
         transcript.remove(count)
         assert (plain.decode(transcript.ids), plain.decode(transcript.removed)) == (ids, removed)
         assert transcript.quoted == [(4 - 4 - len(removed), 6 - 4 - len(removed)), transcript.quoted[1]]
-    assert transcript.exchanges == []
+    assert transcript.turn_ranges == []
     quoted = {4, 5, 9}
     assert stored == {i: letter for i, letter in enumerate(text) if i not in quoted and i not in (0, 3)}
