@@ -558,7 +558,10 @@ def _check_on_full(on_full: Any, shadow: int | None) -> None:
     if on_full not in ON_FULL:
         raise unknown_name("on_full", on_full, ON_FULL)
     if on_full == DROP_OLDEST and shadow is not None:
-        raise ConfigError(f"a shadow compares one cache from the first token on. Drop it, or {DROP_OLDEST}.")
+        raise ConfigError(
+            f'shadow and on_full="{DROP_OLDEST}" cannot be combined: a shadow needs the whole conversation. Leave out '
+            "one of them."
+        )
 
 
 def _is_whole_number(value: Any, least: int) -> bool:
