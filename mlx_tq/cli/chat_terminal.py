@@ -332,7 +332,7 @@ class Chat:
             "archived": f"{stats.archived:,} in {human_bytes(stats.archived_nbytes)}",
             "dropped": f"{stats.dropped:,}",
             **({"recalled in the last turn": f"{session.recalled_tokens:,}"} if stats.archived else {}),
-            "quoted": f"{session.quoted_tokens:,}",
+            "rescued": f"{session.quoted_tokens:,}",
             **({"in removed turns": f"{session.removed_tokens:,}"} if session.removed_tokens else {}),
             "KV cache": size,
         }
