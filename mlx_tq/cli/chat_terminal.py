@@ -332,8 +332,8 @@ class Chat:
             "archived": f"{stats.archived:,} in {human_bytes(stats.archived_nbytes)}",
             "dropped": f"{stats.dropped:,}",
             **({"recalled in the last turn": f"{session.recalled_tokens:,}"} if stats.archived else {}),
-            "quoted": f"{session.quoted_tokens:,}",
-            **({"in dropped turns": f"{session.dropped_tokens:,}"} if session.dropped_tokens else {}),
+            "rescued": f"{session.quoted_tokens:,}",
+            **({"in removed turns": f"{session.removed_tokens:,}"} if session.removed_tokens else {}),
             "KV cache": size,
         }
         if session.client is not None:

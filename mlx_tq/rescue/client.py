@@ -200,12 +200,16 @@ class RescueClient(AbstractContextManager["RescueClient"]):
             return self._settled >= goal and not self._is_closed
 
     def forget(self, session_id: str, timeout: float = CLOSE_S) -> bool:
-        """Delete a session from the service; return False if it did not confirm that in time."""
+        """Delete a session from the service; return False if it did not confirm that in time.
+
+        Spans that are not yet sent are not sent any more, unless the time is over before they could be taken back.
+        """
 
         def delete() -> bool:
             with self._changed:
-                # A batch on its way would arrive after the deletion.
-                self._changed.wait_for(lambda: self._sending != session_id or self._is_closed)
+                # A batch on its way would arrive after the deletion. After the timeout, the caller may write anew.
+                if not self._changed.wait_for(lambda: self._sending != session_id or self._is_closed, timeout):
+                    raise _late(timeout)
                 remaining = [entry for entry in self._queue if entry[0] != session_id]
                 self._settled += len(self._queue) - len(remaining)
                 self._queue = remaining

@@ -31,7 +31,7 @@ from mlx_tq.session.restore import live_positions, prefill, take_archive_warning
 from mlx_tq.session.saved_conversation import SavedConversation
 from mlx_tq.session.shadow_mode import make_shadow
 from mlx_tq.session.text import SESSION_ID, PlainText, PromptLengthLimit, TurnTemplate, check_max_tokens, check_text
-from mlx_tq.session.transcript import Exchange, Quotation, Transcript, quotation_limit
+from mlx_tq.session.transcript import Quotation, Transcript, TurnRange, quotation_limit
 from mlx_tq.session.turn import UNLIMITED, Progress, StoppedError, Turn, TurnStats, search_evicted, trim_caches
 from mlx_tq.session.worker import Worker
 
@@ -66,8 +66,8 @@ class Session:
             folder, "off", or a `Folder` with a limit.
         shadow: let the model's own cache answer, and compare the compressed one with it every `shadow` tokens.
         on_full: what a turn does for which the model's context has no room left. "stop" raises a ConfigError.
-            "drop-oldest" drops the oldest turns, except the system prompt, and prefills the others at new positions; a
-            rescue service still finds the dropped ones.
+            "drop-oldest" removes the oldest turns, except the system prompt, and prefills the others at new positions;
+            a rescue service still finds the removed ones.
         warn: called with each warning for the user.
 
     Attributes:
@@ -185,7 +185,7 @@ class Session:
     def _answer(self, text: str, max_tokens: int, progress: Progress) -> Generator[str]:
         transcript, words = self._transcript, [*self._plain.encode(text), *self._template.closing]
         try:
-            prefilled = self._drop_if_full(len(words), max_tokens, progress)
+            prefilled = self._remove_if_full(len(words), max_tokens, progress)
         except StoppedError:
             return
         start = len(transcript.ids)
@@ -220,38 +220,38 @@ class Session:
                 self.turns.append(stats := turn.stats)
                 stop = start + stats.prompt_tokens - len(self._template.closing)
                 end = len(transcript.ids)  # before these if the turn was interrupted and cannot be undone
-                transcript.exchanges.append(Exchange(start, min(start + len(before), end), min(stop, end)))
+                transcript.turn_ranges.append(TurnRange(start, min(start + len(before), end), min(stop, end)))
             elif not start:
                 self.cache = self._make_caches()
                 transcript.truncate(0)
 
-    def _drop_if_full(self, words: int, max_tokens: int, progress: Progress) -> int:
-        """Drop the oldest exchanges if a turn of `words` tokens and its answer do not fit.
+    def _remove_if_full(self, words: int, max_tokens: int, progress: Progress) -> int:
+        """Remove the oldest turns if a turn of `words` tokens and its answer do not fit.
 
-        Returns how many tokens were prefilled anew, 0 if nothing was dropped.
+        Returns how many tokens were prefilled anew, 0 if nothing was removed.
         """
         transcript, limit = self._transcript, self.context_length
-        if self.on_full != DROP_OLDEST or limit is None or not transcript.exchanges:
+        if self.on_full != DROP_OLDEST or limit is None or not transcript.turn_ranges:
             return 0
         most = limit // _ANSWER_SHARE
         answer = most if max_tokens < 0 else min(max_tokens, most)
         quotation = quotation_limit(self.rescue, limit) if self.client is not None else 0
         quotation = ranks_of(self.model).broadcast(lambda: quotation)  # only the first rank has a client
         fits = limit - words - len(self._template.between(transcript.ids[-1])) - quotation - answer
-        lengths = transcript.lengths_after_drops()
+        lengths = transcript.lengths_after_removal()
         count = next((count for count, length in enumerate(lengths) if length <= fits), len(lengths) - 1)
         if not count:
             return 0
         if not lengths[count]:
             self._room_after(len(transcript.opening) + words, 0)
-        kept, tokens = transcript.ids_after_drop(count), len(transcript.ids)
+        kept, tokens = transcript.ids_after_removal(count), len(transcript.ids)
         caches = self._prefill_anew(kept, lambda done, total: progress(done, total + words))
-        transcript.drop(count)
+        transcript.remove(count)
         self.cache = caches
         searched = "; a search still finds their text" if self.client is not None else ""
         self._warn(
             f"the context of {limit:,} tokens was full: the oldest {count:,} of {len(lengths) - 1:,} turns "
-            f"({tokens - len(kept):,} tokens) were dropped{searched}. The rest ({len(kept):,} tokens) was prefilled "
+            f"({tokens - len(kept):,} tokens) were removed{searched}. The rest ({len(kept):,} tokens) was prefilled "
             "again, and the counts of live and evicted tokens start anew."
         )
         return len(kept)
@@ -340,9 +340,9 @@ class Session:
     @property
     def last_exchange(self) -> tuple[str, str] | None:
         """The last question and its answer, also of a loaded conversation; None if there is none."""
-        if not self._transcript.exchanges:
+        if not self._transcript.turn_ranges:
             return None
-        _, start, stop = self._transcript.exchanges[-1]
+        _, start, stop = self._transcript.turn_ranges[-1]
         ids, quoted = self._transcript.ids, {i for span in self._transcript.quoted for i in range(*span)}
         question = [ids[i] for i in range(start, stop) if i not in quoted]
         answer = ids[stop + len(self._template.closing) :]
@@ -366,13 +366,13 @@ class Session:
 
     @property
     def num_turns(self) -> int:
-        """How many turns the conversation has, those of a loaded one included, and without dropped ones."""
-        return len(self._transcript.exchanges)
+        """How many turns the conversation has, those of a loaded one included, and without removed ones."""
+        return len(self._transcript.turn_ranges)
 
     @property
-    def dropped_tokens(self) -> int:
-        """How many tokens of the conversation were dropped because its context was full."""
-        return len(self._transcript.dropped)
+    def removed_tokens(self) -> int:
+        """How many tokens of the conversation were removed because its context was full."""
+        return len(self._transcript.removed)
 
     def seed(self, seed: int) -> None:
         """Seed the sampler, from the next token on."""
@@ -380,11 +380,12 @@ class Session:
         self._worker.run(lambda: mx.random.seed(seed))
 
     def undo(self, progress: Progress | None = None) -> str:
-        """Remove the last question and its answer, and return the question; turns that were dropped stay so.
+        """Remove the last question and its answer, and return the question. Turns removed from a full context stay so.
 
         The cache is trimmed. Where it cannot be, because the turn evicted tokens that are gone or the model's caches
-        cannot go back, the remaining turns are prefilled again. Rows and text of the turn are removed from the archive
-        and the rescue service.
+        cannot go back, the remaining turns are prefilled again. Rows of the turn are removed from the archive. Its text
+        is removed from the rescue service, unless the conversation has a name or was loaded: the service then keeps it,
+        as it keeps what earlier conversations of that name evicted, but a search does not find it any more.
 
         Args:
             progress: called in the session's thread with the tokens that are prefilled again, and with all.
@@ -408,7 +409,7 @@ class Session:
         return exchange[0]
 
     def _undo(self, progress: Progress) -> None:
-        length = self._transcript.exchanges[-1].start
+        length = self._transcript.turn_ranges[-1].start
         if not (length and can_trim_prompt_cache(self.cache) and trim_caches(self.cache, length)):
             self.cache = self._prefill_anew(self._transcript.ids[:length], progress)
         self._transcript.truncate(length)
@@ -448,9 +449,9 @@ class Session:
             ids=transcript.ids,
             quoted=transcript.quoted,
             rescue=self.rescue,
-            exchanges=transcript.exchanges,
+            turn_ranges=transcript.turn_ranges,
             opening=transcript.opening,
-            dropped=transcript.dropped,
+            removed=transcript.removed,
         )
         metadata = {CONVERSATION: conversation.to_json()}
         options: dict[str, Any] = {"model": self.model, "config": self.config, "metadata": metadata}
@@ -492,9 +493,9 @@ class Session:
         self.turns, self.config, self.plan, self._keeps_text = [], loaded.config, plan, True
         self._begin(saved.id, loaded.caches)
         transcript = self._transcript
-        transcript.ids, transcript.quoted, transcript.exchanges = ids, saved.quoted, saved.exchanges
-        transcript.opening, transcript.dropped = saved.opening, saved.dropped
-        transcript.send_evicted(np.setdiff1d(np.arange(-len(saved.dropped), len(ids)), self._live_positions()))
+        transcript.ids, transcript.quoted, transcript.turn_ranges = ids, saved.quoted, saved.turn_ranges
+        transcript.opening, transcript.removed = saved.opening, saved.removed
+        transcript.send_evicted(np.setdiff1d(np.arange(-len(saved.removed), len(ids)), self._live_positions()))
         if self._transcript.has_sent and self.client is not None and not self.client.flush(_FLUSH_S):
             self._warn_once(
                 f"the rescue service has not taken all of the evicted text within {_FLUSH_S:g} s; until it has, "
@@ -557,7 +558,10 @@ def _check_on_full(on_full: Any, shadow: int | None) -> None:
     if on_full not in ON_FULL:
         raise unknown_name("on_full", on_full, ON_FULL)
     if on_full == DROP_OLDEST and shadow is not None:
-        raise ConfigError(f"a shadow compares one cache from the first token on. Drop it, or {DROP_OLDEST}.")
+        raise ConfigError(
+            f'shadow and on_full="{DROP_OLDEST}" cannot be combined: a shadow needs the whole conversation. Leave out '
+            "one of them."
+        )
 
 
 def _is_whole_number(value: Any, least: int) -> bool:

@@ -4,11 +4,11 @@ Evicted tokens go to the rescue service as sentences: a longer span hides from a
 is trusted with positions only. What is quoted is decoded from the tokens kept here, so a service that lies, or that
 mixes up sessions, cannot put words into a prompt.
 
-When a conversation is full, its oldest exchanges are dropped. Their tokens are kept here, at negative positions, so
+When a conversation is full, its oldest turns are removed. Their tokens are kept here, at negative positions, so
 that they can still be quoted; the service keeps the positions that it has, so no text is sent again:
 
-    here           | opening |                | remaining turns |     dropped turns: -count ... -1
-    at the service | opening | dropped turns  | remaining turns |
+    here           | opening |                | remaining turns |     removed turns: -count ... -1
+    at the service | opening | removed turns  | remaining turns |
 """
 
 import re
@@ -37,14 +37,13 @@ _LONG_MESSAGE = 400  # characters; of a longer message only the last question is
 _MARGIN = 32  # tokens added on each side of a hit, up to the ends of its sentences
 _QUOTATION_SHARE = 1 / 4  # of the evicted tokens: quoting more would undo their eviction
 _MAX_QUOTATION = 2048  # tokens, about 8,000 characters
-_FORGET_S = 5.0  # that an undo waits for the service
 _NO_POSITIONS = np.zeros(0, np.int64)
 
 Decode = Callable[[Sequence[int]], str]
 
 
-class Exchange(NamedTuple):
-    """The positions of a question; its answer follows, up to the next exchange."""
+class TurnRange(NamedTuple):
+    """The positions of a question; its answer follows, up to the next turn."""
 
     start: int  # of the turn; what the chat template puts before the question is between the two
     question: int
@@ -66,7 +65,7 @@ NO_HITS = SearchHits()
 class Quotation:
     """Evicted text that a prompt quotes before its question."""
 
-    ranges: list[Range]  # quoted positions [start, stop); those in dropped turns are negative
+    ranges: list[Range]  # quoted positions [start, stop); those in removed turns are negative
     texts: list[str]  # at each of them
     ids: list[int]  # tokens of the quotation; empty if nothing is quoted
 
@@ -95,15 +94,15 @@ class Transcript:
     ) -> None:
         self.ids: list[int] = []
         self.quoted: list[Range] = []  # positions of quotations; they repeat tokens at earlier positions
-        self.exchanges: list[Exchange] = []
+        self.turn_ranges: list[TurnRange] = []
         self.opening: list[int] = []  # tokens before the first question of a conversation
-        self.dropped: list[int] = []  # tokens of dropped exchanges
+        self.removed: list[int] = []  # tokens of removed turns
         self.has_sent = False  # the service holds text of this session
         self.session_id = session_id
         self._plain, self._client, self._config, self._limit = plain, client, config, limit
         self._evicted = self._sent = _NO_POSITIONS  # latest evicted positions; those whose text was sent or is quoted
         self._start_s = start_s  # that a search waits for a service that may be starting
-        self._is_temporary = temporary  # the service may forget the text after this process has ended
+        self._is_temporary = temporary  # the service forgets the text: after an undo, and after this process has ended
 
     def append(self, ids: Sequence[int], quotation: Quotation = NO_QUOTATION, quote_at: int = 0) -> None:
         """Append tokens, in which `quotation` begins at index `quote_at`."""
@@ -113,31 +112,38 @@ class Transcript:
         self.ids += ids
 
     def truncate(self, length: int) -> None:
-        """Remove the tokens from position `length` on, also from the service."""
+        """Remove the tokens from position `length` on; from the service too, unless it keeps the session's text.
+
+        What stays there is not found any more: a search compares its text with the tokens.
+        """
         has_sent = bool((self._sent >= length).any())
         del self.ids[length:]
         self._evicted, self._sent = _NO_POSITIONS, self._sent[self._sent < length]
         self.quoted = [(start, min(stop, length)) for start, stop in self.quoted if start < length]
-        self.exchanges = [exchange for exchange in self.exchanges if exchange.start < length]
-        if has_sent and self._client is not None:  # the service can only delete all of a session
-            self.has_sent = not self._client.forget(self.session_id, _FORGET_S)
+        self.turn_ranges = [turn for turn in self.turn_ranges if turn.start < length]
+        if not has_sent or self._client is None:
+            return
+        if not self._is_temporary:  # what a span had before the cut is sent anew
+            self._send(self._sent[self._sent >= length - LONGEST_SPAN - SHORTEST_SPAN])
+        elif self._client.forget(self.session_id):  # the service can only delete all of a session
+            self.has_sent = False
             self._send(self._sent)
 
-    def lengths_after_drops(self) -> list[int]:
-        """Return how many tokens remain after dropping 0, 1, ... and all exchanges."""
-        return [len(self.opening) + len(self.ids) - exchange.question for exchange in self.exchanges] + [0]
+    def lengths_after_removal(self) -> list[int]:
+        """Return how many tokens remain after removing 0, 1, ... and all turns."""
+        return [len(self.opening) + len(self.ids) - turn.question for turn in self.turn_ranges] + [0]
 
-    def ids_after_drop(self, count: int) -> list[int]:
-        """Return the tokens that remain after dropping `count` of the exchanges."""
-        return self.opening + self.ids[self.exchanges[count].question :] if count < len(self.exchanges) else []
+    def ids_after_removal(self, count: int) -> list[int]:
+        """Return the tokens that remain after removing `count` of the turns."""
+        return self.opening + self.ids[self.turn_ranges[count].question :] if count < len(self.turn_ranges) else []
 
-    def drop(self, count: int) -> None:
-        """Drop the oldest `count` exchanges; the service gets their text, and a search still finds it."""
-        start, remaining = len(self.opening), self.exchanges[count:]
+    def remove(self, count: int) -> None:
+        """Remove the oldest `count` turns; the service gets their text, and a search still finds it."""
+        start, remaining = len(self.opening), self.turn_ranges[count:]
         stop = remaining[0].question if remaining else len(self.ids)
         length = stop - start
         self.send_evicted(np.union1d(self._sent, np.arange(start, stop)))
-        ids, self.dropped = self.ids_after_drop(count), [*self.dropped, *self.ids[start:stop]]
+        ids, self.removed = self.ids_after_removal(count), [*self.removed, *self.ids[start:stop]]
 
         def move(position: int) -> int:
             if 0 <= position < start:
@@ -146,8 +152,8 @@ class Transcript:
 
         self._evicted, self._sent = _NO_POSITIONS, np.array(sorted(map(move, self._sent.tolist())), np.int64)
         self.quoted = [(move(first), move(last - 1) + 1) for first, last in self.quoted]
-        moved = [Exchange(*(position - length for position in exchange)) for exchange in remaining]
-        self.ids, self.exchanges = ids, [exchange._replace(start=0) for exchange in moved[:1]] + moved[1:]
+        moved = [TurnRange(*(position - length for position in turn)) for turn in remaining]
+        self.ids, self.turn_ranges = ids, [turn._replace(start=0) for turn in moved[:1]] + moved[1:]
 
     def send_evicted(self, evicted: np.ndarray) -> None:
         """Send the text at all evicted positions, ascending int64 [N], that was not sent yet. Returns at once."""
@@ -168,19 +174,19 @@ class Transcript:
 
     def _service_ids(self) -> list[int]:
         """Return all tokens in the order in which the service has them."""
-        return [*self.opening, *self.dropped, *self.ids[len(self.opening) :]]
+        return [*self.opening, *self.removed, *self.ids[len(self.opening) :]]
 
     def _to_service(self, positions: Iterable[int]) -> np.ndarray:
         """Return the positions that the service has for positions of ours."""
-        ours, opening, dropped = np.fromiter(positions, np.int64), len(self.opening), len(self.dropped)
-        return ours + np.where(ours < 0, opening + dropped, np.where(ours < opening, 0, dropped))
+        ours, opening, removed = np.fromiter(positions, np.int64), len(self.opening), len(self.removed)
+        return ours + np.where(ours < 0, opening + removed, np.where(ours < opening, 0, removed))
 
     def _from_service(self, span: Range) -> list[Range]:
         """Return our ranges of positions for a range of the service's."""
-        if not self.dropped:
+        if not self.removed:
             return [span]
-        opening, after = len(self.opening), len(self.opening) + len(self.dropped)
-        parts = [(0, opening, 0), (opening, after, -after), (after, max(span[1], after), -len(self.dropped))]
+        opening, after = len(self.opening), len(self.opening) + len(self.removed)
+        parts = [(0, opening, 0), (opening, after, -after), (after, max(span[1], after), -len(self.removed))]
         cuts = [(max(span[0], first), min(span[1], last), shift) for first, last, shift in parts]
         return [(start + shift, stop + shift) for start, stop, shift in cuts if start < stop]
 
@@ -229,8 +235,8 @@ class Transcript:
         return Quotation(merged, texts, self._plain.encode(format_quotation(texts)) if texts else [])
 
     def _tokens(self, start: int, stop: int) -> list[int]:
-        count = len(self.dropped)
-        return self.dropped[start + count : stop + count] if start < 0 else self.ids[start:stop]
+        count = len(self.removed)
+        return self.removed[start + count : stop + count] if start < 0 else self.ids[start:stop]
 
 
 def quotation_limit(config: RescueConfig, context_length: int | None) -> int:

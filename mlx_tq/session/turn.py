@@ -11,6 +11,7 @@ import numpy as np
 from mlx_lm.generate import stream_generate
 from mlx_lm.models.cache import can_trim_prompt_cache
 
+from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.errors import CacheFormatError
 from mlx_tq.models import ranks_of
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache, ReusedPrefix, reuse_prefix
@@ -250,11 +251,11 @@ class Turn:
 
 
 def trim_caches(caches: list[Any], length: int) -> bool:
-    """Trim caches to `length` tokens; return whether all could be."""
-    with suppress(CacheFormatError):
-        for part in cache_parts(caches):
-            if hasattr(part, "offset"):
-                part.trim(part.offset - length)
+    """Trim caches to `length` tokens; return whether all could be. If not, caches of one length stay as they are."""
+    parts = [part for part in cache_parts(caches) if hasattr(part, "offset")]
+    with suppress(CacheFormatError):  # of evicting layers, which evict alike: the first refuses for all
+        for part in sorted(parts, key=lambda part: not isinstance(part, CompressedKVCache)):
+            part.trim(part.offset - length)
     return all(offset == length for offset in _offsets(caches))
 
 

@@ -198,7 +198,7 @@ def test_up_recalls_a_message_of_several_lines(popen):
     assert shown.partition("turns")[2].split()[0] == "2"
 
 
-def test_a_full_conversation_drops_its_oldest_turns(talk, tmp_path):
+def test_a_full_conversation_removes_its_oldest_turns(talk, tmp_path):
     model = copy_model(tmp_path / "model", max_position_embeddings=300)
     words = ("--model", str(model), "--max-tokens", "8", "--on-full", "drop-oldest", "--kv-evict", "recency")
     text = "The history of the city is long. "
@@ -208,9 +208,10 @@ def test_a_full_conversation_drops_its_oldest_turns(talk, tmp_path):
         words=(*words, "--rescue-timeout", "60", "--kv-sinks", "16", "--kv-window", "16"),
     )
     assert "the context of 300 tokens was full: the oldest " in err
-    assert " tokens) were dropped; a search still finds their text." in err
+    assert " tokens) were removed; a search still finds their text." in err
     assert "was prefilled again, and the counts of live and evicted tokens start anew" in err
-    assert "in dropped turns" in out
+    assert re.search(r"rescued +\d", out)
+    assert "in removed turns" in out
     assert "417295" in out
     assert "Traceback" not in err
 

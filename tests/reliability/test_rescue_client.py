@@ -156,6 +156,28 @@ def test_temporary_sessions_are_renewed_until_they_are_forgotten(connect, monkey
     assert renewed() == {b"/sessions/b/renew"}
 
 
+def test_a_deletion_that_comes_too_late_is_not_made(connect):
+    """It would delete what was written since."""
+    seen, released = [], threading.Event()
+
+    def waits(connection, _):
+        while request := read_request(connection):
+            seen.append(request)
+            assert released.wait(BOUND)
+            reply(connection, b'{"accepted": 1}', "201 Created")
+
+    client = connect(waits)
+    client.write("s", SPANS)
+    wait_for(lambda: seen)
+    assert not client.forget("s", 0.05)
+    client.write("s", [TextSpan(50, 54, "later")])
+    released.set()
+    assert client.flush(BOUND)
+    assert b"later" in seen[-1]
+    time.sleep(0.2)  # for a deletion that should not come
+    assert not [request for request in seen if request.startswith(b"DELETE")]
+
+
 def wait_for_renewals(seen, session_id, count):
     """Wait for so many further renewals of a session."""
     line = f"POST /sessions/{session_id}/renew ".encode()

@@ -9,7 +9,9 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 from cli.tools import copy_model
+from mlx_lm.models import gemma3_text
 from rescue.harness import Server
+from zoo import ARCHITECTURES
 
 from mlx_tq import EvictConfig, KVConfig, Session, save_prompt_cache
 from mlx_tq.cli.haystack import load_text
@@ -363,8 +365,8 @@ def test_a_loaded_session_keeps_its_rescue_service(chat, service, tmp_path, monk
 
 FORGED = [
     [], {"ids": 7}, {"ids": [2**70]}, {"ids": ["a"]}, {"quoted": [[0, 10**9]]}, {"quoted": 5}, {"rescue": {"color": 1}},
-    {"exchanges": [[0, 1]]}, {"exchanges": "ab"}, {"exchanges": [[0, 9, 5]]}, {"exchanges": [[0, 0, 1]]},
-    {"opening": [7, 7]}, {"opening": 7}, {"dropped": [-1]}, {"dropped": "a"},
+    {"turn_ranges": [[0, 1]]}, {"turn_ranges": "ab"}, {"turn_ranges": [[0, 9, 5]]}, {"turn_ranges": [[0, 0, 1]]},
+    {"opening": [7, 7]}, {"opening": 7}, {"removed": [-1]}, {"removed": "a"},
     {"id": "../x"}, {"id": 7}, {"rescue": {"top_k": 10**9}},
 ]  # fmt: skip
 
@@ -519,6 +521,22 @@ def test_a_stopped_undo_changes_nothing(chat):
     assert (session.ids, live(session), session.num_turns) == (before, positions, 2)
 
 
+def test_a_stopped_undo_leaves_sliding_layers_as_they_were(chat, exact):
+    """They come first and could be trimmed, unlike the evicting ones."""
+    config = {**ARCHITECTURES["gemma3_text"].config, "vocab_size": 4096, "sliding_window": 4096}
+    model = gemma3_text.Model(gemma3_text.ModelArgs.from_dict(config))
+    mx.eval(model.parameters())
+    session = chat(EVICTS, loaded=(model, exact[1]), max_tokens=2)
+    say(session, FACT)
+    say(session, load_text()[:900])
+    before = [cache.offset for cache in session.cache]
+    with pytest.raises(ConfigError, match="nothing was undone"):
+        session.undo(lambda done, total: session.stop())
+    assert [cache.offset for cache in session.cache] == before
+    say(session, "Hi")
+    assert session.num_turns == 3
+
+
 def stored_text(service, session):
     assert session.client.flush(60)
     spans = service.http.get(f"/sessions/{session.session_id}/spans", params={"count": 256}).json()["spans"]
@@ -543,6 +561,24 @@ def test_the_text_of_an_undone_turn_is_deleted_from_the_service(chat, service, u
     assert session.num_turns == 1
     assert "417295" not in after
     assert "The gate is blue" in after
+    assert "417295" not in session.quote(QUESTION).text
+    assert "The gate is blue" in session.quote("Which color is the gate?").text
+
+
+@pytest.mark.parametrize("undone", ["by undo", "by a stop before the answer"])
+def test_undoing_in_a_named_session_deletes_nothing(chat, service, undone):
+    """What earlier processes and turns evicted under that name stays there; the undone text is not found."""
+    name = f"diary-{len(undone)}"
+    with chat(EVICTS, rescue=at(service), session_id=name) as earlier:
+        say(earlier, page(fact="The garden is green."))
+    session = chat(EVICTS, rescue=at(service), session_id=name, prefill_step_size=64)
+    if undone == "by undo":
+        say(session, page())
+        session.undo()
+    else:
+        assert not list(session.respond(page(2400), progress=lambda done, _: session.stop() if done > 400 else None))
+    assert "The garden is green" in stored_text(service, session)
+    say(session, page(fact="The gate is blue."))
     assert "417295" not in session.quote(QUESTION).text
     assert "The gate is blue" in session.quote("Which color is the gate?").text
 
@@ -596,23 +632,23 @@ def sentences(number):
 
 
 def fill(session):
-    """Send messages until the first ones are dropped."""
+    """Send messages until the first ones are removed."""
     for number in range(TURNS):
         say(session, sentences(number))
 
 
-def drops(chat):
-    return [words for words in chat.warnings if "turns" in words and "were dropped" in words]
+def removals(chat):
+    return [words for words in chat.warnings if "turns" in words and "were removed" in words]
 
 
-def test_the_oldest_turns_of_a_full_conversation_are_dropped(short, chat):
+def test_the_oldest_turns_of_a_full_conversation_are_removed(short, chat):
     """The next answer equals mlx-lm's to the remaining messages at their new positions."""
     model, tokenizer = short
     session = chat(PROFILES["off"], loaded=short, system_prompt=FACT, on_full="drop-oldest")
     fill(session)
-    assert drops(chat)
+    assert removals(chat)
     assert session.num_turns < TURNS
-    assert session.dropped_tokens > 0
+    assert session.removed_tokens > 0
     say(session, QUESTION)
     ids, stats = session.ids, session.turns[-1]
     prompt = ids[: len(ids) - stats.generation_tokens]
@@ -631,16 +667,16 @@ def test_by_default_a_full_conversation_stops(short, chat):
     session = chat(loaded=short)
     with pytest.raises(ConfigError, match="evicted tokens keep"):
         fill(session)
-    assert session.dropped_tokens == 0
+    assert session.removed_tokens == 0
 
 
 @pytest.mark.parametrize("config", [SMALL, pytest.param(EVICTS, marks=pytest.mark.full)], ids=["all live", "evicting"])
-def test_a_search_finds_dropped_turns(short, chat, service, tmp_path, config):
-    """Also after saving, loading, undoing, and more drops. It is slow because each drop prefills 400 tokens."""
+def test_a_search_finds_removed_turns(short, chat, service, tmp_path, config):
+    """Also after saving, loading, undoing, and more removals. It is slow because each removal prefills 400 tokens."""
     session = chat(config, loaded=short, rescue=at(service), on_full="drop-oldest")
     say(session, f"{FACT} It is new.")
     fill(session)
-    assert len(drops(chat)) > 1
+    assert len(removals(chat)) > 1
     assert "417295" not in session.tokenizer.decode(session.ids)
     say(session, QUESTION)
     turn = session.turns[-1]
@@ -654,37 +690,37 @@ def test_a_search_finds_dropped_turns(short, chat, service, tmp_path, config):
     assert session.client.forget(session.session_id, 30)
     resumed = chat(loaded=short, rescue=at(service), on_full="drop-oldest")
     resumed.load(tmp_path / "chat.safetensors")
-    assert (resumed.ids, resumed.dropped_tokens) == (session.ids, session.dropped_tokens)
+    assert (resumed.ids, resumed.removed_tokens) == (session.ids, session.removed_tokens)
     assert "417295" in resumed.quote(QUESTION).text
     say(resumed, sentences(TURNS))
     say(resumed, sentences(TURNS + 1))
-    assert resumed.dropped_tokens > session.dropped_tokens
+    assert resumed.removed_tokens > session.removed_tokens
     assert "417295" in say(resumed, QUESTION)
 
 
-def test_a_message_that_never_fits_drops_nothing(short, chat):
+def test_a_message_that_never_fits_removes_nothing(short, chat):
     session = chat(loaded=short, on_full="drop-oldest")
     say(session, FACT)
     before = session.ids
     with pytest.raises(ConfigError, match="this turn"):
         say(session, load_text()[:1800])
-    assert (session.ids, session.dropped_tokens) == (before, 0)
+    assert (session.ids, session.removed_tokens) == (before, 0)
     assert "417295" in say(session, QUESTION)
 
 
-def test_stopping_while_the_rest_is_prefilled_again_drops_nothing(short, chat):
+def test_stopping_while_the_rest_is_prefilled_again_removes_nothing(short, chat):
     session, calls = chat(loaded=short, on_full="drop-oldest"), []
     for number in range(4):
         say(session, sentences(number))
     before = session.ids
     assert not list(session.respond(load_text()[:900], progress=lambda *call: calls.append(call) or session.stop()))
     assert calls
-    assert (session.ids, session.num_turns, session.dropped_tokens) == (before, 4, 0)
+    assert (session.ids, session.num_turns, session.removed_tokens) == (before, 4, 0)
     assert all(cache.offset == len(before) for cache in session.cache)
 
 
 def test_what_cannot_be_done_with_a_full_context(chat):
     with pytest.raises(ConfigError, match=r"on_full 'later' is unknown; valid are stop, drop-oldest"):
         chat(on_full="later")
-    with pytest.raises(ConfigError, match="a shadow compares one cache"):
+    with pytest.raises(ConfigError, match='shadow and on_full="drop-oldest" cannot be combined: .* Leave out one'):
         chat(on_full="drop-oldest", shadow=4)

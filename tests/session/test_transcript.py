@@ -16,9 +16,9 @@ from mlx_tq.session.text import PlainText
 from mlx_tq.session.transcript import (
     LONGEST_SPAN,
     SHORTEST_SPAN,
-    Exchange,
     SearchHits,
     Transcript,
+    TurnRange,
     extend_to_sentences,
     last_question,
     make_spans,
@@ -134,22 +134,39 @@ def test_hits_that_are_live_are_not_quoted_and_others_within_the_limit(embedded)
     assert transcript.quote(last, live, used=room + 1).ranges == []
 
 
-def test_evicted_text_is_sent_once_and_anew_after_a_truncation():
-    """A trim makes room for other tokens at the same positions."""
+@pytest.mark.parametrize("end", ["forgotten", "not confirmed", "kept"])
+def test_evicted_text_is_sent_once_and_anew_after_a_truncation(end):
+    """A trim makes room for other tokens at the same positions. A late deletion must not delete what was sent again."""
     sent = []
     plain = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
     client = SimpleNamespace(
         write=lambda _, spans, temporary: sent.append([(span.start, span.text) for span in spans]),
-        forget=lambda *_: sent.append("forgotten"),
+        forget=lambda *_: sent.append(end) or end == "forgotten",
     )
-    transcript = Transcript(plain, client, RescueConfig(), "a", 100)
+    transcript = Transcript(plain, client, RescueConfig(), "a", 100, temporary=end != "kept")
     transcript.append([ord("a") + i for i in range(8)])
     for evicted in ([1, 2], [1, 2], [1, 2, 5]):
         transcript.send_evicted(np.array(evicted))
     transcript.truncate(4)
     transcript.append(list(map(ord, "xyz")))
     transcript.send_evicted(np.array([1, 2, 5]))
-    assert sent == [[(1, "bc")], [(5, "f")], "forgotten", [(1, "bc")], [(5, "y")]]
+    after = {"forgotten": ["forgotten", [(1, "bc")]], "not confirmed": ["not confirmed"], "kept": [[(1, "bc")]]}
+    assert sent == [[(1, "bc")], [(5, "f")], *after[end], [(5, "y")]]
+
+
+def test_in_a_kept_session_the_rest_of_a_cut_span_is_sent_anew():
+    """Its span at the service has text that is gone, so a search does not find it."""
+    sent = []
+    plain = SimpleNamespace(decode="".join)
+    client = SimpleNamespace(write=lambda _, spans, temporary: sent.append([(s.start, s.stop) for s in spans]))
+    transcript = Transcript(plain, client, RescueConfig(), "a", 100, temporary=False)
+    transcript.append("word " * 60)
+    transcript.send_evicted(np.arange(200))
+    transcript.truncate(150)
+    assert sent[0] == [(0, 64), (64, 128), (128, 200)]
+    assert sent[1][0][0] <= 128
+    assert sent[1][-1][1] == 150
+    assert len(sent[1]) <= 2, "not the whole conversation"
 
 
 def test_text_that_the_service_did_not_delete_is_not_found():
@@ -164,8 +181,8 @@ def test_text_that_the_service_did_not_delete_is_not_found():
     assert hits.ranges == ((0, 6),), "extended to the ends of its sentence"
 
 
-def test_positions_at_the_service_stay_when_exchanges_are_dropped():
-    """A token is a letter: upper case opens the conversation, and each exchange is of a word."""
+def test_positions_at_the_service_stay_when_turns_are_removed():
+    """A token is a letter: upper case opens the conversation, and each turn is of a word."""
     stored = {}
     plain = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
 
@@ -177,18 +194,18 @@ def test_positions_at_the_service_stay_when_exchanges_are_dropped():
     text = "OPENone.two.three.four."
     transcript.append(list(map(ord, text)))
     ends = [4, 8, 12, 18, 23]
-    transcript.exchanges = [Exchange(0 if i == 0 else a, a, b) for i, (a, b) in enumerate(pairwise(ends))]
+    transcript.turn_ranges = [TurnRange(0 if i == 0 else a, a, b) for i, (a, b) in enumerate(pairwise(ends))]
     transcript.quoted = [(4, 6), (9, 10)]
-    assert transcript.lengths_after_drops() == [23, 19, 15, 9, 0]
+    assert transcript.lengths_after_removal() == [23, 19, 15, 9, 0]
     transcript.send_evicted(np.array([1, 2, 13, 14]))
-    for count, ids, dropped in (
+    for count, ids, removed in (
         (1, "OPENtwo.three.four.", "one."),
         (2, "OPENfour.", "one.two.three."),
         (1, "", text[4:]),
     ):
-        transcript.drop(count)
-        assert (plain.decode(transcript.ids), plain.decode(transcript.dropped)) == (ids, dropped)
-        assert transcript.quoted == [(4 - 4 - len(dropped), 6 - 4 - len(dropped)), transcript.quoted[1]]
-    assert transcript.exchanges == []
+        transcript.remove(count)
+        assert (plain.decode(transcript.ids), plain.decode(transcript.removed)) == (ids, removed)
+        assert transcript.quoted == [(4 - 4 - len(removed), 6 - 4 - len(removed)), transcript.quoted[1]]
+    assert transcript.turn_ranges == []
     quoted = {4, 5, 9}
     assert stored == {i: letter for i, letter in enumerate(text) if i not in quoted and i not in (0, 3)}
