@@ -130,7 +130,7 @@ def test_a_loaded_conversation_brings_its_model(talk, tmp_path, capsys, monkeypa
         assert __main__.main([*load, *flags]) == code
         assert says in capsys.readouterr().err
     assert __main__.main(["chat", "--load", "none"]) == 1
-    assert "there is no cache file none. Make one with mlx_tq.cache_prompt, or with /save" in capsys.readouterr().err
+    assert "there is no saved conversation none. Make one with /save in mlx_tq.chat." in capsys.readouterr().err
 
 
 def test_commands_change_the_conversation_and_its_sampling(talk):
