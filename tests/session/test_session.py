@@ -722,5 +722,5 @@ def test_stopping_while_the_rest_is_prefilled_again_removes_nothing(short, chat)
 def test_what_cannot_be_done_with_a_full_context(chat):
     with pytest.raises(ConfigError, match=r"on_full 'later' is unknown; valid are stop, drop-oldest"):
         chat(on_full="later")
-    with pytest.raises(ConfigError, match='shadow and on_full="drop-oldest" cannot be combined: .* Leave out one'):
+    with pytest.raises(ConfigError, match=r'shadow and on_full="drop-oldest" cannot be combined: .* Leave out one'):
         chat(on_full="drop-oldest", shadow=4)
