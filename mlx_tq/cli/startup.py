@@ -30,7 +30,7 @@ def check_request(request: Request) -> Request:
         (getattr(args, "load", None), "saved conversation", "/save in mlx_tq.chat"),
         (calibration, "calibration file", "mlx_tq.calibrate"),
     ):
-        if path is not None and not Path(path).is_file():
+        if path is not None and not is_launched() and not Path(path).is_file():  # ranks are counted first
             raise CacheFormatError(f"there is no {kind} {path}. Make one with {maker}.")
     check_model(args)
     if getattr(args, "memory", None) is not None:

@@ -127,7 +127,7 @@ def short_name(model: str | Path | None) -> str:
 def name_of(model: Any) -> str:
     """Return the name under which a model was loaded; of one that mlx-lm loaded, its architecture."""
     source = source_of(model)
-    return str(model.model_type) if source is None else short_name(source.model)
+    return str(getattr(model, "model_type", type(model).__name__)) if source is None else short_name(source.model)
 
 
 def read_architecture(model: str | Path | None) -> str:

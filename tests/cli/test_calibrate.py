@@ -113,7 +113,7 @@ def test_on_a_cpu_nothing_is_calibrated_unless_it_is_asked_for(cli, start, tmp_p
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     words = ("--model", folder, *TRI, *REGIONS)
     says = (
-        f"{folder} is not calibrated for eviction, which takes minutes on a CPU: triattention learns from the prompt. "
+        f"{folder.name} is not calibrated for eviction, which takes minutes on a CPU: triattention learns from the prompt. "
         "--kv-calibration auto calibrates it, once."
     )
     assert says in cli("generate", "-p", "hi", "-m", 1, *words).err.splitlines()

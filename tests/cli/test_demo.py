@@ -48,7 +48,7 @@ def test_without_a_service_the_other_rows_are_shown(cli, monkeypatch):
     words = ("demo", "--tokens", 600, *FLOAT32)
     result = cli(*words)
     rows = [line.split("  ")[0] for line in result.out.splitlines() if line.strip()]
-    assert (result.code, rows) == (1, ["KV cache", "fp16", "compressed", "+ evicted"])
+    assert (result.code, rows) == (1, ["KV cache", "float32", "compressed", "+ evicted"])
     last = result.err.splitlines()[-1]
     assert re.fullmatch(
         r"warning: \+ rescued is left out: the private rescue service did not start: .*RESCUE_PROT.*", last
