@@ -113,16 +113,16 @@ def test_on_a_cpu_nothing_is_calibrated_unless_it_is_asked_for(cli, start, tmp_p
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     words = ("--model", folder, *TRI, *REGIONS)
     says = (
-        f"{folder} is not calibrated for eviction, which takes minutes on a CPU: triattention learns from the prompt. "
+        "tiny is not calibrated for eviction, which takes minutes on a CPU: triattention learns from the prompt. "
         "--kv-calibration auto calibrates it, once."
     )
     assert says in cli("generate", "-p", "hi", "-m", 1, *words).err.splitlines()
     assert not (tmp_path / "cache" / "mlx_tq").exists()
     server = start("server", "--port", 0, *words, "--kv-calibration", "auto")
     log = read_until(server.stderr.fileno(), "listening on").splitlines()
-    title = f"Calibrating eviction for {folder} (first run only)"
+    title = "Calibrating eviction for tiny (first run only)"
     first, *shares = (line for line in log if line.startswith(title))
-    assert log[0] == f"loading {folder}; requests are accepted when it is ready"
+    assert log[0] == "loading tiny; requests are accepted when it is ready"
     assert first == title
     assert len(shares) > 5
     assert all(re.fullmatch(r": \d+%, about \d+ s left", line.removeprefix(title)) for line in shares)
