@@ -61,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_command(argv: Sequence[str] | None) -> int:
+    if list(sys.argv[1:] if argv is None else argv) == ["--version"]:  # also without the packages of the parser
+        print(__version__)
+        return 0
     arguments = vars(build_parser().parse_args(argv))
 
     from rescue_svc.settings import Settings, load_settings  # likewise

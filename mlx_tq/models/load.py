@@ -245,7 +245,10 @@ def _check_source(source: str) -> None:
         return
     nearest = difflib.get_close_matches(source.casefold(), (SMOLLM2, EMBEDDED), n=1)
     if nearest and "/" not in source:  # the hub's models have an owner before a slash
-        raise ConfigError(f"there is no model {source!r}. Did you mean {nearest[0]}? Else: {_REMEDY}")
+        raise ConfigError(
+            f"there is no model {source!r}. Did you mean {nearest[0]}? Names on the hub have an owner, as in "
+            "mlx-community/Qwen3-4B-4bit."
+        )
 
     from huggingface_hub.errors import HFValidationError  # takes 0.1 s, which a model on this machine does without
     from huggingface_hub.utils import validate_repo_id  # likewise

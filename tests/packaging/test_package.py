@@ -203,6 +203,7 @@ def test_without_its_extra_the_service_is_one_line(without_extras, tmp_path, wor
     code, out, err = says(without_extras / "mlx-tq-rescue", *words.split(), cwd=tmp_path)
     assert (code, out) == (2, "")
     assert re.fullmatch(r"mlx-tq-rescue: the service needs \w+: pip install 'mlx-tq\[rescue\]'\.\n", err)
+    assert says(without_extras / "mlx-tq-rescue", "--version") == (0, f"{mlx_tq.__version__}\n", "")
 
 
 def test_a_chat_without_the_extra_of_rescue_recalls_from_the_archive(without_extras, tmp_path):
