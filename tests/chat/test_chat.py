@@ -14,7 +14,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
-from cli.tools import FLOAT32, command, copy_model, environment
+from cli.tools import FLOAT32, command, copy_model, environment, zoo_model
 from http_harness import wait_for
 from processes import hangup_set_to, read_until
 from rescue.harness import Server
@@ -121,10 +121,11 @@ def test_a_loaded_conversation_brings_its_model(talk, tmp_path, capsys, monkeypa
     assert __main__.main(load) == 0
     assert capsys.readouterr().out == "417295\n"
     (model / "model.safetensors").unlink()
+    other = zoo_model(tmp_path / "other", "llama")
     made = f"{file} was made with --model {model} and --dtype float32, not with "
     for flags, code, says in (
         (("--dtype", "bfloat16"), 2, f"{made}--dtype bfloat16. Drop that flag"),
-        (("--model", "smollm2"), 2, f"{made}--model smollm2. Drop that flag"),
+        (("--model", str(other)), 2, f"{made}--model {other}. Drop that flag"),
         ((), 2, "No safetensors found"),
     ):
         assert __main__.main([*load, *flags]) == code

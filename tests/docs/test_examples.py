@@ -34,6 +34,7 @@ def test_the_chat_evicts_and_recalls_the_code():
     assert re.fullmatch(r"\d+ tokens in the cache, [1-9]\d* evicted, [\d.]+ MB", statistics)
 
 
+@pytest.mark.full  # it reads a document of thousands of tokens
 def test_a_question_about_a_long_document(tmp_path):
     houses = [f"House {number} has {number % 7} trees and a gate. " for number in range(80)]
     document = tmp_path / "document.txt"

@@ -356,7 +356,7 @@ def histories(count):
     return found
 
 
-TestCacheMachine = histories(25)
+TestCacheMachine = histories(15)
 TestCacheMachineAtLength = pytest.mark.full(histories(60))
 
 

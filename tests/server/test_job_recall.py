@@ -128,6 +128,7 @@ def test_a_quotation_repeats_no_recalled_row(loaded, session):
     assert long_index == len(long_ids) - len(question), "the document of a long turn comes before the quotation"
 
 
+@pytest.mark.full  # it decodes hundreds of tokens
 def test_a_quotation_is_not_evicted_while_the_answer_is_decoded(loaded, session):
     tokenizer, (engine, first) = loaded[1], session
     quoted = tokenizer.encode("The gate of house 3 is red.")
