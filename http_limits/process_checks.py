@@ -33,6 +33,11 @@ def home_fault() -> str | None:
     return None
 
 
+def is_disk_full(error: Exception) -> bool:
+    """Return whether a write failed because the disk, or the user's part of it, is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def temporary_folder_fault() -> str | None:
     """Return why a temporary file cannot be written, or None."""
     name = next((name for name in _TEMPORARY_VARIABLES if os.environ.get(name)), None)
@@ -41,8 +46,7 @@ def temporary_folder_fault() -> str | None:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(_PROBE_BYTES))
     except OSError as error:
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = f"{'Free space there, or set' if is_full else 'Set'} {name or 'TMPDIR'} to another folder."
+        remedy = f"{'Free space there, or set' if is_disk_full(error) else 'Set'} {name or 'TMPDIR'} to another folder."
         return f"temporary files cannot be written to {folder} ({error.strerror}). {remedy}"
     return None
 

@@ -3,7 +3,6 @@
 import argparse
 import sys
 
-from mlx_tq.cli.inputs import read_file
 from mlx_tq.cli.options import check_flags, check_writable
 from mlx_tq.cli.parser import CommandParser, add_model_arguments, command_parser
 from mlx_tq.cli.runner import DONE, command_main
@@ -35,16 +34,16 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         check_writable("-o", args.output)
 
+    from mlx_tq.cli.inputs import read_text
     from mlx_tq.cli.startup import check_model
     from mlx_tq.policies.calibration import SKIP, check_replaceable
 
     if args.output is not None:
         check_replaceable(args.output)
-    text = None if args.text is None else read_file("text", args.text)
+    text = read_text(args.text)
     check_model(args)
 
     from mlx_tq.cli import model_calibration
-    from mlx_tq.cli.haystack import load_text
     from mlx_tq.cli.loading import load_model
     from mlx_tq.cli.screen import prefill_progress
     from mlx_tq.models import fingerprint, short_name
@@ -52,7 +51,6 @@ def run(args: argparse.Namespace) -> int:
 
     tokens = model_calibration.TOKENS if args.tokens is None else args.tokens
     share = model_calibration.TEXT_SHARE if args.text_share is None else args.text_share
-    text = load_text() if text is None else text
     model, tokenizer = load_model(args)
     if args.losses:
         model_calibration.save_measured_losses(model, tokenizer, text, short_name(args.model))

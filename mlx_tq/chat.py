@@ -39,7 +39,7 @@ def build_parser() -> CommandParser:
     add("--system-prompt", metavar="TEXT", help="system prompt (default: none)")
     add("--chat-template-config", metavar="JSON", help="options of the chat template (default: {})")
     add("--load", metavar="FILE", help="continue a conversation saved with /save, on its model (default: none)")
-    on_full = "when the model's context is full: stop, or drop-oldest, which removes the oldest turns and goes on"
+    on_full = "when the model's context is full: stop, or drop-oldest, which removes the oldest turns"
     add("--on-full", choices=ON_FULL, default=ON_FULL[0], help=on_full)
     add("--max-tokens", "-m", type=int, default=512, metavar="N", help="maximum tokens per answer")
     add("--prefill-step-size", type=int, default=512, metavar="N", help="tokens per prefill step")

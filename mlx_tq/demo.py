@@ -39,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
 
     check_model(args)
 
-    from mlx_tq.cli.haystack import QUESTION, build_case, load_text
+    from mlx_tq.cli.haystack import QUESTION, build_case
+    from mlx_tq.cli.inputs import load_text
     from mlx_tq.cli.loading import load_model
     from mlx_tq.cli.screen import console, human_bytes, results, table, warn
     from mlx_tq.config import PROFILES, EvictConfig, KVConfig

@@ -25,11 +25,6 @@ def is_replaceable(path: Path) -> bool:
     return path.is_file() or not path.exists()
 
 
-def is_disk_full(error: Exception) -> bool:
-    """Return whether a write failed because the disk, or the user's part of it, is full."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> FileIO:
     """Open a regular file unbuffered; raise OSError for anything else, such as a link, a pipe or a device.
 

@@ -20,7 +20,7 @@ from benchmarks.recall.arms import Asked, answer, inside
 from benchmarks.recall.scenes import STEP, config, encode, read
 from benchmarks.reports import save
 from mlx_tq import compressed_attention, load, make_prompt_cache
-from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.prompt_cache.layer_group import compressed_caches
 from mlx_tq.session.restore import recall_rows, release
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from benchmarks.recall.needles import KINDS, Hidden
-from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.config import BLOCK, EvictConfig, KVConfig
 from mlx_tq.policies import Policy
 

@@ -19,7 +19,8 @@ import numpy as np
 from benchmarks.rescue.public_collections import cranfield
 from benchmarks.rescue.results import save
 from mlx_tq import load
-from mlx_tq.cli.haystack import build_scene, code_word, load_text
+from mlx_tq.cli.haystack import build_scene, code_word
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.cli.model_calibration import KINDS
 from mlx_tq.session.transcript import make_spans
 from rescue_svc.embed import load_embedder

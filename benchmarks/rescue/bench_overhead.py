@@ -28,7 +28,8 @@ from benchmarks.reports import save
 from benchmarks.rescue.bench_ramp import PREFIX, WINDOW, configuration
 from benchmarks.rescue.process import Service, service
 from mlx_tq import Session, load
-from mlx_tq.cli.haystack import QUESTION, build_case, load_text
+from mlx_tq.cli.haystack import QUESTION, build_case
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.config import RescueConfig
 from mlx_tq.rescue import client as rescue_client
 from mlx_tq.rescue.locator import run_in_thread

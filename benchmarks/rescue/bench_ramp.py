@@ -28,7 +28,8 @@ from benchmarks.rescue.ramp_cells import DEPTHS, WHOLE, key
 from benchmarks.summarize import ramp
 from mlx_tq import EvictConfig, KVConfig, Session, load
 from mlx_tq.cli.diagnostics import environment
-from mlx_tq.cli.haystack import QUESTION, build_case, judge_answer, load_text
+from mlx_tq.cli.haystack import QUESTION, build_case, judge_answer
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.evaluate.inspection import count_needle_tokens
 from mlx_tq.policies import parse_policy
 from mlx_tq.prompt_cache.layer_group import layer_group_of

@@ -19,7 +19,7 @@ import openai
 
 from benchmarks.reports import save
 from benchmarks.server.bench_streams import serving
-from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.models import load
 
 ARMS = ("read", "stored", "restored", "restored cold")

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.reports import RESULTS, save
-from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.inputs import load_text
 
 TOKENS, CHARACTERS = 256, 1024  # of a block
 GAP = 5.0  # seconds between two requests of a conversation, on average

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from benchmarks.reports import RESULTS
-from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.codec import Codec, CodecOptions, Encoded, Format, register_format
 from mlx_tq.codec.formats.turbo import TurboCodec
 from mlx_tq.codec.rotation import Rotation, WalshHadamard, get_rotation

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from benchmarks.reports import ALL_NAMES, named_model, survey_models
 from mlx_tq import compressed_attention, make_prompt_cache
-from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.config import BLOCK, PROFILES
 from mlx_tq.integration.probe import native_caches
 from mlx_tq.prompt_cache.layer_group import compressed_caches

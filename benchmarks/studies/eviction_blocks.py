@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.reports import ALL_NAMES, named_model, survey_models
-from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.evaluate.asking import prefill_caches
 from mlx_tq.policies import TriAttention

@@ -18,7 +18,7 @@ from benchmarks.reports import ALL_NAMES, named_model, survey_models
 from benchmarks.studies.eviction_scores import calibrators, layers_of
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
-from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.codec.formats import format_names, get_format
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError

@@ -31,7 +31,7 @@ from benchmarks.studies.eviction_scores import (
     statistics,
 )
 from benchmarks.studies.needle_kinds import plant
-from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.evaluate.asking import prefill_caches
 from mlx_tq.models import load

@@ -4,13 +4,14 @@ import argparse
 import sys
 from collections.abc import Callable
 
+from mlx_tq.cli.inputs import read_text
 from mlx_tq.cli.loading import load_model
 from mlx_tq.cli.parser import CommandParser, add_cache_arguments, add_model_arguments, command_parser
 from mlx_tq.cli.runner import run_command
 from mlx_tq.config import KVConfig
 from mlx_tq.evaluate import add_arm_arguments
 from mlx_tq.evaluate.arms import Arm
-from mlx_tq.evaluate.measurements import read_text, settings_of
+from mlx_tq.evaluate.measurements import settings_of
 from mlx_tq.evaluate.results import Results
 from mlx_tq.evaluate.teacher_forced import cut_chunks
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.cli.loading import load_model
 from mlx_tq.cli.model_calibration import Queries, collect_queries, mix_queries, save_queries
 from mlx_tq.cli.parser import add_model_arguments

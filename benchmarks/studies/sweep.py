@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.studies.flags import open_results, run_study, study_parser
 from benchmarks.studies.needle_kinds import KINDS, SPREAD, plant
+from mlx_tq.cli.inputs import read_text
 from mlx_tq.cli.loading import calibrate_model, load_model
 from mlx_tq.cli.options import Request
 from mlx_tq.cli.screen import progress_bar
@@ -25,7 +26,6 @@ from mlx_tq.evaluate.arms import OFF, Arm
 from mlx_tq.evaluate.asking import Prefill, Sample, ask_samples, prefill_caches
 from mlx_tq.evaluate.flag_values import parse_depths, whole_numbers
 from mlx_tq.evaluate.inspection import reseed_random
-from mlx_tq.evaluate.measurements import read_text
 from mlx_tq.evaluate.needles import count_found
 from mlx_tq.evaluate.results import Columns, Record, Results
 from mlx_tq.evaluate.teacher_forced import cut_chunks, divergence, perplexity, score_text

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import KVCache
 
 from benchmarks.kernels.cases import make_cases
 from benchmarks.reports import save
-from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.evaluate.recording import Attend, WatchedCache
 from mlx_tq.integration.patches import patch_attention
 from mlx_tq.integration.probe import model_facts, native_caches

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_tq.bench.layer import LayerShape, measure_layer
 from mlx_tq.bench.model import BenchedCache, Figure, measure_model
 from mlx_tq.cli.diagnostics import Check, environment, run_checks
-from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.cli.loading import calibrate_model
 from mlx_tq.cli.options import OFF, STDOUT, make_eviction, read_options
 from mlx_tq.cli.screen import console, human_bytes, progress_bar, results, table

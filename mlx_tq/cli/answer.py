@@ -32,7 +32,7 @@ from mlx_tq.cli.loading import (
 from mlx_tq.cli.options import Request
 from mlx_tq.cli.prompts import embed_images, encode, render
 from mlx_tq.cli.runner import DONE, INTERRUPTED
-from mlx_tq.cli.sampling import make_processors
+from mlx_tq.cli.sampling_settings import make_processors
 from mlx_tq.cli.screen import (
     collect_stats,
     note,

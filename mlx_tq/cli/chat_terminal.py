@@ -14,7 +14,7 @@ from mlx_tq.cli.inputs import template_config
 from mlx_tq.cli.loading import join_ranks, load_model, open_prefix_folder, take_source
 from mlx_tq.cli.options import PENALTIES, RESCUE_FIELDS, SAMPLING, Request, SamplingOption, name_of
 from mlx_tq.cli.runner import DONE, INTERRUPTED
-from mlx_tq.cli.sampling import choose_sampling, make_processors, parse_setting
+from mlx_tq.cli.sampling_settings import choose_sampling, make_processors, parse_setting
 from mlx_tq.cli.screen import (
     collect_stats,
     console,

@@ -9,7 +9,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from importlib.resources import files
 from typing import Any
 
 from mlx_tq.cache.spec import CacheSpec
@@ -22,11 +21,6 @@ COLORS = ("PURPLE", "CRIMSON", "SILVER", "GREEN", "AMBER", "INDIGO", "WHITE", "C
 ANIMALS = ("ELEPHANT", "FALCON", "DOLPHIN", "TIGER", "BADGER", "OTTER", "RAVEN", "TURTLE", "WOLF", "EAGLE")
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])(?=\s)")
-
-
-def load_text() -> str:
-    """Return the beginning of WikiText-2's test split, 80,000 tokens of the bundled model."""
-    return (files("mlx_tq") / "assets" / "text" / "wikitext-2-test.txt").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)

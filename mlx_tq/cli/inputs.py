@@ -1,8 +1,9 @@
-"""Read the prompts, files and JSON that flags name; this imports no model code."""
+"""Read the prompts, texts, files and JSON that flags name; this imports no model code."""
 
 import argparse
 import json
 import sys
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,16 @@ def read_file(kind: str, path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the {kind} {path} cannot be read: {error}. Give a UTF-8 file.") from error
+
+
+def load_text() -> str:
+    """Return the beginning of WikiText-2's test split, 80,000 tokens of the bundled model."""
+    return (files("mlx_tq") / "assets" / "text" / "wikitext-2-test.txt").read_text(encoding="utf-8")
+
+
+def read_text(path: str | None) -> str:
+    """Return the text of a file that a user names, by default that of `load_text`."""
+    return load_text() if path is None else read_file("text", path)
 
 
 def read_schema(args: argparse.Namespace) -> dict[str, Any] | None:

@@ -10,9 +10,9 @@ from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
 from mlx_lm.models.cache import load_prompt_cache as load_native_cache
 from mlx_lm.models.cache import make_prompt_cache as make_native_cache
 
-from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.cli.model_calibration import collect_queries, mix_queries, save_measured_losses, save_queries
-from mlx_tq.cli.options import AUTO, SINGLE_PROCESS, Request, read_options
+from mlx_tq.cli.options import AUTO, SINGLE_PROCESS, Request, given_models, read_options
 from mlx_tq.cli.screen import console, human_bytes, logged_progress, note, warn
 from mlx_tq.config import KVConfig
 from mlx_tq.distributed.group import ALONE, Ranks, join
@@ -141,10 +141,14 @@ def waits_for_calibration(args: argparse.Namespace) -> bool:
 def outline_model(args: argparse.Namespace) -> Any:
     """Return the outline of the model of a command's flags, before its weights are read or downloaded."""
     options = {name: getattr(args, name) for name in ("dtype", "dequantize", "trust_remote_code")}
-    models = args.model if isinstance(args.model, list) else [args.model]
-    if len(models) > 1:
-        raise ConfigError(f"--memory is for one model, and --model names {len(models)}. Drop it, or name one model.")
-    return load_outline(models[0], **options)
+    model, *others = given_models(args)
+    if others:
+        raise needs_one_model("--memory", 1 + len(others))
+    return load_outline(model, **options)
+
+
+def needs_one_model(flag: str, count: int) -> ConfigError:
+    return ConfigError(f"{flag} is for one model, and --model names {count}. Drop it, or name one model.")
 
 
 def calibrate_model(

@@ -80,6 +80,11 @@ def parse_penalty(text: str) -> float:
     return penalty
 
 
+def given_models(args: argparse.Namespace) -> list[str | None]:
+    """Return the models of --model, of which a server may have several; None is the default."""
+    return args.model if isinstance(args.model, list) else [args.model]
+
+
 class Option(NamedTuple):
     """A flag whose default is the environment variable of its name, such as MLX_TQ_KV_KEY for --kv-key."""
 

@@ -5,7 +5,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
-from mlx_tq.cli.options import OFF, Request
+from mlx_tq.cli.options import OFF, Request, given_models
 from mlx_tq.distributed.launch import is_launched, launched_rank
 from mlx_tq.errors import CacheFormatError, RescueError
 from mlx_tq.models import find_source
@@ -42,7 +42,7 @@ def check_request(request: Request) -> Request:
 
 def check_model(args: argparse.Namespace) -> None:
     """Raise ConfigError for models and adapters that cannot be there."""
-    models = args.model if isinstance(args.model, list) else [args.model]  # a server may have several
+    models = given_models(args)
     for model in models:
         find_source(model, getattr(args, "adapter_path", None) if len(models) == 1 else None)
     if getattr(args, "draft_model", None) is not None:

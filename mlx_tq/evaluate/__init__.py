@@ -3,7 +3,6 @@
 import argparse
 from typing import Any
 
-from mlx_tq.cli.inputs import read_file
 from mlx_tq.cli.options import STDOUT, Request, check_writable, parse_json_object, parse_temperature
 from mlx_tq.cli.parser import (
     CommandParser,
@@ -34,19 +33,19 @@ def run(args: argparse.Namespace) -> int:
     if args.json not in (None, STDOUT):
         check_writable("--json", args.json, "file")
 
+    from mlx_tq.cli.inputs import read_text
     from mlx_tq.cli.startup import check_request
     from mlx_tq.evaluate.arms import arms_of_measurement
     from mlx_tq.evaluate.flag_values import check_values
 
     check_values(args)
     arms = arms_of_measurement(request)
-    if getattr(args, "text", None) is not None:
-        read_file("text", args.text)
+    text = read_text(getattr(args, "text", None))
     check_request(request)
 
     from mlx_tq.evaluate.measurements import run_measurement
 
-    return run_measurement(request, arms)
+    return run_measurement(request, arms, text)
 
 
 def build_parser() -> CommandParser:

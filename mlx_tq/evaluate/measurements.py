@@ -8,8 +8,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mlx_tq.cli.haystack import load_text
-from mlx_tq.cli.inputs import read_file
 from mlx_tq.cli.loading import load_model
 from mlx_tq.cli.options import Request
 from mlx_tq.cli.screen import progress_bar
@@ -55,11 +53,10 @@ class Measurement(NamedTuple):
     resumes: bool = True
 
 
-def run_measurement(request: Request, arms: list[Arm]) -> int:
-    """Compare the arms, show the results and return the exit code."""
+def run_measurement(request: Request, arms: list[Arm], text: str) -> int:
+    """Compare the arms on a text, show the results and return the exit code."""
     args = request.args
     measurement = MEASUREMENTS[args.measurement]
-    text = read_text(getattr(args, "text", None))
     results = Results(
         args.json, args.measurement, settings_of(args, measurement.settings, arms), resume=measurement.resumes
     )
@@ -70,10 +67,6 @@ def run_measurement(request: Request, arms: list[Arm]) -> int:
     if not getattr(args, "strict", False):
         return 0
     return int(any(row["verdict"] not in (PASS, VOID) for row in records if row["name"] != OFF.name))
-
-
-def read_text(path: str | None) -> str:
-    return load_text() if path is None else read_file("text", path)
 
 
 def settings_of(args: argparse.Namespace, names: tuple[str, ...], arms: list[Arm]) -> Record:

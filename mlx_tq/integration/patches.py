@@ -69,7 +69,7 @@ def _replace_attribute(owner: Any, name: str, value: Any) -> Undo:
     def restore() -> None:
         if was_set:
             setattr(owner, name, previous)
-        elif name in vars(owner):  # whoever runs the model may have deleted it
+        elif name in vars(owner):  # the caller may have deleted it
             delattr(owner, name)
 
     return restore

@@ -19,7 +19,7 @@ from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import UnsupportedModelError
 from mlx_tq.integration.patches import capture_queries, find_call, patch_attention, patch_rope, recorded_calls
 from mlx_tq.kernels.regions import Mask
-from mlx_tq.models import config_value, is_outline, name_of, ranks_of
+from mlx_tq.models import config_value, is_outline, loaded_name, ranks_of
 
 _TOKENS = 64
 _STRIDE = 7919  # a prime, so that the tokens are spread over any vocabulary
@@ -214,4 +214,4 @@ def _probe(model: Any) -> ModelFacts:
         )
     slots = [probe.facts(index, part, model) for (index, part), probe in probes.items()]
     counts_keys = any(view.is_counted for probe in probes.values() for view in probe.views)
-    return ModelFacts(name, name_of(model), classes, slots, counts_keys, position_limit(model), ranks_of(model))
+    return ModelFacts(name, loaded_name(model), classes, slots, counts_keys, position_limit(model), ranks_of(model))

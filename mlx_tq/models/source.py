@@ -8,7 +8,7 @@ _SOURCE = "_mlx_tq_source"  # the attribute of a model
 
 @dataclass(frozen=True)
 class ModelSource:
-    """What `load` needs to load a model again with the same weights."""
+    """Names what `load` needs to load a model again with the same weights."""
 
     model: str  # folder, file or hub name, "" for the bundled model
     dtype: str | None = None  # None if the weights are of several types

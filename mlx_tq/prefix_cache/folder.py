@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from http_limits.process_checks import is_disk_full
 from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import ConfigError, one_line
 from mlx_tq.files import atomic_write, cache_folder, open_regular
@@ -41,7 +42,6 @@ _DIGEST_SIZE = hashlib.sha256().digest_size
 _AHEAD = 7 * 86_400 * 10**9  # nanoseconds that protected records are ahead
 # Times that are less or further ahead are of a clock that was wrong, and protect nothing.
 _MIN_AHEAD, _MAX_AHEAD = _AHEAD // 2, 2 * _AHEAD
-_FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Record(NamedTuple):
@@ -119,7 +119,7 @@ class Folder:
         try:
             _write(path, parts)
         except OSError as error:
-            if error.errno not in _FULL_DISK or not self._frees_disk or size > self._nbytes:
+            if not is_disk_full(error) or not self._frees_disk or size > self._nbytes:
                 raise
             self._frees_disk = False
             self._evict(self._nbytes - size)

@@ -23,10 +23,11 @@ import mlx_lm.models.cache as native
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
+from http_limits.process_checks import is_disk_full
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.config import SCHEDULE, KVConfig
 from mlx_tq.errors import CacheFormatError, UnsupportedModelError, is_out_of_memory, one_line
-from mlx_tq.files import atomic_write, check_kind, is_disk_full
+from mlx_tq.files import atomic_write, check_kind
 from mlx_tq.integration.probe import model_facts, native_caches
 from mlx_tq.models import ModelSource, fingerprint, ranks_of, source_of
 from mlx_tq.policies.policy import CalibratedPolicy

@@ -173,7 +173,7 @@ class RescueClient(AbstractContextManager["RescueClient"]):
         return self._attempt(lambda: self._request("POST", "/embed", wire.parse_embeddings, body, EMBED_S), EMBED_S)
 
     def embedder(self) -> str | None:
-        """Return the name of the service's embedder; None if it has none, or is not known to have one.
+        """Return the name of the service's embedder; None while no embedder is known.
 
         The service is asked until it names one; a failure is not counted, so that it does not stop retrieval.
         """
@@ -207,7 +207,7 @@ class RescueClient(AbstractContextManager["RescueClient"]):
 
         def delete() -> bool:
             with self._changed:
-                # A batch on its way would arrive after the deletion. After the timeout, the caller may write anew.
+                # A batch on its way would arrive after the deletion. After the timeout, the caller may write again.
                 if not self._changed.wait_for(lambda: self._sending != session_id or self._is_closed, timeout):
                     raise _late(timeout)
                 remaining = [entry for entry in self._queue if entry[0] != session_id]

@@ -59,7 +59,11 @@ def build_parser() -> CommandParser:
     )
     add_sampling_arguments(group, (*SAMPLING, *PENALTIES), from_model=True)
     add("--max-tokens", type=int, default=512, metavar="N", help="maximum tokens to generate")
+    _add_limit_arguments(parser)
+    return parser
 
+
+def _add_limit_arguments(parser: CommandParser) -> None:
     add = parser.add_argument_group("limits").add_argument
     size: Any = {"type": parse_size, "metavar": "SIZE"}
     add("--decode-concurrency", type=int, default=32, metavar="N", help="answers generated at once")
@@ -91,7 +95,6 @@ def build_parser() -> CommandParser:
         help="share stored prefixes between servers with different API keys",
     )
     add("--sessions", type=int, default=16, metavar="N", help="maximum number of sessions")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -113,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     from mlx_tq.server.served_models import find_models  # loads mlx
 
     ranks = join_ranks(request)
-    sources = find_models(request, ranks)
+    served_models = find_models(request, ranks)
     folder = open_prefix_folder(request, ranks)
     log = logging.StreamHandler(sys.stderr)
     log.addFilter(LogLimit())
@@ -128,10 +131,10 @@ def run(args: argparse.Namespace) -> int:
 
     listener = ranks.run_on_first(listen)
     if listener is None:
-        process.follow(request, sources[0], folder, ranks)
+        process.follow(request, served_models[0], folder, ranks)
     else:
         with listener:
-            process.serve(request, sources, api_key, folder, listener, ranks)
+            process.serve(request, served_models, api_key, folder, listener, ranks)
     return DONE
 
 

@@ -28,6 +28,7 @@ from mlx_tq.server.api_errors import (
     ApiError,
     ClientDisconnectedError,
     InvalidRequestError,
+    ModelNotFoundError,
     UnavailableError,
 )
 from mlx_tq.server.embeddings import embed, embedder_objects
@@ -131,19 +132,20 @@ class Api:
             )
         return JSONResponse({"status": "ok"})
 
-    async def _models(self) -> list[Object]:
-        models = [self._pool.describe(model) for model in self._pool.models]
-        return [*models, *await embedder_objects(self._rescue, models[0]["created"])]
-
     async def _list_models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": await self._models()})
+        models = [self._pool.describe(model) for model in self._pool.models]
+        embedders = await embedder_objects(self._rescue, self._pool.created)
+        return JSONResponse({"object": "list", "data": [*models, *embedders]})
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        for model in await self._models():
-            if model["id"] == name:
-                return JSONResponse(model)
-        return JSONResponse(self._pool.describe(self._pool.find(name)))
+        try:
+            return JSONResponse(self._pool.describe(self._pool.find(name)))
+        except ModelNotFoundError:
+            for embedder in await embedder_objects(self._rescue, self._pool.created):
+                if embedder["id"] == name:
+                    return JSONResponse(embedder)
+            raise
 
     async def _plan(self, request: Request) -> Response:
         service = await _run_until_disconnect(request, self._pool.acquire(request.query_params.get("model")))

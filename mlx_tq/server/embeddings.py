@@ -15,7 +15,7 @@ _BATCH = 32  # texts of a call; a longer call would delay other users of the ser
 
 
 async def embedder_objects(client: RescueClient | None, created: int) -> list[dict[str, Any]]:
-    """Return the embedder as a model in OpenAI's shape; none if the service has none, or does not answer."""
+    """Return the embedder as a model in OpenAI's shape; an empty list while no embedder is known."""
     name = None if client is None else await run_in_threadpool(client.embedder)
     return [] if name is None else [{"id": name, "object": "model", "created": created, "owned_by": "mlx_tq"}]
 

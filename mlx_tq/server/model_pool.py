@@ -64,7 +64,7 @@ class ModelPool:
 
     def __init__(self, models: Sequence[PooledModel], limit: int | None = None, max_waiting: int = 1) -> None:
         self.models, self._limit, self._max_waiting = models, limit, max_waiting
-        self._created = int(time.time())
+        self.created = int(time.time())
         self._turn = asyncio.Lock()  # of the models that wait to be loaded
         self._changed = asyncio.Event()  # a model is used by one request less, or one less waits
         self._uses = count(1)
@@ -133,7 +133,7 @@ class ModelPool:
         return {
             "id": model.name,
             "object": "model",
-            "created": self._created,
+            "created": self.created,
             "owned_by": "mlx_tq",
             "loaded": model.service is not None,
             "context_length": model.positions,
@@ -201,7 +201,7 @@ class ModelPool:
                 if not request.done() and model.service is not None:
                     self.retain(model.service)
                     request.set_result(model.service)
-            if model.has_waiting:  # a request came while what was loaded for others, which had left, was unloaded
+            if model.has_waiting:  # they came after the earlier ones were cancelled
                 model.loading = asyncio.create_task(self._load(model))
 
     async def _load_service(self, model: PooledModel) -> None:

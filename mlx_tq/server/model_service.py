@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_tq.cli.loading import check_memory, check_positions
 from mlx_tq.cli.options import Request
-from mlx_tq.cli.sampling import choose_sampling
+from mlx_tq.cli.sampling_settings import choose_sampling
 from mlx_tq.cli.screen import note
 from mlx_tq.errors import ConfigError
 from mlx_tq.grammar.constraint import CompiledGrammar, Grammars

@@ -42,10 +42,10 @@ _MIN_CACHE_SHARE = 8  # at least this part of the memory is for caches, where we
 _SHOWN_TOKENS = 8192  # context for which the bytes of the cache are shown
 
 
-def follow(request: Request, source: ServedModel, folder: Folder | None, ranks: Ranks) -> None:
+def follow(request: Request, served: ServedModel, folder: Folder | None, ranks: Ranks) -> None:
     """Load this rank's part of the model, and follow the first rank until it ends."""
     ranks.run_on_first(lambda: None)  # opens the rescue service
-    of_model = _request_of(request, source, request.args.kv_memory_limit)
+    of_model = _request_of(request, served, request.args.kv_memory_limit)
     model, tokenizer, plan, limits, prefix_cache = _load(of_model, folder, "", ranks)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank gets it too, and ends all ranks
     Engine(model, tokenizer, request.config, plan, limits, Metrics(), prefix_cache=prefix_cache).serve()
@@ -53,7 +53,7 @@ def follow(request: Request, source: ServedModel, folder: Folder | None, ranks: 
 
 def serve(
     request: Request,
-    sources: list[ServedModel],
+    served_models: list[ServedModel],
     api_key: str | None,
     folder: Folder | None,
     listener: socket.socket,
@@ -65,9 +65,9 @@ def serve(
     with rescue or nullcontext():
         salt = salt_of(api_key, shared=request.args.prefix_cache_share)
         pool = _make_pool(
-            request, sources, partial(_make_service, folder=folder, salt=salt, rescue=rescue, ranks=ranks)
+            request, served_models, partial(_make_service, folder=folder, salt=salt, rescue=rescue, ranks=ranks)
         )
-        console.print(f"loading {sources[0].name}; requests are accepted when it is ready")
+        console.print(f"loading {served_models[0].name}; requests are accepted when it is ready")
         pool.load_default()
         _serve_pool(pool, rescue, request.args, api_key, listener)
 
@@ -102,26 +102,26 @@ def _serve_pool(
 
 
 def _make_pool(
-    request: Request, sources: list[ServedModel], make_service: Callable[[Request, Metrics], ModelService]
+    request: Request, served_models: list[ServedModel], make_service: Callable[[Request, Metrics], ModelService]
 ) -> ModelPool:
     """Return the pool of a server's models. Several share the memory, of which each has a part for its caches."""
     args, limit, cache_nbytes = request.args, None, request.args.kv_memory_limit
-    if len(sources) > 1:
+    if len(served_models) > 1:
         limit = args.model_memory_limit or free_memory()
-        room = max(limit - sum(source.nbytes for source in sources), limit // _MIN_CACHE_SHARE)
-        cache_nbytes = cache_nbytes or room // len(sources)
+        room = max(limit - sum(served.nbytes for served in served_models), limit // _MIN_CACHE_SHARE)
+        cache_nbytes = cache_nbytes or room // len(served_models)
     models = []
-    for source in sources:
-        metrics, of_model = Metrics(), _request_of(request, source, cache_nbytes)
-        nbytes = source.nbytes + (0 if request.config.is_off else cache_nbytes or 0)
+    for served in served_models:
+        metrics, of_model = Metrics(), _request_of(request, served, cache_nbytes)
+        nbytes = served.nbytes + (0 if request.config.is_off else cache_nbytes or 0)
         load = partial(make_service, of_model, metrics)
-        models.append(PooledModel(source.name, load, metrics, nbytes, source.context_length))
+        models.append(PooledModel(served.name, load, metrics, nbytes, served.context_length))
     return ModelPool(models, limit, args.max_queue)
 
 
-def _request_of(request: Request, source: ServedModel, cache_nbytes: int | None) -> Request:
+def _request_of(request: Request, served: ServedModel, cache_nbytes: int | None) -> Request:
     """Return the request of a server that has only one of the models."""
-    args = Namespace(**{**vars(request.args), "model": source.path, "kv_memory_limit": cache_nbytes})
+    args = Namespace(**{**vars(request.args), "model": served.path, "kv_memory_limit": cache_nbytes})
     return replace(request, args=args)
 
 

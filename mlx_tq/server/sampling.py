@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, greedy_sampler
 
 from mlx_tq.cli.options import LOWEST_TEMPERATURE
-from mlx_tq.cli.sampling import make_processors
+from mlx_tq.cli.sampling_settings import make_processors
 from mlx_tq.server.api_errors import InvalidRequestError
 from mlx_tq.server.schemas import GenerationRequest
 

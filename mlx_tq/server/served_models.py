@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlx_tq.cli.loading import needs_one_model
 from mlx_tq.cli.options import Request
 from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import ConfigError, MlxTqError
@@ -38,16 +39,16 @@ def find_models(request: Request, ranks: Ranks) -> list[ServedModel]:
             raise ConfigError("--model-memory-limit requires several models. Name another --model, or drop it.")
         return [ServedModel(short_name(path), path)]
     _check_several(request, len(paths), ranks)
-    sources: dict[str, ServedModel] = {}
+    models: dict[str, ServedModel] = {}
     for path in paths:
         name = short_name(path)
-        if name in sources:
+        if name in models:
             raise ConfigError(
-                f"two models are named {name!r}: {sources[name].path} and {path}. Requests choose by that name; "
+                f"two models are named {name!r}: {models[name].path} and {path}. Requests choose by that name; "
                 "rename one of them, or drop one."
             )
-        sources[name] = _inspect(name, path)
-    return list(sources.values())
+        models[name] = _inspect(name, path)
+    return list(models.values())
 
 
 def _check_several(request: Request, count: int, ranks: Ranks) -> None:
@@ -63,7 +64,7 @@ def _check_several(request: Request, count: int, ranks: Ranks) -> None:
     }
     for flag, is_given in of_one.items():
         if is_given:
-            raise ConfigError(f"{flag} is for one model, and --model names {count}. Drop it, or name one model.")
+            raise needs_one_model(flag, count)
 
 
 def _expand(path: str) -> list[str]:
@@ -91,7 +92,7 @@ def _inspect(name: str, path: str) -> ServedModel:
     files = part_files(local) if local.is_file() else local.glob(_WEIGHTS)
     try:
         config = read_config(str(local))
-    except MlxTqError:  # a damaged file; whoever asks for the model gets an error
+    except MlxTqError:  # a damaged file; requests for the model get an error
         config = {}
     positions = config_value(config, "max_position_embeddings")
     return ServedModel(

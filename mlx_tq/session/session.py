@@ -228,7 +228,7 @@ class Session:
     def _remove_if_full(self, words: int, max_tokens: int, progress: Progress) -> int:
         """Remove the oldest turns if a turn of `words` tokens and its answer do not fit.
 
-        Returns how many tokens were prefilled anew, 0 if nothing was removed.
+        Returns how many tokens were prefilled again, 0 if nothing was removed.
         """
         transcript, limit = self._transcript, self.context_length
         if self.on_full != DROP_OLDEST or limit is None or not transcript.turn_ranges:
@@ -244,19 +244,19 @@ class Session:
             return 0
         if not lengths[count]:
             self._room_after(len(transcript.opening) + words, 0)
-        kept, tokens = transcript.ids_after_removal(count), len(transcript.ids)
-        caches = self._prefill_anew(kept, lambda done, total: progress(done, total + words))
+        remaining, tokens = transcript.ids_after_removal(count), len(transcript.ids)
+        caches = self._prefill_again(remaining, lambda done, total: progress(done, total + words))
         transcript.remove(count)
         self.cache = caches
         searched = "; a search still finds their text" if self.client is not None else ""
         self._warn(
             f"the context of {limit:,} tokens was full: the oldest {count:,} of {len(lengths) - 1:,} turns "
-            f"({tokens - len(kept):,} tokens) were removed{searched}. The rest ({len(kept):,} tokens) was prefilled "
-            "again, and the counts of live and evicted tokens start anew."
+            f"({tokens - len(remaining):,} tokens) were removed{searched}. The rest ({len(remaining):,} tokens) was "
+            "prefilled again, and the counts of live and evicted tokens start at zero."
         )
-        return len(kept)
+        return len(remaining)
 
-    def _prefill_anew(self, ids: list[int], progress: Progress) -> list[Any]:
+    def _prefill_again(self, ids: list[int], progress: Progress) -> list[Any]:
         """Return new caches of `ids`; raise StoppedError if the session is stopped meanwhile."""
 
         def report(done: int, total: int) -> None:
@@ -411,7 +411,7 @@ class Session:
     def _undo(self, progress: Progress) -> None:
         length = self._transcript.turn_ranges[-1].start
         if not (length and can_trim_prompt_cache(self.cache) and trim_caches(self.cache, length)):
-            self.cache = self._prefill_anew(self._transcript.ids[:length], progress)
+            self.cache = self._prefill_again(self._transcript.ids[:length], progress)
         self._transcript.truncate(length)
         del self.turns[-1:]
 

@@ -123,7 +123,7 @@ class Transcript:
         self.turn_ranges = [turn for turn in self.turn_ranges if turn.start < length]
         if not has_sent or self._client is None:
             return
-        if not self._is_temporary:  # what a span had before the cut is sent anew
+        if not self._is_temporary:  # spans that the cut shortened are sent again
             self._send(self._sent[self._sent >= length - LONGEST_SPAN - SHORTEST_SPAN])
         elif self._client.forget(self.session_id):  # the service can only delete all of a session
             self.has_sent = False
@@ -209,8 +209,11 @@ class Transcript:
         )
         texts = [clean(self._plain.decode(ids[span.start : span.stop])) for span in spans]
         # Other text is of an undone turn that the service could not delete, or made up.
-        found = [span for span, text in zip(spans, texts, strict=True) if span.stop <= len(ids) and span.text == text]
-        ranges = [(span.start, span.stop) for span in found]
+        ranges = [
+            (span.start, span.stop)
+            for span, text in zip(spans, texts, strict=True)
+            if span.stop <= len(ids) and span.text == text
+        ]
         evicted = [span for span in ranges if not _is_within(*span, live_ranges)]
         sentences = [extend_to_sentences(span, ids, self._plain.decode, _MARGIN) for span in evicted]
         return SearchHits(tuple(part for span in sentences for part in self._from_service(span)), limit)

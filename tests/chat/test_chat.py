@@ -180,12 +180,20 @@ def test_the_sampling_of_the_model_is_used_where_no_flag_is_given(talk, tmp_path
     assert "Sampling: temp 0, greedy (generation_config.json)" in talk(words=words).err
 
 
-def test_up_recalls_a_message_of_several_lines(popen):
-    if "libedit" in (readline.__doc__ or ""):
-        pytest.skip("this Python has libedit")
+needs_readline = pytest.mark.skipif("libedit" in (readline.__doc__ or ""), reason="this Python has libedit")
+
+
+def start_in_terminal(popen, *words, **options):
+    """Start a chat in a terminal; return its process, and the other end of the terminal."""
     ours, theirs = os.openpty()
-    popen(command("chat", "--max-tokens", "4"), stdin=theirs, stdout=theirs, stderr=theirs, env=environment())
+    process = popen(command("chat", *words), stdin=theirs, stdout=theirs, stderr=theirs, env=environment(), **options)
     os.close(theirs)
+    return process, ours
+
+
+@needs_readline
+def test_up_recalls_a_message_of_several_lines(popen):
+    _, ours = start_in_terminal(popen, "--max-tokens", "4")
     read_until(ours, "> ")
     for line in ('"""', "The access code is 417295.", "It is new.", '"""'):
         os.write(ours, f"{line}\r".encode())
@@ -210,20 +218,17 @@ def test_a_full_conversation_removes_its_oldest_turns(talk, tmp_path):
     )
     assert "the context of 300 tokens was full: the oldest " in err
     assert " tokens) were removed; a search still finds their text." in err
-    assert "was prefilled again, and the counts of live and evicted tokens start anew" in err
+    assert "was prefilled again, and the counts of live and evicted tokens start at zero" in err
     assert re.search(r"rescued +\d", out)
     assert "in removed turns" in out
     assert "417295" in out
     assert "Traceback" not in err
 
 
+@needs_readline
 def test_a_paste_is_one_message(popen):
-    """A terminal marks a paste; Enter ends the message."""
-    if "libedit" in (readline.__doc__ or ""):
-        pytest.skip("this Python has libedit, which does not know pastes")
-    ours, theirs = os.openpty()
-    popen(command("chat", "--max-tokens", "8"), stdin=theirs, stdout=theirs, stderr=theirs, env=environment())
-    os.close(theirs)
+    """A terminal marks a paste, which libedit does not know; Enter ends the message."""
+    _, ours = start_in_terminal(popen, "--max-tokens", "8")
     assert "\x1b[?2004h" in read_until(ours, "> ")  # asks the terminal for the marks
     os.write(ours, b"\x1b[200~The access code is 417295.\nIt is new.\nWhat is the access code?\x1b[201~")
     os.write(ours, b"\r")
@@ -282,16 +287,11 @@ def test_ctrl_c_stops_a_turn_and_keeps_the_session(popen):
     """Ctrl-C at the prompt is repeated if nothing happens.
 
     Python may notice a signal just before readline's wait only after the next key or signal, and then both as one."""
-    ours, theirs = os.openpty()
-    process = popen(
-        command("chat", "--max-tokens", "-1", "--temp", "1"),
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env=environment(),
+    process, ours = start_in_terminal(
+        popen,
+        *("--max-tokens", "-1", "--temp", "1"),
         preexec_fn=lambda: (os.setsid(), signal.signal(signal.SIGINT, signal.default_int_handler)),
     )
-    os.close(theirs)
 
     def press_until(happened):
         for _ in range(PRESSES):

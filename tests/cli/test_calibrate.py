@@ -11,7 +11,7 @@ from processes import read_until
 from smollm2 import needs_smollm2
 
 from benchmarks.studies.needle_kinds import KINDS as NEEDLES
-from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.cli.model_calibration import KINDS, build_question_scenes, calibrate_on_text, collect_queries
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.kernels.gpu import gpu_backend

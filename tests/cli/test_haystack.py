@@ -8,7 +8,8 @@ from mlx_lm.utils import load_tokenizer
 
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
-from mlx_tq.cli.haystack import NEEDLE, QUESTION, Verdict, build_case, judge_answer, load_text
+from mlx_tq.cli.haystack import NEEDLE, QUESTION, Verdict, build_case, judge_answer
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.models import embedded_path

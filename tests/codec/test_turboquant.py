@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from codec.reference import levels, rotation_matrix
-from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.codec import TurboQuant
 from mlx_tq.codec.codebook import theoretical_mse
 from mlx_tq.codec.packing import unpack

@@ -20,7 +20,7 @@ from mlx_lm.generate import generate_step
 from rescue.harness import Server
 
 from mlx_tq import EvictConfig, KVConfig, Session, make_prompt_cache
-from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.codec import codebook
 from mlx_tq.config import BLOCK, PROFILES
 from mlx_tq.policies import parse_policy

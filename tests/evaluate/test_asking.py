@@ -4,7 +4,7 @@ from math import sqrt
 
 import pytest
 
-from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, Arm, parse_arm

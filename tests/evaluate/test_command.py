@@ -5,7 +5,7 @@ import pytest
 
 from mlx_tq.__main__ import main
 from mlx_tq.cli.diagnostics import environment
-from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.inputs import load_text
 
 READ = shlex.split("--dtype float32 --chunks 1 --length 256 --step 144 --kv-sinks 16 --kv-window 16")
 

@@ -1,6 +1,6 @@
 import pytest
 
-from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import parse_pairs

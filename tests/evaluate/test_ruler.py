@@ -3,7 +3,7 @@ from collections import Counter
 
 import pytest
 
-from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.ruler import TASKS, judge_words, ruler_samples
 

@@ -16,7 +16,8 @@ from benchmarks.studies.layers import Side, measure_layers
 from benchmarks.studies.needle_kinds import DECOY, KINDS, plant
 from benchmarks.studies.spectrum import key_schedules, measure_spectrum
 from benchmarks.studies.sweep import Setting, check_settings, grid, sweep_needles, sweep_text, tabulate
-from mlx_tq.cli.haystack import NEEDLE, QUESTION, Fact, build_scene, load_text
+from mlx_tq.cli.haystack import NEEDLE, QUESTION, Fact, build_scene
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.cli.model_calibration import calibrate_on_text, save_queries
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, parse_arm
 from mlx_tq.evaluate.teacher_forced import TokenScores, check_steps, cut_chunks, divergence, perplexity, score_text

@@ -12,7 +12,7 @@ from sentencepiece import sentencepiece_model_pb2
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import mlx_tq
-from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.errors import ConfigError
 from mlx_tq.server.prompt_builder import PromptBuilder
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlx_tq
-from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.cli.model_calibration import measure_losses
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError

@@ -6,7 +6,7 @@ import pytest
 from bad_servers import MISBEHAVIORS, BadServer, always, closed_port, hung
 
 from mlx_tq import EvictConfig, KVConfig, Session
-from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.config import RescueConfig
 
 # Evicts within a page.

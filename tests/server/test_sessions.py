@@ -11,7 +11,7 @@ from cli.tools import PACKED
 from http_harness import connections, wait_for
 from processes import hangup_set_to
 
-from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.inputs import load_text
 
 from .conftest import ENDLESS, FACT, QUESTION
 from .harness import Server, read_first_text, text_of_stream, together

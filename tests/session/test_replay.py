@@ -9,7 +9,7 @@ from contract.spies import rounds_of
 from mlx_lm.models.cache import KVCache
 
 from mlx_tq import EvictConfig, KVConfig, Session
-from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.errors import ConfigError
 from mlx_tq.models import load
 

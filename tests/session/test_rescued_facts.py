@@ -4,7 +4,8 @@ import pytest
 from rescue.harness import Server
 
 from mlx_tq import EvictConfig, KVConfig, Session
-from mlx_tq.cli.haystack import QUESTION, Verdict, build_case, judge_answer, load_text
+from mlx_tq.cli.haystack import QUESTION, Verdict, build_case, judge_answer
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.config import RescueConfig
 from mlx_tq.evaluate.inspection import count_needle_tokens
 

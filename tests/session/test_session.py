@@ -14,7 +14,7 @@ from rescue.harness import Server
 from zoo import ARCHITECTURES
 
 from mlx_tq import EvictConfig, KVConfig, Session, save_prompt_cache
-from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.config import PROFILES, RescueConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.models import load

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_tq import RescueConfig
-from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.rescue.wire import MAX_TEXT, RetrievedSpan
 from mlx_tq.session.text import PlainText
 from mlx_tq.session.transcript import (
