@@ -204,7 +204,7 @@ def _answer(
     text = ""
     with ExitStack() as stack:
         transcript = stack.enter_context(_open_transcript(model, tokenizer, request.rescue))
-        transcript.append([0] * tokens_seen(caches))  # a file of caches has no tokens
+        transcript.append_unknown(tokens_seen(caches))
         if args.draft_model is not None:
             draft, draft_caches = _load_draft(model, tokenizer, caches, request)
             stack.enter_context(compressed_attention(draft))
@@ -286,7 +286,8 @@ def _report(
     if args.json:
         stats = asdict(turn)
         recalled = {"positions": stats.pop("recalled"), "by_search": stats.pop("by_search")}
-        recalled |= {"archived": turn.archived, "seconds": turn.recall_seconds}
+        recalled |= {"archived": turn.archived, "partial": stats.pop("recall_is_partial")}
+        recalled |= {"seconds": turn.recall_seconds}
         quotation = stats.pop("quotation")
         quoted = {"ranges": quotation["ranges"], "tokens": len(quotation["ids"]), "seconds": turn.rescue_seconds}
         report: dict[str, Any] = {

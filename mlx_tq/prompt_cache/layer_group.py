@@ -42,7 +42,15 @@ from mlx_tq.policies.policy import CalibratedPolicy, PackedLayer, PackedTokens
 from mlx_tq.policies.rope import Rope
 from mlx_tq.policies.selection import PositionRange, select
 from mlx_tq.prompt_cache.archive import Archive, ArchivedBlock, default_limit
-from mlx_tq.prompt_cache.recall import QueryBuffer, Search, Selection, blocks_on_all_ranks, positions_of
+from mlx_tq.prompt_cache.recall import (
+    PassageAt,
+    QueryBuffer,
+    Search,
+    Selection,
+    blocks_on_all_ranks,
+    positions_of,
+    single_position,
+)
 
 _TOGETHER = "All layers evict together: copy, keep and drop a prompt cache as a whole."
 _NO_POSITIONS = np.zeros(0, np.int64)
@@ -250,18 +258,27 @@ class LayerGroup:
         self._is_paused = not rounds
 
     def search_archive(
-        self, layers: list[CompressedKVCache], count: int, limit: int, *, include_recalled: bool = False
+        self,
+        layers: list[CompressedKVCache],
+        count: int,
+        limit: int,
+        *,
+        include_recalled: bool = False,
+        passage_at: PassageAt = single_position,
     ) -> Selection:
         """Score the archived blocks by the last `count` queries, and select up to `limit` tokens of them.
 
         `layers` have run these tokens since `capture_queries`, and have all of them in the window. Recalled blocks
-        count twice in the softmax sums, for all blocks alike.
+        count twice in the softmax sums, for all blocks alike. A block that cuts the passage of its best token comes
+        with its neighbors.
         """
         blocks = [b for b in self.archived if include_recalled or b.positions[0] not in self.recalled]
         if self.archive is None or not blocks:
-            return Selection([], [])
+            return Selection([], [], [])
         queries = {number: buffer.last(layers[number], count) for number, buffer in self._buffers.items()}
-        return Search(queries, layers[0].spec.sinks, self.archive, blocks, limit, self.ranks).run()
+        sinks = layers[0].spec.sinks
+        completes_live = passage_at is not single_position and not include_recalled
+        return Search(queries, sinks, self.archive, blocks, limit, self.ranks, passage_at, completes_live).run()
 
     def replace_recalled(self, layers: list[CompressedKVCache], blocks: list[ArchivedBlock]) -> np.ndarray:
         """Recall these blocks and no others; return the positions that were reloaded, ascending int64 [N]."""

@@ -6,8 +6,9 @@ weight that many heads give one of its tokens for one token of the question, and
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -18,7 +19,10 @@ from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.config import BLOCK
 from mlx_tq.distributed.group import Ranks
 from mlx_tq.kernels.recall_score import group_queries, log_sum_exp, recall_score
+from mlx_tq.policies.selection import PositionRange
 from mlx_tq.prompt_cache.archive import Archive, ArchivedBlock
+
+PassageAt = Callable[[int], PositionRange]  # the text that a position belongs to, such as its sentence
 
 MAX_QUESTION = 256  # last tokens of a question whose queries search the archive
 TILE = 2048  # archived tokens scored at a time, per layer: with twice as many, a CPU takes half as long again for each
@@ -29,6 +33,11 @@ SAMPLE_WEIGHT = 16  # in the other layers' softmax sums, one block stands for 16
 # scores below CERTAIN itself, proportionally less is enough.
 MIN_SHARE, CERTAIN = 0.6, 0.8
 NUM_DECIDING = 8  # best blocks of a question that decide which layers search while its answer is decoded
+
+
+def single_position(position: int) -> PositionRange:
+    """Return the passage of a position whose text is not known."""
+    return PositionRange(position, position + 1)
 
 
 class QueryBuffer:
@@ -77,6 +86,7 @@ class Selection(NamedTuple):
 
     ranked: list[BlockScore]
     blocks: list[ArchivedBlock]
+    passages: list[PositionRange]  # that the question needs whole, each around the best token of a block
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,8 @@ class Search:
     blocks: Sequence[ArchivedBlock]  # to score; some may be lost
     limit: int  # maximum tokens to reload
     ranks: Ranks  # heads of all processes count
+    passage_at: PassageAt  # of a block's best token, what should be reloaded whole
+    completes_live: bool  # live passages that are cut come first
 
     def run(self) -> Selection:
         """Score and select blocks.
@@ -106,11 +118,69 @@ class Search:
 
     def _score_and_select(self) -> Selection:
         ranked = self.score_blocks()
+        completing, live = self._complete_live(ranked) if ranked and self.completes_live else ([], [])
+        limit = self.limit - sum(len(block.positions) for block in completing)
         tokens = np.cumsum([len(scored.block.positions) for scored in ranked])
-        room = int(np.searchsorted(tokens, self.limit)) + 1
+        room = int(np.searchsorted(tokens, limit)) + 1
         best = [scored for scored in ranked[:room] if scored.score and scored.score >= min_score(ranked[0].score)]
-        sides = [(side,) for side in self.continuation_sides([scored.block for scored in best])]
-        return Selection(ranked, select_blocks(ranked, sides, self.sinks, self.limit))
+        peaks = self.best_positions([scored.block for scored in best])
+        passages = [self.passage_at(peak) for peak in peaks]
+        sides = [
+            continuation_sides(peak - self.sinks, passage.start - self.sinks, passage.stop - self.sinks)
+            for peak, passage in zip(peaks, passages, strict=True)
+        ]
+        blocks = list(dict.fromkeys([*completing, *select_blocks(ranked, sides, self.sinks, limit)]))
+        selected = [scored.block in blocks for scored in best]
+        return Selection(ranked, blocks, [*live, *compress(passages, selected)])
+
+    def _complete_live(self, ranked: Sequence[BlockScore]) -> tuple[list[ArchivedBlock], list[PositionRange]]:
+        """Return the archived blocks with the rest of the live passage that the question needs, and that passage.
+
+        An evicted half of a sentence scores low if the question's words are in the half that is live. There are none
+        if an archived block scores higher than the passage.
+        """
+        passage = self._live_passage(ranked[0].score)
+        if passage is None:
+            return [], []
+        blocks, tokens = [], 0
+        for block in (scored.block for scored in ranked):
+            if np.isin(block.positions, np.arange(*passage)).any() and tokens + len(block.positions) <= self.limit:
+                blocks.append(block)
+                tokens += len(block.positions)
+        return blocks, [passage]
+
+    def _live_passage(self, least: float) -> PositionRange | None:
+        """Return the passage of the live token that the question singles out, if its block scores `least` or more."""
+        layers = [layer for layer, *_ in self.queries.values()]
+        question = layers[0].offset - next(iter(self.queries.values())).queries.shape[2]
+        positions = layers[0].packed_positions[: min(layer.num_evictable for layer in layers)]
+        positions = positions[positions < question]
+        if not len(positions):
+            return None
+        starts = np.flatnonzero(np.diff((positions - self.sinks) // BLOCK, prepend=-1))
+        sizes = np.diff(starts, append=len(positions))
+        weights = self._live_log_weights(0, sizes.tolist())
+        scores = single_out(self.ranks.mean(sum(np.exp(4 * w).sum(axis=(0, 1)) for w in weights)) * self.ranks.size)
+        best = int(scores.argmax())
+        if scores[best] < least:
+            return None
+        weights = self._live_log_weights(int(starts[best]), [1] * int(sizes[best]))
+        peak = self.ranks.max(np.max([w.max(axis=(0, 1, 2)) for w in weights], axis=0)).argmax()
+        return self.passage_at(int(positions[starts[best] + peak]))
+
+    def _live_log_weights(self, start: int, sizes: Sequence[int]) -> Iterator[np.ndarray]:
+        """Yield by layer what `_log_weights` does, for blocks of `sizes` live rows from row `start` on."""
+        for layer, queries, log_sums in self.queries.values():
+            rows, layout, normalization = layer.evictable_rows()
+            grouped, maxima, row = group_queries(queries, len(log_sums), layout, normalization), [], start
+            for first in range(0, len(sizes), TILE // BLOCK):
+                tile = sizes[first : first + TILE // BLOCK]
+                keys = layout.keys(rows[:, :, row : row + sum(tile)])
+                scores = recall_score(grouped, keys, layout, normalization and normalization.after(row), tile)
+                maxima.append(np.array(scores.maxima))
+                row += sum(tile)
+            weights = np.concatenate(maxima, axis=-1).astype(np.float64) - log_sums[..., None]
+            yield weights.reshape(len(log_sums), -1, queries.shape[2], len(sizes))
 
     def score_blocks(self) -> list[BlockScore]:
         """Score the blocks that all ranks have, best first.
@@ -156,8 +226,8 @@ class Search:
             largest[i] = layer_powers.max(axis=0)
         return self.ranks.mean(powers) * self.ranks.size, largest  # CERTAIN does not depend on the number of ranks
 
-    def continuation_sides(self, blocks: Sequence[ArchivedBlock]) -> list[int]:
-        """Return on which side each block continues, -1 before and 1 behind: the half in which its best token is.
+    def best_positions(self, blocks: Sequence[ArchivedBlock]) -> list[int]:
+        """Return the position of each block's best token.
 
         Tokens are weighted against these blocks and the cache, not against the whole archive.
         """
@@ -167,8 +237,7 @@ class Search:
         weights = self.ranks.max(np.max([layer.max(axis=(0, 1, 2)) for layer in log_weights], axis=0))
         ends = np.cumsum([len(block.positions) for block in blocks])
         peaks = [part.argmax() for part in np.split(weights, ends[:-1])]
-        offsets = [block.positions[peak] - self.sinks for block, peak in zip(blocks, peaks, strict=True)]
-        return [1 if offset % BLOCK >= BLOCK // 2 else -1 for offset in offsets]
+        return [int(block.positions[peak]) for block, peak in zip(blocks, peaks, strict=True)]
 
     def _log_weights(
         self,
@@ -267,6 +336,18 @@ def single_out(powers: np.ndarray) -> np.ndarray:
 def min_score(best: float) -> float:
     """Return the score from which a block is reloaded, given the best one."""
     return MIN_SHARE * best * min(1.0, best / CERTAIN)
+
+
+def continuation_sides(peak: int, start: int, stop: int) -> list[int]:
+    """Return on which sides a block continues, -1 before and 1 behind, the more likely one first.
+
+    It does where it cuts the passage [start, stop) around its best token, `peak`; if it cuts none, on the side of the
+    half in which that token is. All count from the first block's start.
+    """
+    block, offset = divmod(peak, BLOCK)
+    likely = 1 if offset >= BLOCK // 2 else -1
+    is_cut = {-1: start < block * BLOCK, 1: stop > (block + 1) * BLOCK}
+    return [side for side in (likely, -likely) if is_cut[side]] or [likely]
 
 
 def select_blocks(

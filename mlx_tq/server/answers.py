@@ -85,6 +85,7 @@ class Choice:
                 "by_search": len(recalled.by_search),
                 "ranges": ranges,
                 "archived": recalled.archived,
+                "partial": recalled.is_partial,
                 "ms": round(1000 * recalled.seconds, 1),
             }
         return delta

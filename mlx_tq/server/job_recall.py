@@ -9,10 +9,11 @@ import numpy as np
 
 from mlx_tq.models import ranks_of
 from mlx_tq.prompt_cache.plan import Plan
-from mlx_tq.prompt_cache.recall import MAX_QUESTION
+from mlx_tq.prompt_cache.recall import MAX_QUESTION, PassageAt
 from mlx_tq.server.job import Job, RunningJob
 from mlx_tq.session.restore import RecallDuringDecode, restore_context, split_question, take_archive_warning
-from mlx_tq.session.transcript import NO_HITS, Quotation
+from mlx_tq.session.text import PlainText
+from mlx_tq.session.transcript import NO_HITS, Quotation, sentence_at
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ class JobRecall:
         self._ranks = ranks_of(model)
         self._compresses = plan is not None
         self._recalls = plan is not None and plan.recalls
+        self._decode = PlainText(tokenizer).decode
 
     def question(self, job: Job) -> list[int]:
         """Return the end of the prompt that serves as the question, or [] if nothing can be recalled.
@@ -78,6 +80,7 @@ class JobRecall:
             quote=quote,
             prefilled=prefilled,
             quote_at=index,
+            passage_at=self._sentences_of(running),
         )
         if start is None or quote is None:
             return question
@@ -89,8 +92,12 @@ class JobRecall:
     def begin_answer(self, running: RunningJob, row: list[Any]) -> None:
         """Let the answer's queries search the archive; `row` holds the job's own caches in the batch."""
         if self._recalls:
-            running.decode_recall = RecallDuringDecode(row, running.recalled, quoted=running.quotation.ranges)
+            sentences, quoted = self._sentences_of(running), running.quotation.ranges
+            running.decode_recall = RecallDuringDecode(row, running.recalled, quoted, sentences)
             running.decode_recall.start()
+
+    def _sentences_of(self, running: RunningJob) -> PassageAt:
+        return lambda position: sentence_at(position, running.prompt_ids, self._decode)
 
 
 def log_archive_warning(caches: list[Any]) -> None:

@@ -202,6 +202,7 @@ class ModelService:
             "dropped": stats.dropped,
             "recalled": len(recalled.positions),
             "recalled_by_search": len(recalled.by_search),
+            "recall_partial": recalled.is_partial,
             "recall_ms": round(1000 * recalled.seconds, 1),
             "rescued": len(quotation.ids),
             "bytes": stats.nbytes,

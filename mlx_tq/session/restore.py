@@ -18,11 +18,13 @@ from mlx_tq.prompt_cache.layer_group import LayerGroup, compressed_caches, evict
 from mlx_tq.prompt_cache.recall import (
     MAX_QUESTION,
     BlockScore,
+    PassageAt,
     blocks_of_ranges,
     count_scored_tokens,
     deciding_layers,
     positions_of,
     search_layers,
+    single_position,
 )
 from mlx_tq.rescue.wire import Range
 from mlx_tq.session.transcript import NO_HITS, NO_QUOTATION, Quotation, SearchHits
@@ -44,6 +46,7 @@ class RecallResult:
     ranked: tuple[BlockScore, ...] = ()  # the archived blocks by their latest scores, best first
     search_blocks: tuple[ArchivedBlock, ...] = ()  # the blocks of `by_search`; they stay until the answer is complete
     seconds: float = 0.0  # time that scoring and reloading took
+    is_partial: bool = False  # a sentence that attention selected is not whole in the cache
 
     @property
     def positions(self) -> list[int]:
@@ -101,13 +104,26 @@ def evict_before_question(caches: list[Any], count: int) -> bool:
     return bool(sequence.archived)
 
 
+def is_cut(passages: Sequence[PositionRange], caches: list[Any]) -> bool:
+    """Return whether a passage of prefilled tokens is not whole in the caches."""
+    live, tokens = live_positions(caches, 0), max((layer.offset for layer in evicting_layers(caches)), default=0)
+    return any(not np.isin(np.arange(start, min(stop, tokens)), live).all() for start, stop in passages)
+
+
 def recall_rows(
-    model: Any, caches: list[Any], ids: list[int], step: int, limit: int | None = None, hits: SearchHits = NO_HITS
+    model: Any,
+    caches: list[Any],
+    ids: list[int],
+    step: int,
+    limit: int | None = None,
+    hits: SearchHits = NO_HITS,
+    passage_at: PassageAt = single_position,
 ) -> RecallResult:
     """Reload the archived blocks that a question needs; `release` drops them again.
 
     The question is run over a copy of the caches, and its queries score the archive. Of a longer message only the last
-    256 tokens are run. `limit` bounds the tokens that the queries select; by default the configuration says it.
+    256 tokens are run. `limit` bounds the tokens that the queries select; by default the configuration says it. A
+    block that cuts the passage of its best token comes with its neighbors, as far as `limit` allows.
     """
     began = time.perf_counter()
     sequence, question = layer_group_of(caches), ids[-MAX_QUESTION:]
@@ -121,7 +137,7 @@ def recall_rows(
     forked.capture_queries(search_layers(len(layers)), rounds=False)
     with compressed_attention(model):
         prefill(model, fork, question, step)
-    ranked, by_attention = forked.search_archive(layers, len(question), limit)
+    ranked, by_attention, passages = forked.search_archive(layers, len(question), limit, passage_at=passage_at)
     by_search: list[ArchivedBlock] = []
     if hits.ranges:
         sequence.forget_lost_blocks()
@@ -130,7 +146,8 @@ def recall_rows(
         sequence.recall(evicting_layers(caches), dict.fromkeys([*by_attention, *by_search]))
     positions = (np.intersect1d(positions_of(blocks), sequence.recalled) for blocks in (by_attention, by_search))
     attention, search = (tuple(selected.tolist()) for selected in positions)
-    return RecallResult(attention, search, tuple(ranked), tuple(by_search), time.perf_counter() - began)
+    seconds, is_partial = time.perf_counter() - began, is_cut(passages, caches)
+    return RecallResult(attention, search, tuple(ranked), tuple(by_search), seconds, is_partial)
 
 
 def restore_context(
@@ -143,13 +160,14 @@ def restore_context(
     quote: Callable[[np.ndarray, int], Quotation] | None = None,
     prefilled: int = 0,
     quote_at: int = 0,
+    passage_at: PassageAt = single_position,
 ) -> tuple[RecallResult, Quotation]:
     """Recall rows and quote text for a question, before its prefill; the quotation is pinned until `release`.
 
     `caches` hold the `prefilled` tokens before the question. Hits that are archived are reloaded. `quote` gets the live
     positions and the number of reloaded hit tokens, and quotes the others, at index `quote_at` of the question.
     """
-    recalled = recall_rows(model, caches, question, step, hits=hits)
+    recalled = recall_rows(model, caches, question, step, hits=hits, passage_at=passage_at)
     if quote is None:
         return recalled, NO_QUOTATION
     quotation = quote(live_positions(caches, prefilled), len(recalled.by_search))
@@ -181,8 +199,15 @@ class RecallDuringDecode:
     that search for a question.
     """
 
-    def __init__(self, caches: list[Any], recalled: RecallResult, quoted: Sequence[Range] = ()) -> None:
-        self._caches, self._recalled, self._quoted = caches, recalled, quoted
+    def __init__(
+        self,
+        caches: list[Any],
+        recalled: RecallResult,
+        quoted: Sequence[Range] = (),
+        passage_at: PassageAt = single_position,
+    ) -> None:
+        self._caches, self._recalled, self._quoted, self._passage_at = caches, recalled, quoted, passage_at
+        self._is_partial = recalled.is_partial
         self._tokens, self._next_search = 0, 0
         self.positions: list[int] = []  # that were recalled, in the order in which they were reloaded
         self.searches, self.seconds = 0, 0.0  # so far
@@ -210,13 +235,13 @@ class RecallDuringDecode:
         latest = min(sequence.plan.config.recall_every, MAX_QUESTION)
         count = max(1, min(latest, layers[0].spec.window))  # the window has to hold all of them
         limit = sequence.plan.max_recalled(layers[0].offset)
-        self._ranked, selected = sequence.search_archive(layers, count, limit, include_recalled=True)
+        selection = sequence.search_archive(layers, count, limit, include_recalled=True, passage_at=self._passage_at)
+        self._ranked = selection.ranked
         blocks = list(self._recalled.search_blocks)
-        for block in selected:
-            first, last = block.positions[0], block.positions[-1]
-            if not any(start <= first and last < stop for start, stop in self._quoted):
-                blocks.append(block)
+        blocks += [block for block in selection.blocks if not self._is_quoted(block.positions[0], block.positions[-1])]
         self.positions += sequence.replace_recalled(layers, list(dict.fromkeys(blocks))).tolist()
+        passages = [passage for passage in selection.passages if not self._is_quoted(passage.start, passage.stop - 1)]
+        self._is_partial |= is_cut(passages, self._caches)
         self.searches, self.seconds = self.searches + 1, self.seconds + time.perf_counter() - began
         self._next_search, self._tokens = self._tokens_to_next_search(sequence), 0
 
@@ -228,7 +253,11 @@ class RecallDuringDecode:
         """Return what was recalled for the question and while decoding."""
         recalled, seconds = self._recalled, self._recalled.seconds + self.seconds
         by_attention = tuple(sorted({*recalled.by_attention, *self.positions}))
-        return replace(recalled, by_attention=by_attention, ranked=tuple(self._ranked), seconds=seconds)
+        ranked, is_partial = tuple(self._ranked), self._is_partial
+        return replace(recalled, by_attention=by_attention, ranked=ranked, seconds=seconds, is_partial=is_partial)
+
+    def _is_quoted(self, first: int, last: int) -> bool:
+        return any(start <= first and last < stop for start, stop in self._quoted)
 
     def _tokens_to_next_search(self, sequence: LayerGroup) -> int:
         layers, archived = evicting_layers(self._caches), len(positions_of(sequence.archived))

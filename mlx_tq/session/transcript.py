@@ -20,6 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from mlx_tq.config import LEAST_QUOTATION, RescueConfig
+from mlx_tq.policies.selection import PositionRange
+from mlx_tq.prompt_cache.recall import single_position
 from mlx_tq.rescue import RescueClient
 from mlx_tq.rescue.wire import MAX_TEXT, Range, TextSpan, clean
 from mlx_tq.session.text import PlainText
@@ -93,6 +95,7 @@ class Transcript:
         temporary: bool = True,
     ) -> None:
         self.ids: list[int] = []
+        self._first_known = 0  # position before which only the number of tokens is known
         self.quoted: list[Range] = []  # positions of quotations; they repeat tokens at earlier positions
         self.turn_ranges: list[TurnRange] = []
         self.opening: list[int] = []  # tokens before the first question of a conversation
@@ -110,6 +113,17 @@ class Transcript:
             start = len(self.ids) + quote_at
             self.quoted.append((start, start + len(quotation.ids)))
         self.ids += ids
+
+    def append_unknown(self, count: int) -> None:
+        """Append tokens of a file of caches, which does not have them."""
+        self.ids += [0] * count
+        self._first_known = len(self.ids)
+
+    def sentence_at(self, position: int) -> PositionRange:
+        """Return the sentence at a position, or the position alone if its text is not known."""
+        if position < self._first_known:
+            return single_position(position)
+        return sentence_at(position, self.ids, self._plain.decode)
 
     def truncate(self, length: int) -> None:
         """Remove the tokens from position `length` on; from the service too, unless it keeps the session's text.
@@ -294,6 +308,13 @@ def extend_to_sentences(span: Range, ids: Sequence[int], decode: Decode, margin:
     begin = max(_sentence_ends(before, decode), default=0)
     end = next(_sentence_ends(after, decode), len(after))
     return start - len(before) + begin, stop - 1 + end
+
+
+def sentence_at(position: int, ids: Sequence[int], decode: Decode) -> PositionRange:
+    """Return the sentence at a position of `ids`, up to 32 tokens on each side of it; after `ids`, the position."""
+    if position >= len(ids):
+        return single_position(position)
+    return PositionRange(*extend_to_sentences((position, position + 1), ids, decode, _MARGIN))
 
 
 def _sentence_ends(ids: Sequence[int], decode: Decode) -> Iterator[int]:

@@ -52,6 +52,7 @@ class TurnStats:
     recalled: tuple[int, ...]  # positions whose rows were reloaded for the turn, ascending
     by_search: tuple[int, ...]  # those that the rescue service's search selected; attention scores selected the others
     archived: int  # tokens in the archive at its latest search
+    recall_is_partial: bool  # a recalled sentence is not whole in the cache
     recall_seconds: float  # that all searches of the archive took
     searches: int  # while decoding
     search_seconds: float  # their part of `recall_seconds`
@@ -145,9 +146,11 @@ class Turn:
             quotation = self._transcript.quote(hits, live, used=recalled_tokens)
             return quotation if len(quotation.ids) < self._room else NO_QUOTATION
 
+        passage_at = self._transcript.sentence_at
         options: dict[str, Any] = {"hits": hits, "quote": quote, "prefilled": prefilled, "quote_at": quote_at}
+        options["passage_at"] = passage_at
         recalled, self._quotation = restore_context(self._model, self._caches, question, self._step, **options)
-        self._recall = RecallDuringDecode(self._caches, recalled, quoted=self._quotation.ranges)
+        self._recall = RecallDuringDecode(self._caches, recalled, self._quotation.ranges, passage_at)
         self._recall.start()
 
     def decode(self, max_tokens: int, **options: Any) -> Generator[Any]:
@@ -242,6 +245,7 @@ class Turn:
             recalled=tuple(recall.positions),
             by_search=recall.by_search,
             archived=recall.archived,
+            recall_is_partial=recall.is_partial,
             recall_seconds=recall.seconds,
             searches=self._recall.searches,
             search_seconds=self._recall.seconds,

@@ -295,6 +295,15 @@ def test_recall_is_shown(quick, tmp_path):
     assert f"warning: evicted tokens are dropped, and {missing}.\n" in drafted
 
 
+def test_a_recall_that_cuts_a_sentence_is_shown(quick):
+    words = (*DOCUMENT, "--prefill-step-size", 128, "--kv-budget", 240, "--kv-sinks", 28)  # a block ends in the fact
+    for recall, is_partial in ((32, True), (96, False)):
+        assert quick(*words, "--kv-recall", recall, "--json").json["recalled"]["partial"] == is_partial
+        line = r"Recalled \d+ of [\d,]+ archived tokens \([\d.]+ s\)"
+        partial = "; partial: ends inside a sentence" if is_partial else ""
+        assert re.search(rf"^{line}{partial}$", quick(*words, "--kv-recall", recall).err, re.MULTILINE)
+
+
 def test_rescue_in_one_prompt(quick, service):
     """Archived text that the service finds is recalled, other text is quoted; then the service forgets all of it."""
     words = (*DOCUMENT, "--kv-budget", 300, "--prefill-step-size", 128)

@@ -17,6 +17,7 @@ from mlx_tq.codec.formats import CodecOptions, format_names, get_format
 from mlx_tq.codec.normalization import decode_keys
 from mlx_tq.config import BLOCK, Budget, EvictConfig, KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
+from mlx_tq.policies.selection import PositionRange
 from mlx_tq.prompt_cache.archive import ArchivedBlock
 from mlx_tq.prompt_cache.build import make_cache
 from mlx_tq.prompt_cache.cache_file import load_prompt_cache, save_prompt_cache
@@ -411,6 +412,32 @@ def test_a_block_comes_with_its_neighbour_on_the_side_of_the_token_that_was_aske
     if number in there:
         assert blocks[0] == number
         assert wanted & there <= set(blocks)
+
+
+@settings(max_examples=24, deadline=None, derandomize=True)
+@given(place=st.integers(64, 500), before=st.integers(0, 32), behind=st.integers(1, 32))
+def test_a_block_comes_with_the_neighbors_that_have_the_rest_of_its_passage(place, before, behind):
+    spec = make_spec("q8", "tq4", sinks=5, window=20)
+    caches = layers(spec, 65, "random:trigger=8:granularity=32")
+    append(caches, 0, len(KEYS[0, 0]), 100)
+    sequence = layer_group_of(caches)
+    sequence.capture_queries(range(LAYERS), rounds=False)
+    for number in range(LAYERS):
+        sequence.listeners(number, 0, 0)[0].notify(mx.roll(KEYS, number, axis=-1)[:, :, place : place + 1], 0.5)
+
+    def passage_at(position):
+        return PositionRange(position - before, position + behind)
+
+    number = (place - spec.sinks) // BLOCK
+    wanted = {(position - spec.sinks) // BLOCK for position in range(place - before, place + behind)}
+    there = {(int(block.positions[0]) - spec.sinks) // BLOCK for block in sequence.archived}
+    for limit in (BLOCK, 3 * BLOCK):
+        found = sequence.search_archive(caches, 1, limit, passage_at=passage_at)
+        blocks = [(int(block.positions[0]) - spec.sinks) // BLOCK for block in found.blocks]
+        if number in there:
+            assert blocks[0] == number
+            assert limit == BLOCK or wanted & there <= set(blocks)
+            assert found.passages[0] == passage_at(place)
 
 
 @settings(max_examples=16, deadline=None, derandomize=True)

@@ -98,7 +98,7 @@ def test_what_is_read_is_what_is_counted(small, monkeypatch):
 
     archived = sum(len(block.positions) for block in sequence.archived)
     monkeypatch.setattr(Archive, "read_keys", counted)
-    monkeypatch.setattr(Search, "continuation_sides", lambda search, blocks: [1] * len(blocks))
+    monkeypatch.setattr(Search, "best_positions", lambda search, blocks: [int(block.positions[-1]) for block in blocks])
     sequence.search_archive(caches, 1, 2 * BLOCK)
     assert archived > 2 * SMALL
     assert read.pop(SCOUT) == archived

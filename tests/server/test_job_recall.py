@@ -1,6 +1,7 @@
 """Recall in a batch: rows for questions, quotations for sessions, and searches while answers are decoded."""
 
 import asyncio
+from functools import partial
 
 import mlx.core as mx
 import pytest
@@ -13,7 +14,7 @@ from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.prompt_cache.layer_group import layer_group_of
 from mlx_tq.server.job import Piece, Quoted, SessionStart, Started
 from mlx_tq.session.restore import RecallDuringDecode, prefill, recall_rows, split_question
-from mlx_tq.session.transcript import Quotation
+from mlx_tq.session.transcript import Quotation, sentence_at
 
 from .conftest import ENDLESS as BIAS
 from .engines import LIMITS, job_of, make_engine, metric, outcome, serve, text_of
@@ -36,7 +37,9 @@ def generate_alone(loaded, ids):
     document, question = split_question(tokenizer, ids)
     with compressed_attention(model):
         prefill(model, caches, document, STEP)
-        recall = RecallDuringDecode(caches, recall_rows(model, caches, question, STEP))
+        sentences = partial(sentence_at, ids=ids, decode=tokenizer.decode)
+        recalled = recall_rows(model, caches, question, STEP, passage_at=sentences)
+        recall = RecallDuringDecode(caches, recalled, passage_at=sentences)
         recall.start()
         prefill(model, caches, question[:-1], STEP)
         tokens, options = [], {"prompt_cache": caches, "max_tokens": TOKENS, "logits_processors": ENDLESS}
@@ -69,7 +72,8 @@ def test_answers_of_a_batch_search_the_archive_as_they_do_alone(loaded):
         tokens, recalled = generate_alone(loaded, ids)
         assert text_of(events) == loaded[1].decode(tokens).lstrip()
         result = events[-1].recalled
-        assert (result.by_attention, result.archived) == (recalled.by_attention, recalled.archived)
+        for name in ("by_attention", "archived", "is_partial"):
+            assert getattr(result, name) == getattr(recalled, name)
         total.append(result.positions)
     assert metric(engine, "recalled_tokens_total") == sum(map(len, total))
     assert total[0] != total[1]

@@ -93,7 +93,8 @@ def test_reasoning_content_and_calls_are_items(tokenizer, size):  # noqa: F811
     for event in events:
         TypeAdapter(ResponseStreamEvent).validate_python(event)
     body = answer.body()
-    assert body["recalled"] == {"tokens": 3, "by_search": 1, "ranges": [[5, 7], [9, 10]], "archived": 40, "ms": 2.0}
+    counts = {"tokens": 3, "by_search": 1, "archived": 40}
+    assert body["recalled"] == {**counts, "ranges": [[5, 7], [9, 10]], "partial": False, "ms": 2.0}
     assert [item["type"] for item in body["output"]] == ["reasoning", "message", "function_call", "function_call"]
     reasoning, message, call, _ = body["output"]
     assert (reasoning["content"][0]["text"], message["content"][0]["text"]) == ("I add.", "Let me see.")

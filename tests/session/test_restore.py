@@ -2,6 +2,8 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
+from itertools import islice
 
 import mlx.core as mx
 import numpy as np
@@ -14,6 +16,7 @@ from zoo import build
 
 from mlx_tq import EvictConfig, KVConfig, compressed_attention, make_prompt_cache
 from mlx_tq.config import BLOCK
+from mlx_tq.policies.selection import PositionRange
 from mlx_tq.prompt_cache.cache_file import load_prompt_cache, save_prompt_cache
 from mlx_tq.prompt_cache.layer_group import LayerGroup, evicting_layers, layer_group_of
 from mlx_tq.prompt_cache.recall import MAX_QUESTION, QueryBuffer, positions_of, search_layers
@@ -27,6 +30,7 @@ from mlx_tq.session.restore import (
     release,
     split_question,
 )
+from mlx_tq.session.transcript import sentence_at
 
 MOST, EVERY = 96, 8
 EVICT = EvictConfig("recency:granularity=16:trigger=16", 128, recall=MOST, recall_every=EVERY)
@@ -105,6 +109,46 @@ def test_the_last_256_tokens_of_a_long_message_search(exact):
         release(caches)
     assert results[0] == results[1]
     assert results[0][0]
+
+
+def cut_facts(tokenizer):
+    """Yield (lines, ids, sentence, edge) of texts in which an edge between blocks cuts the digits of the fact."""
+    for lines in range(30, 90):
+        ids = tokenizer.encode(facts(lines)[0])
+        place = next(i for i in range(len(ids)) if "4172" in tokenizer.decode(ids[: i + 1]))
+        sentence = sentence_at(place, ids, tokenizer.decode)
+        assert tokenizer.decode(ids[sentence.start : sentence.stop]).strip() == "The access code is 417295."
+        edge = CONFIG.sinks + -(-(place - 2 - CONFIG.sinks) // BLOCK) * BLOCK
+        if edge < sentence.stop - 1:
+            yield lines, ids, sentence, edge
+
+
+def test_a_sentence_is_recalled_whole_or_the_recall_is_partial(exact):
+    model, tokenizer = exact
+    for lines, ids, sentence, _ in islice(cut_facts(tokenizer), 3):
+        for limit in (BLOCK, MOST):
+            caches, question = caches_of(exact, lines=lines)
+            sentences = partial(sentence_at, ids=ids, decode=tokenizer.decode)
+            recalled = recall_rows(model, caches, question, 128, limit, passage_at=sentences)
+            is_live = np.isin(np.arange(*sentence), live_positions(caches, 0))
+            assert is_live.any()
+            assert (is_live.all(), recalled.is_partial) == ((False, True) if limit == BLOCK else (True, False))
+
+
+@pytest.mark.parametrize("knows_text", [True, False])
+def test_the_evicted_half_of_a_sentence_joins_its_live_half(exact, knows_text):
+    """The question's words are in the live half, so the other half alone scores low."""
+    model, tokenizer = exact
+    lines, ids, sentence, edge = next(cut_facts(tokenizer))
+    caches = make_prompt_cache(model, CONFIG)
+    layer_group_of(caches).pinned = PositionRange(edge - BLOCK, edge)
+    read(model, caches, ids, -(-len(ids) // 8))
+    is_live = np.isin(np.arange(*sentence), live_positions(caches, 0))
+    assert is_live.tolist() == [position < edge for position in range(*sentence)]
+    options = {"passage_at": partial(sentence_at, ids=ids, decode=tokenizer.decode)} if knows_text else {}
+    recalled = recall_rows(model, caches, tokenizer.encode(facts(lines)[1]), 128, BLOCK, **options)
+    assert np.isin(np.arange(*sentence), live_positions(caches, 0)).all() == knows_text
+    assert not recalled.is_partial
 
 
 def test_the_first_round_does_not_wait_until_the_question_was_prefilled(exact):

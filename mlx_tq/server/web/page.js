@@ -175,8 +175,8 @@ async function generate(turn, item) {
     if (choice?.finish_reason) turn.finish = choice.finish_reason;
     if (event.usage) turn.usage = event.usage;
     if (event.session) {
-      const { recalled, recalled_by_search, recall_ms, rescued, quoted } = event.session;
-      turn.session = { recalled, recalled_by_search, recall_ms, rescued, quoted };
+      const { recalled, recalled_by_search, recall_partial, recall_ms, rescued, quoted } = event.session;
+      turn.session = { recalled, recalled_by_search, recall_partial, recall_ms, rescued, quoted };
       chat.memory = event.session;
     }
   }
@@ -221,7 +221,7 @@ function details({ usage, session, finish, stopped }) {
   if (stopped) lines.push("stopped");
   if (session?.recalled) {
     const bySearch = session.recalled_by_search;
-    lines.push(`recalled ${tokens(session.recalled)}${bySearch ? ` (${number(bySearch)} by search)` : ""} in ${number(session.recall_ms)} ms`);
+    lines.push(`recalled ${tokens(session.recalled)}${bySearch ? ` (${number(bySearch)} by search)` : ""} in ${number(session.recall_ms)} ms${session.recall_partial ? ", partial: ends inside a sentence" : ""}`);
   }
   const nodes = lines.length ? [element("p", lines.join(", "), "facts")] : [];
   if (!session?.rescued) return nodes;
