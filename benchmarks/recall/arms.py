@@ -20,7 +20,14 @@ from benchmarks.recall.scenes import STEP, read
 from mlx_tq.config import BLOCK, LEAST_QUOTATION, RescueConfig
 from mlx_tq.prompt_cache.archive import ArchivedBlock
 from mlx_tq.prompt_cache.layer_group import evicting_layers, layer_group_of
-from mlx_tq.prompt_cache.recall import BlockScore, blocks_of_ranges, deciding_layers, positions_of, select_blocks
+from mlx_tq.prompt_cache.recall import (
+    BlockScore,
+    PassageAt,
+    blocks_of_ranges,
+    deciding_layers,
+    positions_of,
+    select_blocks,
+)
 from mlx_tq.session.restore import evict_before_question, recall_rows
 from mlx_tq.session.transcript import extend_to_sentences, format_quotation, make_spans
 
@@ -162,6 +169,7 @@ def recalls(
     caches: list[Any],
     question: Sequence[int],
     spans: Sequence[Span],
+    sentences: PassageAt,
     search: Callable[[list[ArchivedBlock]], dict[str, list[ArchivedBlock]]],
     rng: random.Random,
     name: Callable[[list[ArchivedBlock]], list[ArchivedBlock]] | None = None,
@@ -173,7 +181,7 @@ def recalls(
     assert sequence is not None
     most = sequence.plan.max_recalled(len(question) + layer.offset)
     asked = copy.deepcopy(caches)
-    found = recall_rows(model, asked, list(question), STEP, most)
+    found = recall_rows(model, asked, list(question), STEP, most, passage_at=sentences)
     blocks = sorted((piece.block for piece in found.ranked), key=lambda block: int(block.positions[0]))
     orders = {
         "queries": [piece.block for piece in found.ranked],

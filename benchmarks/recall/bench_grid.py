@@ -10,6 +10,7 @@ import argparse
 import copy
 import random
 import time
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from mlx_tq.cli.loading import calibrate_model
 from mlx_tq.evaluate.inspection import reseed_random
 from mlx_tq.prompt_cache.archive import ArchivedBlock
 from mlx_tq.prompt_cache.layer_group import compressed_caches
+from mlx_tq.session.transcript import sentence_at
 from rescue_svc.embed.registry import embedder_class
 
 LONGEST_TEXTS = 4096  # texts of blocks are kept for other embedders up to so many tokens
@@ -106,7 +108,9 @@ class Cell:
             return named(self.embedder, needle.question, made.ids, blocks, tokenizer.decode)
 
         asked = asked_of(tokenizer, self.frame, needle)
-        found = recalls(self.model, caches, asked.ids, spans, search, rng, name if "both" in self.arms else None)
+        sentences = partial(sentence_at, ids=made.ids, decode=tokenizer.decode)
+        more = name if "both" in self.arms else None
+        found = recalls(self.model, caches, asked.ids, spans, sentences, search, rng, more)
         live = set(compressed_caches(found.caches)[0].positions.tolist())
         blocks = sorted(found.orders["queries"], key=lambda block: int(block.positions[0]))
         row = {

@@ -11,6 +11,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from mlx_tq import compressed_attention, load, make_prompt_cache
 from mlx_tq.prompt_cache.archive import ArchivedBlock
 from mlx_tq.prompt_cache.layer_group import compressed_caches
 from mlx_tq.session.restore import split_question
+from mlx_tq.session.transcript import sentence_at
 
 # Of a document's tokens, the evidence's at most.
 _MOST_EVIDENCE = 0.25
@@ -122,7 +124,8 @@ def row(model: Any, tokenizer: Any, args: argparse.Namespace, case: Document, nu
         texts.extend(tokenizer.decode([ids[p] for p in block.positions]) for block in blocks)
         return {"words": [blocks[i] for i in words_order(texts, case.question, rng)]}
 
-    found = recalls(model, caches, question, spans, search, rng)
+    sentences = partial(sentence_at, ids=ids, decode=tokenizer.decode)
+    found = recalls(model, caches, question, spans, sentences, search, rng)
     live = set(compressed_caches(found.caches)[0].positions.tolist())
     blocks = sorted(found.orders["queries"], key=lambda block: int(block.positions[0]))
     total = sum(stop - start for start, stop in spans)

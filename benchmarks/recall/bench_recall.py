@@ -10,6 +10,7 @@ import argparse
 import copy
 import json
 import re
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from mlx_tq import compressed_attention, load, make_prompt_cache
 from mlx_tq.cli.inputs import load_text
 from mlx_tq.prompt_cache.layer_group import compressed_caches
 from mlx_tq.session.restore import recall_rows, release
+from mlx_tq.session.transcript import sentence_at
 
 COLORS = ("amber", "copper", "violet", "silver")
 DEPTHS = (0.15, 0.4, 0.65, 0.85)
@@ -66,12 +68,13 @@ def measure(model: Any, tokenizer: Any, formats: tuple[str, str], scene: Scene, 
         row: dict[str, Any] = {"tokens": len(ids), "budget": budget, "code": code, "live": inside(live, span) / size}
         row["full"], row["full_log"] = answer(model, tokenizer, copy.deepcopy(full), asked)
         row["evicted"], row["evicted_log"] = answer(model, tokenizer, copy.deepcopy(caches), asked)
-        recalled = recall_rows(model, caches, question, STEP)
+        sentences = partial(sentence_at, ids=ids, decode=tokenizer.decode)
+        recalled = recall_rows(model, caches, question, STEP, passage_at=sentences)
         blocks = [piece.block.positions for piece in recalled.ranked]
         row["returned"] = inside(np.array(recalled.positions), span) / size
         row["archived"], row["recalled"] = sum(map(len, blocks)), len(recalled.positions)
         row["rank"] = next((rank for rank, block in enumerate(blocks) if inside(block, span)), None)
-        row["blocks"], row["seconds"] = len(blocks), recalled.seconds
+        row["blocks"], row["partial"], row["seconds"] = len(blocks), recalled.is_partial, recalled.seconds
         row["recall"], row["recall_log"] = answer(model, tokenizer, copy.deepcopy(caches), asked)
         release(caches)
         rows.append(row)
