@@ -34,7 +34,7 @@ def groups(records: Iterable[Record], fields: Sequence[str]) -> list[tuple[Recor
 
 
 def needles(records: Iterable[Record], fields: Sequence[str]) -> list[Record]:
-    """Count the needles found in each group; `void` are those that the fp16 cache misses."""
+    """Count the needles found in each group; `void` are those that the uncompressed cache misses."""
     rows = []
     for key, members in groups(records, fields):
         verdicts = [member["verdict"] for member in members]

@@ -86,7 +86,7 @@ def pair(config: KVConfig) -> str:
 # README and formats
 
 PURPOSES = {
-    "off": "mlx-lm's fp16 cache",
+    "off": "mlx-lm's own cache",
     "safe": "nearly lossless",
     "balanced": "everyday use",
     "small": "longer contexts",

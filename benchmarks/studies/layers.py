@@ -2,8 +2,8 @@
 
     python -m benchmarks.studies.layers --against float32
 
-The reference is the fp16 cache, another configuration, the reference implementation of the kernels, or the same model
-in float32. Both prefill the same tokens.
+The reference is the uncompressed cache, another configuration, the reference implementation of the kernels, or the same
+model in float32. Both prefill the same tokens.
 """
 
 import argparse

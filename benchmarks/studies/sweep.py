@@ -35,7 +35,7 @@ from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import planner
 from mlx_tq.prompt_cache.layer_group import begin_pass, layer_group_of
 
-TOGETHER = 9  # settings that share one pass of the fp16 cache: few, so that a stopped sweep loses little
+TOGETHER = 9  # settings that share one pass of the uncompressed cache: few, so that a stopped sweep loses little
 POLICIES = (
     "triattention,published:evict=highest,published:score_unrotated_dims=on,"
     "published:evict=highest:score_unrotated_dims=on,published:mode=v2,published:mode=v1,random,recency,"
@@ -249,7 +249,7 @@ def survival(record: Record) -> float:
 
 
 def tabulate(records: Sequence[Record]) -> tuple[Columns, list[Record]]:
-    """Return the columns, and a row for the fp16 cache and each setting."""
+    """Return the columns, and a row for the uncompressed cache and each setting."""
     kinds = [kind for kind in KINDS if any(record.get("kind") == kind for record in records)]
     rows = [
         _row([record for record in records if record["name"] == name], kinds)

@@ -235,7 +235,7 @@ def save_measured_losses(model: Any, tokenizer: Any, text: str, name: str) -> No
 
 
 def measure_losses(model: Any, tokenizer: Any, text: str, progress: Progress = lambda done, total: None) -> Losses:
-    """Return the KL divergence from the fp16 cache when the keys, or the values, of one layer alone are quantized.
+    """Return the KL divergence from the uncompressed cache of quantizing only the keys, or the values, of one layer.
 
     Any change makes the model's type round differently from there on; the loss of the finest format, which is nearly
     only that, is subtracted.

@@ -148,8 +148,8 @@ _PREFIX_CACHE = (
     "cache folder"
 )
 _SHADOW = (
-    "answer with the fp16 cache, run the compressed cache alongside, and report every N tokens what it would have "
-    "changed, e.g. 16"
+    "answer with the uncompressed cache, run the compressed cache alongside, and report every N tokens what it would "
+    "have changed, e.g. 16"
 )
 _RESCUE = (
     "service that stores evicted text and finds it again: off, auto (your running service, else a private one), or a "

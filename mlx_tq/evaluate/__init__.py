@@ -15,13 +15,13 @@ from mlx_tq.cli.runner import command_main
 
 # Help of each measurement, and the arms that it compares by default.
 _MEASUREMENTS = {
-    "perplexity": ("perplexity of a text, compared with the fp16 cache", "off,safe,balanced,small"),
-    "divergence": ("KL divergence and top-1 agreement with the fp16 cache", "off,safe,balanced,small"),
+    "perplexity": ("perplexity of a text, compared with the uncompressed cache", "off,safe,balanced,small"),
+    "divergence": ("KL divergence and top-1 agreement with the uncompressed cache", "off,safe,balanced,small"),
     "formats": ("pairs of formats: bytes, errors, divergence, perplexity", None),
     "needle": ("find a fact planted in a long text", "balanced,small"),
-    "reasoning": ("word problems in GSM8K's format, compared with the fp16 cache", "balanced,small"),
-    "tools": ("function calls, compared with the fp16 cache", "balanced,small"),
-    "ruler": ("tasks over long texts like RULER's, compared with the fp16 cache", "balanced,small"),
+    "reasoning": ("word problems in GSM8K's format, compared with the uncompressed cache", "balanced,small"),
+    "tools": ("function calls, compared with the uncompressed cache", "balanced,small"),
+    "ruler": ("tasks over long texts like RULER's, compared with the uncompressed cache", "balanced,small"),
     "lm-eval": ("tasks of lm-eval through mlx-lm's evaluation, on a compressed cache", None),
 }
 _STEP = (512, "tokens per prefill step")

@@ -1,4 +1,4 @@
-"""Ask the same questions on every cache, the fp16 one first, and judge the answers."""
+"""Ask the same questions on every cache, the uncompressed one first, and judge the answers."""
 
 import copy
 import zlib
@@ -20,7 +20,7 @@ from mlx_tq.prompt_cache.compressed import compressed_attention
 from mlx_tq.session.restore import prefill
 
 PASS = "PASS"  # noqa: S105  no password
-VOID = "VOID"  # verdict on a needle that the fp16 cache does not find either
+VOID = "VOID"  # verdict on a needle that the uncompressed cache does not find either
 _Z95 = 1.959964  # standard deviations that hold 95 % of a normal distribution
 
 Judge = Callable[[str], tuple[str, float]]  # returns what it reads in an answer, and a score from 0 to 1
@@ -73,10 +73,11 @@ def ask_samples(
     prefill_with: Callable[[Arm], Prefill] | None = None,
     advance: Advance = lambda done: None,
 ) -> list[Record]:
-    """Answer every sample on the fp16 cache and on the cache of each arm; results that exist are not asked again.
+    """Answer every sample on the uncompressed cache and on that of each arm; results that exist are not asked again.
 
-    Needles that the fp16 cache does not find are void: the other arms are not asked for them. With `ask_void` they
-    prefill the question, so that the live tokens of the needle are counted. Random numbers are the same for every arm.
+    Needles that the uncompressed cache does not find are void: the other arms are not asked for them. With `ask_void`
+    they prefill the question, so that the live tokens of the needle are counted. Random numbers are the same for every
+    arm.
     """
     _check_positions(model, max(len(sample.ids) for sample in samples), max_tokens)
     sampler, records, void = make_sampler(temp), [], set()
@@ -150,7 +151,7 @@ def _answer(
 
 
 def compare_answers(records: Sequence[Record]) -> list[Record]:
-    """Count the right answers of each arm and group, and those that changed against the fp16 cache."""
+    """Count the right answers of each arm and group, and those that changed against the uncompressed cache."""
     scores: dict[tuple[str, str], dict[str, float]] = {}
     for record in records:
         scores.setdefault((record["group"], record["name"]), {})[record["key"]] = record["score"]

@@ -14,7 +14,7 @@ from mlx_tq.evaluate.teacher_forced import divergence, normalization_hint, perpl
 from mlx_tq.prompt_cache.build import make_cache
 from mlx_tq.prompt_cache.compressed import plan_caches
 
-TOGETHER = 4  # pairs that share one pass of the fp16 cache
+TOGETHER = 4  # pairs that share one pass of the uncompressed cache
 QUERIES = 64  # last tokens of the recorded text, whose attention is compared
 
 

@@ -96,7 +96,7 @@ def _perplexity(run: Run) -> list[Record]:
 
 
 def _divergence(run: Run) -> list[Record]:
-    _, *scores = _score(run, run.arms)  # the arm `off` is a control: a second fp16 cache
+    _, *scores = _score(run, run.arms)  # the arm `off` is a control: a second uncompressed cache
     for arm, score in zip(run.arms, scores, strict=True):
         run.results.add(arm.name, divergence(arm.name, score))
     return list(run.results.rows.values())
@@ -110,7 +110,7 @@ def _formats(run: Run) -> list[Record]:
         for record in measure_formats(model, run.chunks, missing, args.step, advance):
             results.add(record["name"], record)
     missing = [arm for arm in run.arms if not arm.config.is_off and not results.rows[arm.name].get("asked")]
-    answers = Results(None, "needles", {})  # the fp16 cache answers once for all pairs
+    answers = Results(None, "needles", {})  # the uncompressed cache answers once for all pairs
     for arm in missing if args.needles else []:
         samples = needle_samples(tokenizer, run.text, [arm], [args.needle_length], seeds=range(args.needles))
         records = ask_samples(model, tokenizer, samples, [arm], answers, max_tokens=64, step=args.step)
@@ -209,7 +209,10 @@ _COLUMNS: Columns = {
     "gained": _field("gained"),
     "p": _field("p", ".3f"),
 }
-_NOTE = "lost, gained: right with the fp16 cache only, with this one only; p: of such a difference by chance (McNemar)"
+_NOTE = (
+    "lost, gained: right with the uncompressed cache only, with this one only; "
+    "p: of such a difference by chance (McNemar)"
+)
 _asking = partial(
     Measurement,
     title="Answers",
@@ -229,7 +232,7 @@ MEASUREMENTS = {
     ),
     "divergence": Measurement(
         _divergence,
-        "Divergence from the fp16 cache over {tokens:,} tokens, in nats",
+        "Divergence from the uncompressed cache over {tokens:,} tokens, in nats",
         _select("cache,KLD,± KLD,median,99 %,top-1 %,± top-1,packed %"),
         _TEXT,
         resumes=False,

@@ -1,6 +1,6 @@
 """Predict every token of a text from the true ones before it, on several caches side by side.
 
-The log-probabilities reduce to perplexity, and to the divergence from the predictions of the fp16 cache.
+The log-probabilities reduce to perplexity, and to the divergence from the predictions of the uncompressed cache.
 """
 
 import math
@@ -29,8 +29,8 @@ class TokenScores:
     """How one arm predicted each scored token; N is the number of tokens."""
 
     nll: np.ndarray  # [N], negative log-likelihood of the true next token in nats
-    kld: np.ndarray  # [N], KL divergence from the fp16 cache's prediction in nats
-    agrees: np.ndarray  # [N], the most likely next token is that of the fp16 cache
+    kld: np.ndarray  # [N], KL divergence from the uncompressed cache's prediction in nats
+    agrees: np.ndarray  # [N], the most likely next token is that of the uncompressed cache
     packed: float  # share of the attended tokens that was packed
     nbytes: int  # of all caches after the last chunk, unused capacity included
     rounds: int = 0  # of eviction, in all chunks
@@ -88,7 +88,7 @@ def normalization_hint(spec: CacheSpec, tokens: int) -> str:
 def score_text(
     model: Any, chunks: list[list[int]], arms: Sequence[Arm], step: int = 512, advance: Advance = lambda tokens: None
 ) -> list[TokenScores]:
-    """Score every token after the first step of each chunk, for the fp16 cache and then for each arm.
+    """Score every token after the first step of each chunk, for the uncompressed cache and then for each arm.
 
     All arms take a step before any takes the next, so that the logits of one step are in memory, not those of a chunk.
     The tokens of the first step attend to nothing packed and are not scored.
@@ -154,7 +154,7 @@ def standard_error(values: np.ndarray) -> float:
 
 
 def perplexity(name: str, scores: TokenScores, baseline: np.ndarray) -> Record:
-    """Return the perplexity of one arm, and its change in percent against the fp16 cache with nll `baseline` [N].
+    """Return the perplexity of an arm, and its change in percent from the uncompressed cache, of nll `baseline` [N].
 
     `delta_error` comes from the differences token by token, and is far smaller than `ppl_error`.
     """

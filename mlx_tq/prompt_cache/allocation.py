@@ -29,7 +29,7 @@ class Allocation:
 
     limit: float  # allowed bits per value
     bits: float  # per value, of the formats that were chosen
-    loss: float  # predicted KL divergence from the fp16 cache, in nats
+    loss: float  # predicted KL divergence from the uncompressed cache, in nats
 
 
 def allocate(facts: ModelFacts, config: KVConfig, bits: float, losses: Losses) -> tuple[KVConfig, Allocation]:

@@ -54,7 +54,7 @@ def test_the_index_of_benchmarks_is_complete():
 
 
 def test_what_is_compared_over_a_text_was_measured_over_the_same_one():
-    """All records of a text imply one perplexity of the fp16 cache."""
+    """All records of a text imply one perplexity of the uncompressed cache."""
     for path in RESULTS.glob("*.json"):
         about, whole = json.loads(path.read_text()), {}
         for row in about["rows"] if about.get("command") == "sweep" else ():
