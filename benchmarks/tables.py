@@ -91,7 +91,7 @@ PURPOSES = {
     "balanced": "everyday use",
     "small": "longer contexts",
     "tiny": "smallest footprint",
-    "long": "evicts half of the tokens and recalls them when a prompt needs them",
+    "long": "long chats, with recall of evicted tokens",
 }
 OTHERS = {"affine4_64:plain/affine4_64": "`mlx_lm --kv-bits 4`", "q4_0:plain/q4_0": "llama.cpp `q4_0`"}
 QWEN3_4B = {"layers": 36, "heads": 8, "head_dim": 128, "tokens": 32768}
@@ -111,19 +111,30 @@ def cache_gigabytes(bits: float) -> float:
 
 def profiles() -> str:
     measured = {label: report(name)["results"] for name, label in existing("frontier_{}.json", REAL_MODELS).items()}
+    evicted = [_half_evicted(report(name)["rows"]) for name in existing("evict_sweep_text_{}.json", REAL_MODELS)]
     rows = []
     for name, config in PROFILES.items():
-        if config.evict is None:
-            bits = bits_per_value(config)
-            shown = f"`{name}`" + (" (default)" if name == DEFAULT_PROFILE else "")
-            rows.append([shown, pair(config), f"{bits:.2f}", f"{cache_gigabytes(bits):.2f} GB"])
-            rows[-1] += ["100 %" if config.is_off else _top1(found, pair(config)) for found in measured.values()]
-            rows[-1].append(PURPOSES[name])
+        bits, kept, formats = bits_per_value(config), 1.0, pair(config)
+        agree, purpose = [_top1(found, formats) for found in measured.values()], PURPOSES[name]
+        if config.is_off:
+            agree = ["100 %" for _ in measured]
+        if config.evict is not None:
+            kept, formats = 0.5, f"{formats}, half evicted"
+            agree = [f"{record['top1']:.1f} %" for record in evicted]
+            purpose += "; perplexity " + " and ".join(f"{record['delta']:+.1f} %" for record in evicted)
+        shown = f"`{name}`" + (" (default)" if name == DEFAULT_PROFILE else "")
+        rows.append([shown, formats, f"{bits:.2f}", f"{cache_gigabytes(kept * bits):.2f} GB", *agree, purpose])
     for name, label in OTHERS.items():
         rows.append([label, "", "4.50", f"{cache_gigabytes(4.5):.2f} GB"])
         rows[-1] += [*(_top1(found, name) for found in measured.values()), "for comparison"]
     columns = ["`--kv-profile`", "keys/values", "bits per value", "KV cache, Qwen3-4B at 32k"]
     return lines([*columns, *(f"same next token, {label}" for label in measured), "for"], rows)
+
+
+def _half_evicted(rows: Sequence[Record]) -> Record:
+    """Return what evicting half of a text by the policy of `long` changes."""
+    (found,) = (r for r in rows if r["variant"] == "triattention:granularity=32" and r["retention"] == 50)
+    return found
 
 
 def _top1(results: Record, name: str) -> str:
