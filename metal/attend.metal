@@ -1,7 +1,8 @@
 // Attention of a few queries over one block of tokens: the first of two passes; merge.metal is the second.
 //
-// A threadgroup is one simdgroup. It takes QUERIES query rows of one KV head (row n is query n % L of head n / L), and
-// one block of tokens, which are either packed or in the model's dtype. All arrays are contiguous.
+// A threadgroup is a team of TEAM simdgroups, see attention.h. It takes QUERIES query rows of one KV head (row n is query
+// n % L of head n / L), and one block of tokens, which are either packed or in the model's dtype. All arrays are
+// contiguous.
 //
 //   queries [B, Hq, L, KEY_DIM]: T
 //   key_flips: sign flips of the rotation of packed keys, see rotation.h
@@ -30,22 +31,24 @@
 // Inputs from packed_rows on, without trellis_levels, come once, or SOURCES times: one for each row of the batch, with
 // B = 1.
 //
-// Grid (32, BLOCKS, B H ceil(N / QUERIES)), threadgroup (32, 1, 1).
+// Grid (32 TEAM, BLOCKS, B H ceil(N / QUERIES)), threadgroup (32 TEAM, 1, 1).
 #include "attention.h"
 
 //// body
 
-using PACK = typename tq_pack<QUERIES>::type;
-#if TQ_TRELLIS
-constexpr int THREADS = 32;
-#endif
-threadgroup PACK query[KEY_DIM];
-threadgroup PACK weight[32];
+using QUERY_ROWS = tq_rows<QUERIES, KEY_DIM>;
+using WEIGHT_ROWS = tq_rows<QUERIES, 32 * TEAM>;
+using PACK = typename QUERY_ROWS::type;
+constexpr int THREADS = 32 * TEAM;
+threadgroup PACK query[QUERY_ROWS::SIZE];
+threadgroup PACK weight[WEIGHT_ROWS::SIZE];
+threadgroup float shared[TEAM > 1 ? TEAM * QUERIES : 1];
 
 #include "attend_tile.inc"
 
 uint block = threadgroup_position_in_grid.y;
 if (int(block) >= blocks) return;
+int member = int(simdgroup_index_in_threadgroup);
 bool leader = true;
 
 #include "attend_block.inc"
@@ -54,8 +57,8 @@ TQ_UNROLL for (int q = 0; q < QUERIES; q++)
   if (q < count) {
     uint index = (row_index + uint(q)) * uint(attend_sizes[entry + 7]) + block;
     if (packed) {
-      tq_store<PACKED_VALUES>(int(lane), q, index, partial, block_outputs, block_maxima, block_sums);
+      tq_store<PACKED_VALUES, TEAM>(int(lane), member, q, index, partial, block_outputs, block_maxima, block_sums);
     } else {
-      tq_store<FULL_VALUES>(int(lane), q, index, partial, block_outputs, block_maxima, block_sums);
+      tq_store<FULL_VALUES, TEAM>(int(lane), member, q, index, partial, block_outputs, block_maxima, block_sums);
     }
   }

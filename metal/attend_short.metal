@@ -13,13 +13,13 @@
 
 //// body
 
-using PACK = typename tq_pack<QUERIES>::type;
-#if TQ_TRELLIS
-constexpr int THREADS = 32 * SIMDGROUPS;
-#endif
+using QUERY_ROWS = tq_rows<QUERIES, KEY_DIM>;
+using WEIGHT_ROWS = tq_rows<QUERIES, 32>;
+using PACK = typename QUERY_ROWS::type;
+constexpr int TEAM = 1, THREADS = 32 * SIMDGROUPS, member = 0;
 constexpr int ROUND = QUERIES * VALUE_DIM <= 512 ? QUERIES : VALUE_DIM < 512 ? 512 / VALUE_DIM : 1;
-threadgroup PACK tile_queries[2 * KEY_DIM];  // for packed tokens, then for full-precision tokens
-threadgroup PACK weights[32 * SIMDGROUPS];
+threadgroup PACK tile_queries[2 * QUERY_ROWS::SIZE];  // for packed tokens, then for full-precision tokens
+threadgroup PACK weights[SIMDGROUPS * WEIGHT_ROWS::SIZE];
 threadgroup float outputs[ROUND * SIMDGROUPS * VALUE_DIM];
 threadgroup float maxima[ROUND * SIMDGROUPS];
 threadgroup float totals[ROUND * SIMDGROUPS];
@@ -28,8 +28,9 @@ threadgroup float totals[ROUND * SIMDGROUPS];
 
 uint block = simdgroup_index_in_threadgroup;
 bool leader = block == 0 || int(block) == packed_blocks;
-auto query = tile_queries + (int(block) < packed_blocks ? 0 : KEY_DIM);
-auto weight = weights + 32 * int(block);
+auto query = tile_queries + (int(block) < packed_blocks ? 0 : int(QUERY_ROWS::SIZE));
+auto weight = weights + int(WEIGHT_ROWS::SIZE) * int(block);
+auto shared = maxima + 0;  // a team of one shares nothing
 
 #include "attend_block.inc"
 
@@ -39,9 +40,9 @@ TQ_UNROLL for (int start = 0; start < QUERIES; start += ROUND) {
     if (start + i < QUERIES) {
       uint place = uint(i * SIMDGROUPS) + block;
       if (packed) {
-        tq_store<PACKED_VALUES>(int(lane), start + i, place, partial, outputs, maxima, totals);
+        tq_store<PACKED_VALUES, TEAM>(int(lane), member, start + i, place, partial, outputs, maxima, totals);
       } else {
-        tq_store<FULL_VALUES>(int(lane), start + i, place, partial, outputs, maxima, totals);
+        tq_store<FULL_VALUES, TEAM>(int(lane), member, start + i, place, partial, outputs, maxima, totals);
       }
     }
   threadgroup_barrier(mem_flags::mem_threadgroup);

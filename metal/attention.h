@@ -1,8 +1,10 @@
-// Attention of QUERIES query rows over one block of tokens by one simdgroup, for attend.metal and attend_short.metal.
+// Attention of QUERIES query rows over one block of tokens by a team of simdgroups, for attend.metal and
+// attend_short.metal.
 //
-// Tokens are taken 32 at a time. For scores a lane is a token: each code is decoded once for all queries, without a
-// shuffle. For values a lane is a unit of the vector (see units.h); if a vector has fewer than 32 units, several groups
-// of lanes take tokens in turn.
+// A team of TEAM simdgroups takes 32 TEAM tokens at a time. For scores a lane is a token: each code is decoded once for
+// all queries, without a shuffle. For values a lane is a unit of the vector (see units.h); if a vector has fewer units
+// than 32, several groups of lanes take tokens in turn. A team of more than one divides the vector, so that the outputs
+// of many query rows fit in registers; its vectors have at least 32 TEAM units.
 #include "means.h"
 #include "rotation.h"
 #include "units.h"
@@ -34,47 +36,77 @@ struct tq_partial {
 };
 
 // Division of values between lanes: SPAN lanes per token, SLOTS tokens at once, UNITS units per lane.
-template <class V>
+template <class V, int TEAM>
 struct tq_split {
   enum {
-    SPAN = int(V::COUNT) < 32 ? int(V::COUNT) : 32,
-    SLOTS = 32 / SPAN,
-    UNITS = (int(V::COUNT) + 31) / 32,
+    LANES = 32 * TEAM,
+    SPAN = int(V::COUNT) < LANES ? int(V::COUNT) : LANES,
+    SLOTS = LANES / SPAN,
+    UNITS = (int(V::COUNT) + LANES - 1) / LANES,
     VALUES = UNITS * int(V::VALUES)
   };
 };
+
+template <int TEAM>
+TQ_FN void tq_team_barrier() {
+  if (TEAM == 1) {
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+  } else {
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+}
+
+struct tq_maximum {
+  TQ_FN float operator()(float a, float b) { return tq_larger(a, b); }
+};
+struct tq_sum {
+  TQ_FN float operator()(float a, float b) { return tq_add(a, b); }
+};
+
+// Combines the values of each query row, one of each simdgroup of a team.
+template <int QUERIES, int TEAM, class Shared, class Combine>
+TQ_FN void tq_share(int lane, int member, Shared shared, TQ_THREAD float* values, Combine combine) {
+  if (lane == 0)
+    TQ_UNROLL for (int q = 0; q < QUERIES; q++) shared[member * QUERIES + q] = values[q];
+  tq_team_barrier<TEAM>();
+  TQ_UNROLL for (int q = 0; q < QUERIES; q++) {
+    values[q] = shared[q];
+    TQ_UNROLL for (int other = 1; other < TEAM; other++) values[q] = combine(values[q], shared[other * QUERIES + q]);
+  }
+}
 
 // Adds a unit's part of a key to the scores.
 template <int QUERIES, class K, class Query>
 TQ_FN void tq_score(Query query, int unit, TQ_THREAD const float* decoded, TQ_THREAD float* score) {
   TQ_UNROLL for (int i = 0; i < int(K::VALUES); i++) {
     float query_values[QUERIES];
-    tq_pack<QUERIES>::unpack(query[K::dim(unit, i)], query_values);
+    tq_rows<QUERIES, int(K::DIM)>::load(query, K::dim(unit, i), query_values);
     TQ_UNROLL for (int q = 0; q < QUERIES; q++) score[q] = tq_fma(query_values[q], decoded[i], score[q]);
   }
 }
 
-// Attends to a block. The lanes share query [K::DIM] and weight [32], each of QUERIES values; query q sees positions
-// before last[q]. Keys are KEY_WORDS 16-bit words apart, values VALUE_WORDS. If K::PAIRED, the words of keys are read
+// Attends to a block, as simdgroup number `member` of a team. The team shares query [K::DIM] and weight [32 TEAM], each
+// of QUERIES values, and `shared` [TEAM QUERIES] if it is more than one; query q sees positions before last[q]. Keys are KEY_WORDS 16-bit words apart, values VALUE_WORDS. If K::PAIRED, the words of keys are read
 // two at a time from `pairs`: each lane reads another row, so this halves the loads, which lanes cannot share. `means`,
 // `index` and `cache` are those of means.h; plain keys do not read the first two.
-template <int QUERIES, bool MASKED, class K, class V, int KEY_WORDS, int VALUE_WORDS, class Query, class Weight, class Keys, class Pairs, class Values, class Means, class Index, class Cache, class Bias, class Partial>
-TQ_FN void tq_attend(int lane, TQ_THREAD const tq_block& block, Query query, Weight weight, Keys keys, Pairs pairs, Values values, Means means, Index index, TQ_THREAD Cache& cache, TQ_THREAD const int* last, Bias bias, TQ_THREAD const int64_t* bias_rows, TQ_THREAD Partial& partial) {
-  using SPLIT = tq_split<V>;
-  using PACKING = tq_pack<QUERIES>;
+template <int QUERIES, int TEAM, bool MASKED, class K, class V, int KEY_WORDS, int VALUE_WORDS, class Query, class Weight, class Shared, class Keys, class Pairs, class Values, class Means, class Index, class Cache, class Bias, class Partial>
+TQ_FN void tq_attend(int lane, int member, TQ_THREAD const tq_block& block, Query query, Weight weight, Shared shared, Keys keys, Pairs pairs, Values values, Means means, Index index, TQ_THREAD Cache& cache, TQ_THREAD const int* last, Bias bias, TQ_THREAD const int64_t* bias_rows, TQ_THREAD Partial& partial) {
+  using SPLIT = tq_split<V, TEAM>;
+  using WEIGHTS = tq_rows<QUERIES, 32 * TEAM>;
   constexpr int UNIT = V::VALUES, SPAN = SPLIT::SPAN, VALUES = SPLIT::VALUES;
+  int place = 32 * member + lane;
   TQ_UNROLL for (int q = 0; q < QUERIES; q++) {
     partial.maximum[q] = TQ_MASKED;
     partial.sum[q] = 0.0f;
     TQ_UNROLL for (int i = 0; i < VALUES; i++) partial.output[q * VALUES + i] = 0.0f;
   }
-  for (int base = block.start; base < block.stop; base += 32) {
-    int token = base + lane;
+  for (int base = block.start; base < block.stop; base += 32 * TEAM) {
+    int token = base + place;
     int position = token < block.gap_start ? token : token + block.gap;
     bool valid = token < block.stop;
     float score[QUERIES], mean_scores[QUERIES];
     TQ_UNROLL for (int q = 0; q < QUERIES; q++) score[q] = 0.0f;
-    tq_add_means<int(K::DIM)>(lane, base, block.stop, query, means, index, cache, mean_scores);
+    tq_add_means<int(K::DIM)>(lane, base + 32 * member, block.stop, query, means, index, cache, mean_scores);
     float value_gain = 0.0f;
     if (valid) {
       auto key = keys + int64_t(token) * KEY_WORDS;
@@ -104,10 +136,12 @@ TQ_FN void tq_attend(int lane, TQ_THREAD const tq_block& block, Query query, Wei
       auto value = values + int64_t(token) * VALUE_WORDS;
       value_gain = V::gain(value);
     }
-    float p[QUERIES];
+    float p[QUERIES], maximum[QUERIES];
+    TQ_UNROLL for (int q = 0; q < QUERIES; q++) maximum[q] = tq_simd_max(valid && position < last[q] ? score[q] : TQ_MASKED);
+    if (TEAM > 1) tq_share<QUERIES, TEAM>(lane, member, shared, maximum, tq_maximum());
     TQ_UNROLL for (int q = 0; q < QUERIES; q++) {
       bool visible = valid && position < last[q];
-      float largest = tq_simd_max(visible ? score[q] : TQ_MASKED);
+      float largest = maximum[q];
       if (largest > partial.maximum[q]) {  // the same in all lanes
         float factor = tq_exp2(tq_sub(partial.maximum[q], largest));
         partial.maximum[q] = largest;
@@ -118,16 +152,16 @@ TQ_FN void tq_attend(int lane, TQ_THREAD const tq_block& block, Query query, Wei
       partial.sum[q] = tq_add(partial.sum[q], p[q]);
       p[q] = tq_mul(p[q], value_gain);
     }
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-    weight[lane] = PACKING::pack(p);
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-    int tokens = block.stop - base < 32 ? block.stop - base : 32;
-    if (lane < int(SPLIT::SLOTS) * SPAN) {
-      for (int slot = lane / SPAN; slot < tokens; slot += int(SPLIT::SLOTS)) {
+    if (TEAM == 1) tq_team_barrier<TEAM>();  // a larger team met for its maxima
+    WEIGHTS::store(weight, place, p);
+    tq_team_barrier<TEAM>();
+    int tokens = block.stop - base < 32 * TEAM ? block.stop - base : 32 * TEAM;
+    if (place < int(SPLIT::SLOTS) * SPAN) {
+      for (int slot = place / SPAN; slot < tokens; slot += int(SPLIT::SLOTS)) {
         auto value = values + int64_t(base + slot) * VALUE_WORDS;
-        PACKING::unpack(weight[slot], p);
+        WEIGHTS::load(weight, slot, p);
         TQ_UNROLL for (int u = 0; u < int(SPLIT::UNITS); u++) {
-          int unit = u * 32 + lane % SPAN;
+          int unit = u * int(SPLIT::LANES) + place % SPAN;
           if (unit < int(V::COUNT)) {
             float decoded[UNIT];
             V::load(value, unit, decoded);
@@ -141,16 +175,18 @@ TQ_FN void tq_attend(int lane, TQ_THREAD const tq_block& block, Query query, Wei
       }
     }
   }
+  TQ_UNROLL for (int q = 0; q < QUERIES; q++) partial.sum[q] = tq_simd_sum(partial.sum[q]);
+  if (TEAM > 1) tq_share<QUERIES, TEAM>(lane, member, shared, partial.sum, tq_sum());
 }
 
 // Stores the partial attention of query row q at `index`.
-template <class V, class Outputs, class Floats, class Partial>
-TQ_FN void tq_store(int lane, int q, uint index, TQ_THREAD const Partial& partial, Outputs outputs, Floats maxima, Floats totals) {
-  using SPLIT = tq_split<V>;
-  float total = tq_simd_sum(partial.sum[q]);
-  if (lane == 0) {
+template <class V, int TEAM, class Outputs, class Floats, class Partial>
+TQ_FN void tq_store(int lane, int member, int q, uint index, TQ_THREAD const Partial& partial, Outputs outputs, Floats maxima, Floats totals) {
+  using SPLIT = tq_split<V, TEAM>;
+  int place = 32 * member + lane;
+  if (place == 0) {
     maxima[index] = partial.maximum[q];
-    totals[index] = total;
+    totals[index] = partial.sum[q];
   }
   TQ_UNROLL for (int u = 0; u < int(SPLIT::UNITS); u++)
     TQ_UNROLL for (int i = 0; i < int(V::VALUES); i++) {
@@ -158,7 +194,7 @@ TQ_FN void tq_store(int lane, int q, uint index, TQ_THREAD const Partial& partia
       float output = lane_output;
       TQ_UNROLL for (int slot = 1; slot < int(SPLIT::SLOTS); slot++)
         output = tq_add(output, simd_shuffle(lane_output, ushort((lane + slot * int(SPLIT::SPAN)) & 31)));
-      int unit = u * 32 + lane;
-      if (lane < int(SPLIT::SPAN) && unit < int(V::COUNT)) outputs[index * uint(V::DIM) + V::dim(unit, i)] = output;
+      int unit = u * int(SPLIT::LANES) + place;
+      if (place < int(SPLIT::SPAN) && unit < int(V::COUNT)) outputs[index * uint(V::DIM) + V::dim(unit, i)] = output;
     }
 }

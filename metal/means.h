@@ -44,7 +44,7 @@ TQ_FN void tq_add_means(int lane, int base, int stop, Query query, Means means, 
       TQ_UNROLL for (int q = 0; q < QUERIES; q++) cache.score[q] = 0.0f;
       TQ_UNROLL for (int dim = lane; dim < D; dim += 32) {
         float query_values[QUERIES], mean_value = static_cast<float>(means[int64_t(mean) * D + dim]);
-        tq_pack<QUERIES>::unpack(query[dim], query_values);
+        tq_rows<QUERIES, D>::load(query, dim, query_values);
         TQ_UNROLL for (int q = 0; q < QUERIES; q++) cache.score[q] = tq_fma(query_values[q], mean_value, cache.score[q]);
       }
       TQ_UNROLL for (int q = 0; q < QUERIES; q++) cache.score[q] = tq_simd_sum(cache.score[q]);

@@ -35,9 +35,14 @@ ATTEND_SHORT = replace(
     ATTEND, name="attend_short", inputs=(*ATTEND.inputs, "value_flips", "sink_logits"), outputs=("attended",)
 )
 METAL_ARRAYS = 31  # arrays that Metal passes to a kernel
-QUERIES = 4  # query rows for which a code is decoded once, as many as fit the registers of a lane
-# Simdgroups of attend_short, and the widest keys for them: their threadgroup memory fits Metal's 32 KB.
-_SHORT_SIMDGROUPS, _SHORT_DIM = 8, 256
+QUERIES = 8  # query rows for which a code is decoded once
+_ROWS = (1, 2, 4, 6, 8)  # of a tile: values of several rows are loaded four or two at a time
+# Values of outputs in a lane's registers: as many simdgroups share a tile as that takes; with more than the second
+# number, a tile has fewer rows.
+_LANE_VALUES, _MOST_LANE_VALUES = 32, 64
+_TEAMS = (1, 2, 4)
+# Query rows and simdgroups of attend_short, and the widest keys for them: their threadgroup memory fits Metal's 32 KB.
+_SHORT_QUERIES, _SHORT_SIMDGROUPS, _SHORT_DIM = 4, 8, 256
 
 
 def launch_attend(
@@ -75,6 +80,18 @@ def launch_attend_batch(
 _Cut = tuple[int, int]
 
 
+class _Tile(NamedTuple):
+    """Query rows of one KV head for which a threadgroup of attend.metal decodes each code once."""
+
+    rows: int
+    team: int  # simdgroups that share it
+    count: int  # tiles of a call
+
+    @property
+    def simdgroups(self) -> int:
+        return self.team * self.count
+
+
 class _BlockPartials(NamedTuple):
     """Partial attention of each block for queries [B, Hq, L, Dk]: output of attend.metal and input of merge.metal."""
 
@@ -107,11 +124,12 @@ class _Call:
         simdgroups = _SHORT_SIMDGROUPS if self.queries.shape[3] <= _SHORT_DIM else _SHORT_SIMDGROUPS // 2
         cuts = [_divide_simdgroups(regions, simdgroups) for regions in self.batch]
         value = self.batch[0].layout.value
-        inputs, constants, _ = self._arguments(cuts, [arguments.sign_flips(value.rotation), self._sink_input()])
+        tile = self._tile(_SHORT_QUERIES)
+        inputs, constants, _ = self._arguments(cuts, tile, [arguments.sign_flips(value.rotation), self._sink_input()])
         (attended,) = ATTEND_SHORT.run(
             inputs=inputs,
             constants=(*constants, ("SINKS", self.sinks is not None), ("SIMDGROUPS", simdgroups)),
-            grid=(32 * simdgroups, 1, self._tiles()[1]),
+            grid=(32 * simdgroups, 1, tile.count),
             threadgroup=(32 * simdgroups, 1, 1),
             output_shapes=[(*self.queries.shape[:3], value.head_dim)],
             output_dtypes=[self.queries.dtype],
@@ -119,21 +137,21 @@ class _Call:
         return attended
 
     def attend_blocks(self) -> _BlockPartials:
-        (_, tiles), limits, cuts = self._tiles(), thresholds.current(), list[_Cut]()
+        tile, limits, cuts = self._tile(QUERIES), thresholds.current(), list[_Cut]()
         for regions in self.batch:  # so that the tiles keep the GPU busy
             packed, full = (
-                min(-(-tokens // limits.min_block), max(1, limits.simdgroups // tiles), limits.max_blocks)
+                min(-(-tokens // limits.min_block), max(1, limits.simdgroups // tile.simdgroups), limits.max_blocks)
                 for tokens in (regions.packed_tokens, regions.full_tokens)
             )
             cuts.append((packed, packed + full))
         max_blocks = max(blocks for _, blocks in cuts)
-        inputs, constants, sizes = self._arguments(cuts, [])
+        inputs, constants, sizes = self._arguments(cuts, tile, [])
         shape = (*self.queries.shape[:3], max_blocks)
         outputs, maxima, sums = ATTEND.run(
             inputs=inputs,
-            constants=constants,
-            grid=(32, max_blocks, tiles),
-            threadgroup=(32, 1, 1),
+            constants=(*constants, ("TEAM", tile.team)),
+            grid=(32 * tile.team, max_blocks, tile.count),
+            threadgroup=(32 * tile.team, 1, 1),
             output_shapes=[(*shape, self.batch[0].layout.value.head_dim), shape, shape],
             output_dtypes=[mx.float32] * 3,
         )
@@ -187,16 +205,23 @@ class _Call:
     def _sink_input(self) -> mx.array:
         return _NO_SINKS if self.sinks is None else arguments.pad_input(self.sinks.astype(mx.float32))
 
-    def _tiles(self) -> tuple[int, int]:
-        """Return the query rows of a tile, and the number of tiles."""
+    def _tile(self, most: int) -> "_Tile":
+        """Divide the query rows of each KV head into tiles of up to `most` rows."""
         rows, query_heads, length, _ = self.queries.shape
-        heads = self.batch[0].full_keys.shape[1]
+        heads, value = self.batch[0].full_keys.shape[1], self.batch[0].layout.value
         per_head = query_heads // heads * length
-        size = min(QUERIES, 1 << (per_head - 1).bit_length())
-        return size, rows * heads * -(-per_head // size)
+        even = -(-per_head // -(-per_head // most))
+        size = next(size for size in _ROWS if size >= even)
+        bits = (int(dict(arguments.codec_constants("VALUE", value))["VALUE_BITS"]), 8 * self.queries.dtype.size)
+        team, values = _team(size, value.head_dim, bits)
+        if most == _SHORT_QUERIES:
+            team = 1
+        elif values > _MOST_LANE_VALUES:
+            return self._tile(_SHORT_QUERIES)
+        return _Tile(size, team, rows * heads * -(-per_head // size))
 
     def _arguments(
-        self, cuts: list[_Cut], output_inputs: list[mx.array]
+        self, cuts: list[_Cut], tile: "_Tile", output_inputs: list[mx.array]
     ) -> tuple[list[mx.array], Constants, list[int]]:
         """Return the inputs of a kernel, its constants, and `attend_sizes`."""
         rows, query_heads, length, _ = self.queries.shape
@@ -220,7 +245,7 @@ class _Call:
         constants: Constants = (
             ("T", self.queries.dtype),
             ("SOURCES", self.sources),
-            ("QUERIES", self._tiles()[0]),
+            ("QUERIES", tile.rows),
             ("MASKED", isinstance(self.mask, mx.array)),
             ("FULL_BITS", 8 * dtype.size),
             ("FULL_WORD", dtype if dtype.size == 2 else mx.float16),
@@ -275,6 +300,20 @@ def _mask_bias(mask: Mask, tokens: int) -> tuple[mx.array, tuple[int, int, int]]
     batch, heads, length, _ = bias.shape
     strides = (batch > 1) * heads * length * tokens, (heads > 1) * length * tokens, (length > 1) * tokens
     return mx.broadcast_to(bias, (batch, heads, length, tokens)), strides
+
+
+def _team(rows: int, dim: int, bits: Sequence[int]) -> tuple[int, int]:
+    """Return how many simdgroups share a tile, and how many values of outputs a lane then has.
+
+    `bits` are those of packed and of full-precision values. A team of several needs a unit of values for each lane.
+    """
+    sizes = [1 if b > 8 else 16 if b == 3 else 16 // b for b in bits]
+    teams = {
+        team: rows * max(size * -(-(dim // size) // (32 * team)) for size in sizes)
+        for team in _TEAMS
+        if team == 1 or all(dim // size >= 32 * team for size in sizes)
+    }
+    return next(((t, n) for t, n in teams.items() if n <= _LANE_VALUES), max(teams.items()))
 
 
 def _divide_simdgroups(regions: Regions, simdgroups: int) -> _Cut:
