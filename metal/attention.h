@@ -5,9 +5,9 @@
 // all queries, without a shuffle. For values a lane is a unit of the vector (see units.h); if a vector has fewer units
 // than 32, several groups of lanes take tokens in turn. A team of more than one divides the vector, so that the outputs
 // of many query rows fit in registers; its vectors have at least 32 TEAM units.
+#include "byte_levels.h"
 #include "means.h"
 #include "rotation.h"
-#include "units.h"
 #if TQ_TRELLIS
 #include "trellis.h"
 #endif
@@ -116,10 +116,10 @@ TQ_FN void tq_attend(int lane, int member, TQ_THREAD const tq_block& block, Quer
         TQ_ROLLED for (int unit = 0; unit < int(K::COUNT); unit += 2) {
           uint words[K::WORDS];
           TQ_UNROLL for (int n = 0; n < int(K::WORDS); n++) words[n] = paired[K::place(unit, n) / 2];
-          K::decode(words, decoded);
+          K::decode(key, words, decoded);
           tq_score<QUERIES, K>(query, unit, decoded, score);
           TQ_UNROLL for (int n = 0; n < int(K::WORDS); n++) words[n] >>= 16;
-          K::decode(words, decoded);
+          K::decode(key, words, decoded);
           tq_score<QUERIES, K>(query, unit + 1, decoded, score);
         }
       } else {

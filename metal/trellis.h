@@ -2,19 +2,10 @@
 // that of the state which its own bits and the bits before them form.
 #include "units.h"
 
-// The words of a vector, and the levels of the states.
-template <class Words, class Levels>
-struct tq_ring {
-  Words words;
-  Levels levels;
-  TQ_FN tq_ring operator+(int64_t count) const { return {words + count, levels}; }
-  TQ_FN ushort operator[](int place) const { return words[place]; }
-};
-
 template <>
-struct tq_words<true> {
+struct tq_words<TQ_BY_STATE> {
   template <class Words, class Levels>
-  static TQ_FN tq_ring<Words, Levels> make(Words words, Levels levels) {
+  static TQ_FN tq_coded<Words, Levels> make(Words words, Levels levels) {
     return {words, levels};
   }
 };
@@ -23,9 +14,9 @@ struct tq_words<true> {
 template <bool TRELLIS, int BITS>
 constexpr TQ_FN int tq_table() { return TRELLIS ? (BITS - 2) * TQ_STATES : 0; }
 
-// As `tq_vectors` of units.h, for a tq_ring. The states of a unit's first values include bits of the previous unit.
+// As `tq_vectors` of units.h, for tq_coded words. The states of a unit's first values include bits of the previous unit.
 template <int D, int BITS, bool WIDE, class FULL, int SCALE>
-struct tq_vectors<D, BITS, WIDE, FULL, SCALE, true> : tq_unit<D, BITS> {
+struct tq_vectors<D, BITS, WIDE, FULL, SCALE, TQ_BY_STATE> : tq_unit<D, BITS> {
   using UNIT = tq_unit<D, BITS>;
   enum { DIM = D, PAIRED = 0 };
 
@@ -45,7 +36,8 @@ struct tq_vectors<D, BITS, WIDE, FULL, SCALE, true> : tq_unit<D, BITS> {
       }
     }
   }
-  static TQ_FN void decode(TQ_THREAD const uint*, TQ_THREAD float*) {}  // only PAIRED vectors are decoded so
+  template <class Ring>
+  static TQ_FN void decode(TQ_THREAD const Ring&, TQ_THREAD const uint*, TQ_THREAD float*) {}  // only PAIRED vectors are decoded so
   template <class Ring>
   static TQ_FN float gain(TQ_THREAD const Ring& ring) {
     return tq_gain<D, BITS, WIDE>(ring.words + SCALE);

@@ -28,9 +28,10 @@ TQ_FN void tq_decode_words(TQ_THREAD const uint* words, TQ_THREAD float* values)
   } else if (BITS == 16) {
     values[0] = static_cast<float>(as_type<FULL>(ushort(words[0])));
   } else if (BITS == 8) {
-    uint pair = words[0];
-    // Shifting up and back as signed integers extends the sign.
-    TQ_UNROLL for (int i = 0; i < 2; i++) values[i] = static_cast<float>(as_type<int>(pair << (24 - 8 * i)) >> 24);
+    // Flipping the sign bit adds 128. As in codebook.h, the bits are read as the low ones of a float above 2^23.
+    uint pair = words[0] ^ 0x8080u;
+    values[0] = tq_sub(as_type<float>((pair & 0xFFu) | 0x4B000000u), 8388608.0f + 128.0f);
+    values[1] = tq_fma(as_type<float>((pair & 0xFF00u) | 0x4B000000u), 1.0f / 256.0f, -(8388608.0f / 256.0f + 128.0f));
   } else if (BITS == 3) {
     uint top = 0;
     TQ_UNROLL for (int third = 0; third < 3; third++) {
@@ -70,8 +71,23 @@ TQ_FN float tq_gain(Words scale_words) {
 
 #define TQ_STATES 256  // states of a trellis
 
-// The words of a vector, with the levels of the states if TRELLIS, see trellis.h.
-template <bool TRELLIS>
+// How a code becomes a level: by a polynomial, as the state of a trellis (trellis.h), or with the other codes of its
+// byte (byte_levels.h). The last two look it up.
+#define TQ_BY_POLYNOMIAL 0
+#define TQ_BY_STATE 1
+#define TQ_BY_BYTE 2
+
+// The words of a vector and a table of levels.
+template <class Words, class Levels>
+struct tq_coded {
+  Words words;
+  Levels levels;
+  TQ_FN tq_coded operator+(int64_t count) const { return {words + count, levels}; }
+  TQ_FN ushort operator[](int place) const { return words[place]; }
+};
+
+// The words of a vector, with the levels that KIND looks up.
+template <int KIND>
 struct tq_words {
   template <class Words, class Levels>
   static TQ_FN Words make(Words words, Levels) {
@@ -79,9 +95,8 @@ struct tq_words {
   }
 };
 
-// Vectors of D values of BITS, with a scale (if the format has one) SCALE words after the first word. If TRELLIS, their
-// codes are a ring, see trellis.h.
-template <int D, int BITS, bool WIDE, class FULL, int SCALE, bool TRELLIS>
+// Vectors of D values of BITS, with a scale (if the format has one) SCALE words after the first word.
+template <int D, int BITS, bool WIDE, class FULL, int SCALE, int KIND>
 struct tq_vectors : tq_unit<D, BITS> {
   enum { DIM = D };
 
@@ -89,7 +104,11 @@ struct tq_vectors : tq_unit<D, BITS> {
   static TQ_FN void load(Words words, int unit, TQ_THREAD float* values) {
     tq_load_unit<FULL, D, BITS>(words, unit, values);
   }
-  static TQ_FN void decode(TQ_THREAD const uint* words, TQ_THREAD float* values) { tq_decode_words<FULL, BITS>(words, values); }
+  // Decodes loaded words, of which the lower halves count.
+  template <class Words>
+  static TQ_FN void decode(Words, TQ_THREAD const uint* words, TQ_THREAD float* values) {
+    tq_decode_words<FULL, BITS>(words, values);
+  }
   template <class Words>
   static TQ_FN float gain(Words words) {
     return tq_gain<D, BITS, WIDE>(words + SCALE);

@@ -14,6 +14,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from mlx_tq.codec.formats import Codec
+from mlx_tq.codec.formats.trellis import TrellisCodec
+from mlx_tq.codec.formats.turbo import TurboCodec
 from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization
 from mlx_tq.kernels import arguments, thresholds
 from mlx_tq.kernels.gpu import Constants, Kernel, simdgroup_grid
@@ -37,11 +40,11 @@ ATTEND_SHORT = replace(
 METAL_ARRAYS = 31  # arrays that Metal passes to a kernel
 QUERIES = 8  # query rows for which a code is decoded once
 _ROWS = (1, 2, 4, 6, 8)  # of a tile: values of several rows are loaded four or two at a time
-# Values of outputs in a lane's registers: as many simdgroups share a tile as that takes; with more than the second
-# number, a tile has fewer rows.
+# Values of outputs in a lane: as many simdgroups share a tile as it takes to have no more than the first; with more than
+# the second, a tile has fewer rows.
 _LANE_VALUES, _MOST_LANE_VALUES = 32, 64
 _TEAMS = (1, 2, 4)
-# Query rows and simdgroups of attend_short, and the widest keys for them: their threadgroup memory fits Metal's 32 KB.
+# Query rows and simdgroups of attend_short, half as many for wider keys: their threadgroup memory fits Metal's 32 KB.
 _SHORT_QUERIES, _SHORT_SIMDGROUPS, _SHORT_DIM = 4, 8, 256
 
 
@@ -85,11 +88,11 @@ class _Tile(NamedTuple):
 
     rows: int
     team: int  # simdgroups that share it
-    count: int  # tiles of a call
+    tiles: int  # of a call
 
     @property
     def simdgroups(self) -> int:
-        return self.team * self.count
+        return self.team * self.tiles
 
 
 class _BlockPartials(NamedTuple):
@@ -121,15 +124,16 @@ class _Call:
         """Attend in one kernel up to the threshold of tokens, else in two: [B, Hq, L, Dv]."""
         if max(regions.tokens for regions in self.batch) > thresholds.current().short_tokens:
             return self.merge(self.attend_blocks())
-        simdgroups = _SHORT_SIMDGROUPS if self.queries.shape[3] <= _SHORT_DIM else _SHORT_SIMDGROUPS // 2
+        halves = 1 if self.queries.shape[3] <= _SHORT_DIM else 2
+        simdgroups = _SHORT_SIMDGROUPS // halves
         cuts = [_divide_simdgroups(regions, simdgroups) for regions in self.batch]
         value = self.batch[0].layout.value
-        tile = self._tile(_SHORT_QUERIES)
+        tile = self._tile(_SHORT_QUERIES // halves, is_short=True)
         inputs, constants, _ = self._arguments(cuts, tile, [arguments.sign_flips(value.rotation), self._sink_input()])
         (attended,) = ATTEND_SHORT.run(
             inputs=inputs,
             constants=(*constants, ("SINKS", self.sinks is not None), ("SIMDGROUPS", simdgroups)),
-            grid=(32 * simdgroups, 1, tile.count),
+            grid=(32 * simdgroups, 1, tile.tiles),
             threadgroup=(32 * simdgroups, 1, 1),
             output_shapes=[(*self.queries.shape[:3], value.head_dim)],
             output_dtypes=[self.queries.dtype],
@@ -150,7 +154,7 @@ class _Call:
         outputs, maxima, sums = ATTEND.run(
             inputs=inputs,
             constants=(*constants, ("TEAM", tile.team)),
-            grid=(32 * tile.team, max_blocks, tile.count),
+            grid=(32 * tile.team, max_blocks, tile.tiles),
             threadgroup=(32 * tile.team, 1, 1),
             output_shapes=[(*shape, self.batch[0].layout.value.head_dim), shape, shape],
             output_dtypes=[mx.float32] * 3,
@@ -205,26 +209,24 @@ class _Call:
     def _sink_input(self) -> mx.array:
         return _NO_SINKS if self.sinks is None else arguments.pad_input(self.sinks.astype(mx.float32))
 
-    def _tile(self, most: int) -> "_Tile":
-        """Divide the query rows of each KV head into tiles of up to `most` rows."""
+    def _tile(self, most: int, *, is_short: bool = False) -> "_Tile":
+        """Divide the query rows of each KV head into tiles of up to `most` rows, for attend or attend_short."""
         rows, query_heads, length, _ = self.queries.shape
         heads, value = self.batch[0].full_keys.shape[1], self.batch[0].layout.value
         per_head = query_heads // heads * length
         even = -(-per_head // -(-per_head // most))
         size = next(size for size in _ROWS if size >= even)
-        bits = (int(dict(arguments.codec_constants("VALUE", value))["VALUE_BITS"]), 8 * self.queries.dtype.size)
-        team, values = _team(size, value.head_dim, bits)
-        if most == _SHORT_QUERIES:
-            team = 1
-        elif values > _MOST_LANE_VALUES:
-            return self._tile(_SHORT_QUERIES)
-        return _Tile(size, team, rows * heads * -(-per_head // size))
+        team, values = _team(size, value.head_dim, (16 * value.words // value.head_dim, 8 * self.queries.dtype.size))
+        if values > _MOST_LANE_VALUES and size > 1:
+            return self._tile(size // 2, is_short=is_short)
+        return _Tile(size, 1 if is_short else team, rows * heads * -(-per_head // size))
 
     def _arguments(
         self, cuts: list[_Cut], tile: "_Tile", output_inputs: list[mx.array]
     ) -> tuple[list[mx.array], Constants, list[int]]:
         """Return the inputs of a kernel, its constants, and `attend_sizes`."""
         rows, query_heads, length, _ = self.queries.shape
+        limits = thresholds.current()
         full_keys, layout = self.batch[0].full_keys, self.batch[0].layout
         dtype, repeats, causal = full_keys.dtype, rows // len(self.batch), isinstance(self.mask, str)
         bias, bias_strides = _mask_bias(self.mask, self.batch[0].tokens)
@@ -252,6 +254,8 @@ class _Call:
             ("NORMALIZED", self.normalized),
             ("MEAN_TOKENS", MEAN_TOKENS),
             *arguments.layout_constants(layout),
+            ("KEY_TABLE", limits.level_tables == 2 and _has_table(layout.key)),
+            ("VALUE_TABLE", limits.level_tables > 0 and _has_table(layout.value)),
         )
         inputs = [
             self.queries,
@@ -314,6 +318,11 @@ def _team(rows: int, dim: int, bits: Sequence[int]) -> tuple[int, int]:
         if team == 1 or all(dim // size >= 32 * team for size in sizes)
     }
     return next(((t, n) for t, n in teams.items() if n <= _LANE_VALUES), max(teams.items()))
+
+
+def _has_table(codec: Codec) -> bool:
+    """Return whether the levels of whole bytes of codes can be looked up."""
+    return isinstance(codec, TurboCodec) and not isinstance(codec, TrellisCodec) and codec.bits in (2, 4)
 
 
 def _divide_simdgroups(regions: Regions, simdgroups: int) -> _Cut:

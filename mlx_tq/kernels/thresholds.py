@@ -30,6 +30,7 @@ RANGES = {
     "min_block": (32, 4096),
     "max_blocks": (1, 1024),
     "merge_simdgroups": (1, 8),
+    "level_tables": (0, 2),
 }
 
 
@@ -43,6 +44,7 @@ class KernelThresholds:
     min_block: int = 64  # smallest block in tokens
     max_blocks: int = 256
     merge_simdgroups: int = 4  # that merge the blocks of a query row
+    level_tables: int = 1  # levels of codes are looked up: of none, of values, or of keys and values
 
     def __post_init__(self) -> None:
         for name, (smallest, largest) in RANGES.items():
@@ -57,7 +59,7 @@ TABLES = {
     "Pro": KernelThresholds(simdgroups=512),
     "Max": KernelThresholds(simdgroups=1024),
     "Ultra": KernelThresholds(simdgroups=2048),
-    "cuda": KernelThresholds(simdgroups=4096),
+    "cuda": KernelThresholds(simdgroups=4096, level_tables=2),
     "reference": KernelThresholds(),
 }
 

@@ -27,6 +27,7 @@ CANDIDATES = {
     "simdgroups": (128, 256, 512, 1024, 2048, 4096, 8192),
     "min_block": (32, 64, 128, 256),
     "merge_simdgroups": (1, 2, 4, 8),
+    "level_tables": (0, 1, 2),
 }
 _HEADS, _GROUP, _DIM = 8, 4, 128
 _FULL_TOKENS = 256

@@ -165,9 +165,11 @@ def cut(sizes: tuple[int, ...], tokens: int) -> list[int]:
     return np.diff([0, *ends]).tolist()
 
 
-def check_attend(problem: Problem, short_tokens: int = 0, peak: float = PEAK, **simulation: Any) -> mx.array:
+def check_attend(
+    problem: Problem, short_tokens: int = 0, peak: float = PEAK, level_tables: int = 1, **simulation: Any
+) -> mx.array:
     """Attention is as exact as mx.fast over the decoded cache: one kernel up to `short_tokens`, else two."""
-    limits = replace(thresholds.current(), short_tokens=short_tokens)
+    limits = replace(thresholds.current(), short_tokens=short_tokens, level_tables=level_tables)
     with simulated(**simulation) as counters, thresholds.using(limits):
         result = problem.solve(attend)
     assert len(counters) == (1 if problem.tokens <= short_tokens else 2)

@@ -79,6 +79,8 @@ LAYOUTS = {
     "normalized tq4": {"dims": (128, 128), "key": "tq4", "normalized": "blocks", **MASKED},
     "tcq3 and tcq2": {"dims": (128, 256), "key": "tcq3", "value": "tcq2", "dtype": "bfloat16"},
     "normalized tcq4": {"dims": (256, 256), "key": "tcq4", "value": "tcq4", "normalized": "blocks", **MASKED},
+    "eight rows of tq4": {"dims": (256, 256), "key": "tq4", "groups": 8, "dtype": "bfloat16", "normalized": "gaps"},
+    "eight wide rows": {"dims": (512, 512), "key": "q8", "groups": 8, **MASKED},
     "normalized fp16": {"dims": (80, 64), "key": "fp16", "dtype": "bfloat16", "normalized": "gaps"},
 }
 
