@@ -40,8 +40,8 @@ ATTEND_SHORT = replace(
 METAL_ARRAYS = 31  # arrays that Metal passes to a kernel
 QUERIES = 8  # query rows for which a code is decoded once
 _ROWS = (1, 2, 4, 6, 8)  # of a tile: values of several rows are loaded four or two at a time
-# Values of outputs in a lane: as many simdgroups share a tile as it takes to have no more than the first; with more than
-# the second, a tile has fewer rows.
+# Values of outputs in a lane: as many simdgroups share a tile as it takes to have no more than the first number. With
+# more than the second, a tile has fewer rows.
 _LANE_VALUES, _MOST_LANE_VALUES = 32, 64
 _TEAMS = (1, 2, 4)
 # Query rows and simdgroups of attend_short, half as many for wider keys: their threadgroup memory fits Metal's 32 KB.
