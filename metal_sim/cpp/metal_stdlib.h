@@ -35,6 +35,7 @@ inline Float fmin(Float a, Float b) { return count(tqsim::COMPARE), std::fmin(a.
 inline Float fmax(Float a, Float b) { return count(tqsim::COMPARE), std::fmax(a.v, b.v); }
 template <class T> T min(T a, T b) { return b < a ? b : a; }
 template <class T> T max(T a, T b) { return a < b ? b : a; }
+inline Float max(Float a, Float b) { return a < b ? b : a; }  // also of an element of threadgroup memory
 template <class T> T select(T a, T b, bool c) { return c ? b : a; }
 inline tqsim::Uint popcount(tqsim::Uint x) { return count(tqsim::INTEGER), __builtin_popcount(x.v); }
 namespace precise {
