@@ -194,7 +194,10 @@ def _buffers(text: str) -> list[tuple[str, int]]:
 
 
 def _split(
-    declared: list[tuple[str, int]], inputs: Sequence[mx.array], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[mx.Dtype]
+    declared: list[tuple[str, int]],
+    inputs: Sequence[mx.array],
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[mx.Dtype],
 ) -> dict[str, np.ndarray]:
     """Return the arrays of a kernel's buffers by name. All bits of outputs are set, which is NaN for floats."""
     outputs = [name for name, _ in declared[-len(shapes) :]]

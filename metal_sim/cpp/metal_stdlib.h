@@ -121,6 +121,9 @@ T reduced(T value, Combine combine, tqsim::Operation operation, tqsim::Site site
 template <class T> T simd_sum(T v, int line = __builtin_LINE()) {
   return reduced(v, [](T a, T b) { return T(a + b); }, tqsim::ADD, {"simd_sum", line, 0});
 }
+template <class Space> auto simd_sum(tqsim::Reference<Space> element, int line = __builtin_LINE()) {
+  return simd_sum(typename Space::Value(element), line);
+}
 template <class T> T simd_max(T v, int line = __builtin_LINE()) {
   return reduced(v, [](T a, T b) { return max(a, b); }, tqsim::COMPARE, {"simd_max", line, 0});
 }

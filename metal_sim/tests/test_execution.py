@@ -131,7 +131,7 @@ def test_threadgroup_memory_is_counted_by_16_bytes():
 
 
 @pytest.mark.parametrize("sanitize", [False, True])
-def test_local_pointers_maxima_and_a_number_that_no_buffer_has(sanitize):
+def test_local_pointers_elements_as_operands_and_a_number_that_no_buffer_has(sanitize):
     text = """[[kernel]] void largest(
     const device float* values [[buffer(0)]],
     device float* result [[buffer(2)]],
@@ -140,12 +140,12 @@ def test_local_pointers_maxima_and_a_number_that_no_buffer_has(sanitize):
   const device float* value = values + lane;
   device float* largest = result + lane;
   shared[lane] = value[0];
-  largest[0] = max(shared[lane], value[32]);
+  largest[0] = max(shared[lane], value[32]) + simd_sum(shared[lane]);
 }
 """
     values = np.random.default_rng(0).standard_normal(64).astype(np.float32)
     arrays = {"values": values, "result": np.zeros(32, np.float32)}
     counters = run_text(text, arrays, grid=(32, 1, 1), threadgroup=(32, 1, 1), sanitize=sanitize)
-    assert np.array_equal(arrays["result"], np.maximum(values[:32], values[32:]))
+    assert np.allclose(arrays["result"], np.maximum(values[:32], values[32:]) + values[:32].sum(), atol=1e-5)
     assert (counters.loaded, counters.stored["result"]) == ({"values": 256, "result": 0}, 128)
     assert counters.operations["compare"] == 32
