@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kernels.count_attention import Cost
 from benchmarks.reports import RESULTS
 from mlx_tq.codec.formats import format_names, get_format
 from mlx_tq.codec.normalization import MEAN_TOKENS
@@ -338,6 +339,42 @@ def kernels() -> str:
     return table([name], ["kernel", "bytes loaded", "bytes stored", "lane operations"], rows, on="the Metal simulator")
 
 
+def attention_counts() -> str:
+    return _counts([row for row in report(COUNTED)["rows"] if row["length"] == 1])
+
+
+def verify_counts() -> str:
+    return _counts([row for row in report(COUNTED)["rows"] if row["length"] > 1 and row["dim"] in (128, 256)])
+
+
+COUNTED = "attention_counted.json"
+
+
+def _counts(records: Sequence[Record]) -> str:
+    """Compare what a token costs with mlx's kernel of long contexts on base and Pro chips."""
+    formats = report(COUNTED)["formats"]
+    rows = []
+    for record in records:
+        costs = {name: Cost(**cost) for name, cost in record["costs"].items()}
+        kernel = record["kernels"]["base"][-1]
+        operations, ratios, nbytes = "-", ["-"] * len(formats), f"at least {4 * record['dim']:,}"
+        if kernel:
+            other = costs[kernel]
+            operations, nbytes = f"{other.plain:,.0f} ({other.weighted:,.0f})", _both_bytes(other)
+            ours = [costs[name] for name in formats]
+            ratios = [f"{cost.plain / other.plain:.2f} ({cost.weighted / other.weighted:.2f})" for cost in ours]
+        shape = [str(record[name]) for name in ("dim", "groups", "length")]
+        rows.append([*shape, f"`{kernel}`" if kernel else "no vector kernel", operations, *ratios, nbytes])
+        rows[-1] += [_both_bytes(costs[name]) for name in formats]
+    columns = ["D", "G", "L", "mlx's kernel", "its operations", *formats.values(), "its bytes"]
+    columns += [f"{pair}, bytes" for pair in formats.values()]
+    return table([COUNTED], columns, rows, on="the Metal simulator")
+
+
+def _both_bytes(cost: Cost) -> str:
+    return f"{cost.fetched:,.0f}" + (f" ({cost.loaded:,.0f})" if cost.loaded > cost.fetched else "")
+
+
 def gpu_attention() -> str:
     name = "attention_cuda.json"
     about = report(name)
@@ -616,7 +653,8 @@ TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
         *(profiles, formats, divergence, frontier, normalization, trellis, by_layer, answers),
-        *(whole_models, one_layer, kernels, gpu_attention, streams, prefix_cache, hostile, soak),
+        *(whole_models, one_layer, kernels, attention_counts, verify_counts, gpu_attention),
+        *(streams, prefix_cache, hostile, soak),
         *(four_arms, policies, policies_text, evict_cost, recall, recall_cost, retrieval, rescue_latency, ramp),
     )
 }

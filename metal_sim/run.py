@@ -14,7 +14,7 @@ import numpy as np
 
 from metal_sim.build import build
 from metal_sim.capture import capture
-from metal_sim.translate import Parameter, parameters, translate
+from metal_sim.translate import parameters, translate
 
 MAX_BUFFERS = 32
 ERROR_BYTES = 8192
@@ -44,6 +44,7 @@ class _Buffer(ctypes.Structure):
         ("origin", ctypes.c_uint64),
         ("loaded", ctypes.c_uint64),
         ("stored", ctypes.c_uint64),
+        ("fetched", ctypes.c_uint64),
     )
 
 
@@ -65,7 +66,8 @@ class _Dispatch(ctypes.Structure):
 class Counters(NamedTuple):
     """The cost of a dispatch: bytes by buffer name, lane operations by kind."""
 
-    loaded: dict[str, int]
+    loaded: dict[str, int]  # by all lanes
+    fetched: dict[str, int]  # loaded, each byte once for all lanes of a threadgroup
     stored: dict[str, int]
     operations: dict[str, int]
 
@@ -148,7 +150,7 @@ def simulate(
     declared = _buffers(text)
     given = _split(declared, inputs, output_shapes, output_dtypes)
     counters = run_text(text, given, grid=grid, threadgroup=threadgroup, order=order, sanitize=sanitize)
-    names = [p.name for p in declared[-len(output_dtypes) :]]
+    names = [name for name, _ in declared[-len(output_dtypes) :]]
     outputs = [_as_mlx(given[name], dtype) for name, dtype in zip(names, output_dtypes, strict=True)]
     return Result(outputs, counters)
 
@@ -164,9 +166,10 @@ def run_text(
 ) -> Counters:
     """Run a kernel in Metal on arrays by buffer name, in place; other arguments are those of `simulate`."""
     declared = _buffers(text)
-    dispatch = _Dispatch(order=order, count=len(declared), grid=grid, threadgroup=threadgroup)
-    for parameter in declared:
-        array, buffer = arrays[parameter.name], dispatch.buffers[parameter.number]
+    count = max(number for _, number in declared) + 1
+    dispatch = _Dispatch(order=order, count=count, grid=grid, threadgroup=threadgroup)
+    for name, number in declared:
+        array, buffer = arrays[name], dispatch.buffers[number]
         low, high = np.lib.array_utils.byte_bounds(array)
         buffer.data, buffer.bytes, buffer.origin = low, high - low, array.ctypes.data - low
     built = build(translate(text), sanitize=sanitize)
@@ -176,25 +179,30 @@ def run_text(
         ctypes.CDLL(str(built)).tqsim_dispatch(ctypes.byref(dispatch))
     if dispatch.error:
         raise SimulationError(_quote(dispatch.error.decode(), text))
-    used = dict(zip([p.name for p in declared], dispatch.buffers[: dispatch.count], strict=True))
+    used = {name: dispatch.buffers[number] for name, number in declared}
     return Counters(
         loaded={name: buffer.loaded for name, buffer in used.items()},
+        fetched={name: buffer.fetched for name, buffer in used.items()},
         stored={name: buffer.stored for name, buffer in used.items()},
         operations=dict(zip(OPERATIONS, dispatch.operations, strict=True)),
     )
 
 
-def _buffers(text: str) -> list[Parameter]:
-    return [p for p in parameters(text) if p.number is not None]
+def _buffers(text: str) -> list[tuple[str, int]]:
+    """Return the names and numbers of a kernel's buffers; numbers may be left out."""
+    return [(p.name, p.number) for p in parameters(text) if p.number is not None]
 
 
 def _split(
-    declared: list[Parameter], inputs: Sequence[mx.array], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[mx.Dtype]
+    declared: list[tuple[str, int]],
+    inputs: Sequence[mx.array],
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[mx.Dtype],
 ) -> dict[str, np.ndarray]:
     """Return the arrays of a kernel's buffers by name. All bits of outputs are set, which is NaN for floats."""
-    outputs = [p.name for p in declared[-len(shapes) :]]
+    outputs = [name for name, _ in declared[-len(shapes) :]]
     extras = re.compile(r"_(?:shape|strides|ndim)$")
-    names = [p.name for p in declared if p.name not in outputs and not extras.search(p.name)]
+    names = [name for name, _ in declared if name not in outputs and not extras.search(name)]
     arrays = _named_arrays(dict(zip(names, map(_as_numpy, inputs), strict=True)))
     for name, shape, dtype in zip(outputs, shapes, dtypes, strict=True):
         arrays[name] = np.empty(shape, _as_numpy(mx.zeros(1, dtype)).dtype)

@@ -1,6 +1,7 @@
 """Translates Metal text, as mlx generates it, to C++ with `cpp/metal_stdlib.h`.
 
-Only the kernel's signature, its instantiation, its threadgroup arrays and casts of device pointers change.
+Only the kernel's signature, its instantiation, its threadgroup arrays, and casts and local variables of device
+pointers change.
 """
 
 import re
@@ -25,6 +26,7 @@ _SIGNATURE = re.compile(r"\[\[kernel\]\] void (\w+)\(\n(.*?)\) \{\n", re.S)
 _PARAMETER = re.compile(r"\s*(?P<type>.*?)\s*(?P<name>\w+) \[\[(?P<attribute>\w+)(?:\((?P<number>\d+)\))?\]\]$", re.S)
 _INSTANCE = re.compile(r"\ntemplate \[\[host_name.*?decltype\((?P<instance>.*?)\) .*", re.S)
 _SHARED = re.compile(r"\bthreadgroup (\w+) (\w+)\[([^;]*)\];")
+_LOCAL = re.compile(r"\b(const )?device (\w+)\* (\w+) =")
 _RECAST = re.compile(r"\breinterpret_cast<const device (\w+)\*>")
 _SPACES = re.compile(r"\b(?:device|constant)\b\s*")
 
@@ -82,6 +84,7 @@ def translate(text: str) -> str:
     lines = "\n" * signature.group(0).count("\n")  # keeps the line numbers
     body = text[: signature.start()] + head + lines + text[signature.end() : instance.start() if instance else None]
     body = _SHARED.sub(r"TQSIM_SHARED(\1, \2, \3);", body)
+    body = _LOCAL.sub(r"tqsim::Pointer<\1\2> \3 =", body)
     body = _RECAST.sub(r"tqsim::recast<const \1>", body)
     called = instance["instance"] if instance else signature.group(1)
     entry = _ENTRY % (called, ", ".join(p.argument() for p in declared))

@@ -21,7 +21,7 @@ from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
 from benchmarks.kernels.cases import DIM, GROUP, make_cases
 from benchmarks.reports import save
-from metal_sim.sdpa_vector import sdpa_vector
+from metal_sim.sdpa_vector import ONE_PASS, run_kernel
 from mlx_tq.kernels import backend, thresholds
 from mlx_tq.kernels.gpu import gpu_backend
 from mlx_tq.kernels.thresholds import KernelThresholds
@@ -97,8 +97,8 @@ def count_kernels() -> dict[str, Any]:
                 mx.eval(attention.call())
             totals[-1][name] = _total(counters[number : number + 1])
         shape = (1, tokens, DIM)
-        numbers = [mx.random.normal(s).astype(mx.float16) for s in ((GROUP, DIM), shape, shape)]
-        _, cost = sdpa_vector(*map(np.array, numbers))
+        numbers = [mx.random.normal(s).astype(mx.float16) for s in ((GROUP, 1, DIM), shape, shape)]
+        _, cost = run_kernel(ONE_PASS, *map(np.array, numbers))
         totals[-1]["mx.fast attention, fp16"] = _total([cost])
     few, many = totals
     added = COUNTED[1] - COUNTED[0]

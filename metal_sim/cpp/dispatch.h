@@ -9,14 +9,15 @@ constexpr int MAX_BUFFERS = 32;
 constexpr size_t ERROR_BYTES = 8192;
 
 // Lane operations, one for each lane that does it. CONVERT is from an integer, INTEGER what is done to a uint, SHARED a
-// load or store of threadgroup memory. Arithmetic on other integers, which is addresses and loops, does not count.
+// load or store of up to 16 bytes of threadgroup memory. Arithmetic on other integers, which is addresses and loops, does not count.
 enum Operation { COLLECTIVE, BARRIER, ADD, MULTIPLY, FMA, DIVIDE, TRANSCENDENTAL, COMPARE, CONVERT, INTEGER, SHARED, OPERATIONS };
 
 struct Buffer {
   char* data;       // lowest address
   uint64_t bytes;
   uint64_t origin;  // offset of element 0, which a negative stride puts above the lowest address
-  uint64_t loaded, stored;
+  uint64_t loaded, stored;  // by all lanes
+  uint64_t fetched;         // loaded, each byte once for all lanes of a threadgroup
 };
 
 struct Dispatch {

@@ -181,6 +181,7 @@ void run(Dispatch& dispatch, void (*kernel)(Dispatch&)) {
   m.threads_in_grid = {grid[0], grid[1], grid[2]};
   m.groups = {(grid[0] + size.x - 1) / size.x, (grid[1] + size.y - 1) / size.y, (grid[2] + size.z - 1) / size.z};
   m.threads.resize(size_t(size.x) * size.y * size.z);
+  for (uint32_t i = 0; i < dispatch.count; i++) m.fetched_by[i].resize(dispatch.buffers[i].bytes);
   const Stacks stacks(m.threads.size());
   if (!stacks.valid()) {
     snprintf(dispatch.error, ERROR_BYTES, "no memory for the stacks of %zu threads", m.threads.size());

@@ -61,13 +61,14 @@ struct Machine {
   Fiber host;
   HostStack host_stack;
   Position group_in_grid, groups, threads_in_grid, threads_in_group;
+  std::vector<uint64_t> fetched_by[MAX_BUFFERS];  // the threadgroup that loaded each byte last
 };
 
 extern Machine* machine;
 // By all libraries of the process: threadgroup memory of kernels of one name is one variable to the linker.
 inline uint64_t groups_run = 0;
 inline Thread& self() { return machine->threads[machine->current]; }
-inline void count(Operation operation) { machine->dispatch->operations[operation]++; }
+inline void count(Operation operation, uint64_t times = 1) { machine->dispatch->operations[operation] += times; }
 
 // Ends the whole dispatch with a report; the other fibers are abandoned.
 [[noreturn]] void fail(const char* format, ...);

@@ -45,8 +45,14 @@ class Pointer {
 
   Value load(int64_t index) const {
     Value value;
-    memcpy(&value, address("load", index), sizeof value);
+    const char* const from = address("load", index);
+    memcpy(&value, from, sizeof value);
     buffer_->loaded += sizeof value;
+    uint64_t* const groups = machine->fetched_by[number_].data() + (from - buffer_->data);
+    for (size_t byte = 0; byte < sizeof value; byte++) {
+      buffer_->fetched += groups[byte] != machine->group;
+      groups[byte] = machine->group;
+    }
     return value;
   }
   void store(int64_t index, Value value) const {
@@ -141,7 +147,7 @@ class SharedPointer {
   Reference<SharedPointer> operator[](int64_t index) const { return {*this, index}; }
 
   T load(int64_t index) const {
-    count(SHARED);
+    count(SHARED, VECTORS);
     Element& e = at("load", index);
     const Touch now = Touch::now();
     if (e.writer.thread < 0) fail("uninitialized: loads %s[%lld], which no thread has stored", name_, place(index));
@@ -152,7 +158,7 @@ class SharedPointer {
     return e.value;
   }
   void store(int64_t index, T value) const {
-    count(SHARED);
+    count(SHARED, VECTORS);
     Element& e = at("store", index);
     const Touch now = Touch::now();
     for (const Touch& other : {e.writer, e.first_reader, e.last_reader})
@@ -164,6 +170,7 @@ class SharedPointer {
 
  private:
   using Element = SharedElement<T>;
+  static constexpr uint64_t VECTORS = (sizeof(T) + 15) / 16;  // Metal's widest vector has 16 bytes
   long long place(int64_t index) const { return start_ + index; }
   Element& at(const char* what, int64_t index) const {
     if (place(index) < 0 || place(index) >= size_)

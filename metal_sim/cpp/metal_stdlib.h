@@ -35,6 +35,7 @@ inline Float fmin(Float a, Float b) { return count(tqsim::COMPARE), std::fmin(a.
 inline Float fmax(Float a, Float b) { return count(tqsim::COMPARE), std::fmax(a.v, b.v); }
 template <class T> T min(T a, T b) { return b < a ? b : a; }
 template <class T> T max(T a, T b) { return a < b ? b : a; }
+inline Float max(Float a, Float b) { return a < b ? b : a; }  // also of an element of threadgroup memory
 template <class T> T select(T a, T b, bool c) { return c ? b : a; }
 inline tqsim::Uint popcount(tqsim::Uint x) { return count(tqsim::INTEGER), __builtin_popcount(x.v); }
 namespace precise {
@@ -119,6 +120,9 @@ T reduced(T value, Combine combine, tqsim::Operation operation, tqsim::Site site
 }
 template <class T> T simd_sum(T v, int line = __builtin_LINE()) {
   return reduced(v, [](T a, T b) { return T(a + b); }, tqsim::ADD, {"simd_sum", line, 0});
+}
+template <class Space> auto simd_sum(tqsim::Reference<Space> element, int line = __builtin_LINE()) {
+  return simd_sum(typename Space::Value(element), line);
 }
 template <class T> T simd_max(T v, int line = __builtin_LINE()) {
   return reduced(v, [](T a, T b) { return max(a, b); }, tqsim::COMPARE, {"simd_max", line, 0});

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal_sim.run import simulate
+from metal_sim.run import run_text, simulate
 from metal_sim.tests.small import TOTAL, small
 
 ORDERS = (0, 1, 7)
@@ -98,3 +98,54 @@ def test_arithmetic_is_counted():
     call = small(source, [mx.ones(8)], [((1,), mx.float32)], grid=(32, 1, 1), threadgroup=(32, 1, 1))
     operations = {name: number // 32 for name, number in simulate(**call).counters.operations.items() if number}
     assert operations == {"add": 2, "multiply": 1, "fma": 1, "divide": 1, "transcendental": 1}
+
+
+def test_bytes_are_fetched_once_for_all_lanes_of_a_threadgroup():
+    """Lane 0 of the second simdgroup loads a word of which others load a half, and all load the last one."""
+    source = """
+        uint i = thread_index_in_threadgroup;
+        auto halves = reinterpret_cast<const device ushort*>(values);
+        result[thread_position_in_grid.x] = values[15] + (i == 32 ? values[0] : i < 2 ? float(halves[i]) : 0.0f);
+    """
+    call = small(source, [mx.zeros(16)], [((128,), mx.float32)], grid=(128, 1, 1), threadgroup=(64, 1, 1))
+    for sanitize in (False, True):
+        counters = simulate(**call, sanitize=sanitize).counters
+        assert counters.loaded["values"] == 2 * (64 * 4 + 4 + 2 * 2)
+        assert counters.fetched["values"] == 2 * (4 + 4)
+
+
+def test_threadgroup_memory_is_counted_by_16_bytes():
+    source = """
+        struct eight { float4 low, high; };
+        threadgroup float one[32];
+        threadgroup float4 four[32];
+        threadgroup eight wide[32];
+        uint lane = thread_index_in_simdgroup;
+        one[lane] = 1.0f;
+        four[lane] = float4();
+        wide[lane] = eight();
+        result[lane] = one[lane];
+    """
+    call = small(source, [], [((32,), mx.float32)], grid=(32, 1, 1), threadgroup=(32, 1, 1))
+    assert simulate(**call).counters.operations["shared"] == 32 * (2 + 1 + 2)
+
+
+@pytest.mark.parametrize("sanitize", [False, True])
+def test_local_pointers_elements_as_operands_and_a_number_that_no_buffer_has(sanitize):
+    text = """[[kernel]] void largest(
+    const device float* values [[buffer(0)]],
+    device float* result [[buffer(2)]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  threadgroup float shared[32];
+  const device float* value = values + lane;
+  device float* largest = result + lane;
+  shared[lane] = value[0];
+  largest[0] = max(shared[lane], value[32]) + simd_sum(shared[lane]);
+}
+"""
+    values = np.random.default_rng(0).standard_normal(64).astype(np.float32)
+    arrays = {"values": values, "result": np.zeros(32, np.float32)}
+    counters = run_text(text, arrays, grid=(32, 1, 1), threadgroup=(32, 1, 1), sanitize=sanitize)
+    assert np.allclose(arrays["result"], np.maximum(values[:32], values[32:]) + values[:32].sum(), atol=1e-5)
+    assert (counters.loaded, counters.stored["result"]) == ({"values": 256, "result": 0}, 128)
+    assert counters.operations["compare"] == 32

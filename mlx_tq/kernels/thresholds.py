@@ -44,7 +44,7 @@ class KernelThresholds:
     min_block: int = 64  # smallest block in tokens
     max_blocks: int = 256
     merge_simdgroups: int = 4  # that merge the blocks of a query row
-    level_tables: int = 1  # levels of codes are looked up: of none, of values, or of keys and values
+    level_tables: int = 2  # levels of codes are looked up: of none, of values, or of keys and values
 
     def __post_init__(self) -> None:
         for name, (smallest, largest) in RANGES.items():
@@ -59,7 +59,7 @@ TABLES = {
     "Pro": KernelThresholds(simdgroups=512),
     "Max": KernelThresholds(simdgroups=1024),
     "Ultra": KernelThresholds(simdgroups=2048),
-    "cuda": KernelThresholds(simdgroups=4096, level_tables=2),
+    "cuda": KernelThresholds(simdgroups=4096),
     "reference": KernelThresholds(),
 }
 

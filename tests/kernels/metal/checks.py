@@ -166,7 +166,7 @@ def cut(sizes: tuple[int, ...], tokens: int) -> list[int]:
 
 
 def check_attend(
-    problem: Problem, short_tokens: int = 0, peak: float = PEAK, level_tables: int = 1, **simulation: Any
+    problem: Problem, short_tokens: int = 0, peak: float = PEAK, level_tables: int = 2, **simulation: Any
 ) -> mx.array:
     """Attention is as exact as mx.fast over the decoded cache: one kernel up to `short_tokens`, else two."""
     limits = replace(thresholds.current(), short_tokens=short_tokens, level_tables=level_tables)

@@ -102,6 +102,14 @@ def test_all_texts(parameters, whole, part):
 
 
 @either_form
+@pytest.mark.parametrize(("key", "value"), [("tq4", "tq2"), ("tq4", "tq4"), ("q8", "tq4")])
+def test_levels_from_tables_are_those_of_the_polynomial(key, value, short_tokens):
+    problem = make_problem((80, 112), key=key, value=value, packed=97, groups=6, length=1)
+    results = [check_attend(problem, short_tokens, level_tables=tables) for tables in (0, 1, 2)]
+    assert all(mx.array_equal(result, results[0]) for result in results)
+
+
+@either_form
 @pytest.mark.parametrize("key", ["fp16", "tq3"])
 def test_under_sanitizers(key, short_tokens):
     dims = (80, 192) if short_tokens else (80, 112)

@@ -63,9 +63,7 @@ CHECKS = {
     # One kernel: of eight simdgroups, four attend to packed tokens, two to full-precision tokens, and two to none.
     "attend_short": partial(checks.check_attend, attention("tq4", 192), short_tokens=1000),
     # A tile of eight query rows, for which two simdgroups share the work.
-    "attend_team": partial(
-        checks.check_attend, attention("tq4", 256, value="tq4", groups=4, normalized="gaps"), level_tables=2
-    ),
+    "attend_team": partial(checks.check_attend, attention("tq4", 256, value="tq4", groups=4, normalized="gaps")),
     "attend_trellis": partial(checks.check_attend, attention("tcq3", 112, value="tcq2")),
     # Of 100 tokens a few share a mean: several in each 32, and of two blocks.
     "attend_gaps": partial(checks.check_attend, attention("tq3", 112, normalized="gaps")),
