@@ -107,7 +107,7 @@ def test_what_is_read_is_what_is_counted(small, monkeypatch):
     assert all(abs(counted / 3 - tokens) < BLOCK for tokens in read.values())
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=16, deadline=None, derandomize=True)
 @given(numbers=st.lists(st.integers(0, 15), min_size=1, max_size=3, unique=True), inside=st.integers(0, BLOCK - 1))
 def test_what_is_asked_for_is_found_as_by_all_layers(numbers, inside):
     places = [PREFIX + BLOCK * number + inside for number in numbers]
