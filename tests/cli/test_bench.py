@@ -7,12 +7,19 @@ from http_harness import wait_for
 
 from cli.tools import EMBEDDED, command, environment
 from mlx_tq.bench.model import BenchedCache, measure_model
-from mlx_tq.kernels import thresholds
+from mlx_tq.kernels import thresholds, tuning
 from mlx_tq.models import load
 
 SMALL = ("bench", *["--tokens", "512", "--dtypes", "float32", "--rounds", "1", "--query-heads", "2", "--kv-heads", "1"])
 MODEL = ["--tokens", "192", "--dtypes", "float32", "--rounds", "1", "-m", "3"]
 ARMS = ["off", "kv-bits 8", "kv-bits 4", "small", "small, random 60%"]
+
+
+@pytest.fixture
+def quick_tuning(monkeypatch):
+    """Measure each candidate once, and few of them; test_thresholds.py has what is chosen."""
+    monkeypatch.setattr(tuning, "_SECONDS", 0)
+    monkeypatch.setattr(tuning, "PACKED_QUERIES", (8,))
 
 
 def test_one_layer(cli, tmp_path):
@@ -29,7 +36,7 @@ def test_one_layer(cli, tmp_path):
     assert report["shape"] == {"query_heads": 2, "kv_heads": 1, "head_dim": 128}
 
 
-def test_a_report_to_attach(cli, tmp_path, monkeypatch):
+def test_a_report_to_attach(cli, tmp_path, quick_tuning, monkeypatch):
     monkeypatch.setattr(thresholds, "write", lambda best: tmp_path / "thresholds.json")  # not this machine's own
     path = tmp_path / "report.md"
     flags = ["--profiles", "small", "--kv-evict", "random", "--kv-budget", "60%"]
@@ -61,7 +68,7 @@ def test_contexts_beyond_the_model_are_skipped_and_named(cli):
     assert "skipped: 5,000 tokens: the model has 4,096 positions" in result.err
 
 
-def test_a_report_that_fails_does_not_change_the_thresholds(cli, tmp_path, monkeypatch):
+def test_a_report_that_fails_does_not_change_the_thresholds(cli, tmp_path, quick_tuning, monkeypatch):
     monkeypatch.setattr(thresholds, "write", lambda best: pytest.fail("kept"))
     result = cli("bench", "--report", tmp_path / "report.md", *MODEL, "--tokens", 5000)
     assert (result.code, "all exceed the model's 4,096 positions" in result.err) == (2, True)

@@ -271,7 +271,10 @@ NATIVE_LENGTHS = (1, 255, 256, 257, 600)
 
 @pytest.mark.parametrize("evict", [None, EvictConfig("knorm:trigger=8", 60)], ids=["all tokens", "evicting"])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])  # the second has layers that are not compressed
+@pytest.mark.parametrize(
+    "name",
+    ["llama", pytest.param("gemma3_text", marks=pytest.mark.full)],  # which has layers that are not compressed
+)
 def test_the_cache_to_compare_with_is_mlx_lms_own(name, dtype, evict):
     """In the model's type, with the room that it allocates, for all tokens that were read."""
     model = build(name, dtype)

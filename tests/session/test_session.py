@@ -565,7 +565,7 @@ def test_the_text_of_an_undone_turn_is_deleted_from_the_service(chat, service, u
     assert "The gate is blue" in session.quote("Which color is the gate?").text
 
 
-@pytest.mark.parametrize("undone", ["by undo", "by a stop before the answer"])
+@pytest.mark.parametrize("undone", [pytest.param("by undo", marks=pytest.mark.full), "by a stop before the answer"])
 def test_undoing_in_a_named_session_deletes_nothing(chat, service, undone):
     """What earlier processes and turns evicted under that name stays there; the undone text is not found."""
     name = f"diary-{len(undone)}"
