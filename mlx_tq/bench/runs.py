@@ -56,7 +56,7 @@ def _measure_layers(args: argparse.Namespace) -> None:
         for tokens in args.tokens or LAYER_TOKENS:
             timings += (measured := measure_layer(shape, tokens, dtype, profiles, args.rounds))
             medians = {timing.arm: timing.median for timing in measured}
-            bases = ("fp16", "kv-bits 8", "kv-bits 4")
+            bases = ("off", "kv-bits 8", "kv-bits 4")
             columns = ("cache", "size", "ms", "low", "high", *(f"vs. {base}" for base in bases))
             shown = table(f"decode attention, {dtype}, {tokens:,} tokens", *columns)
             for timing in measured:

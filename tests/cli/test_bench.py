@@ -27,11 +27,11 @@ def test_one_layer(cli, tmp_path):
     result = cli(*SMALL, "--profiles", "small", "--json", path)
     assert (result.code, "decode attention, float32, 512 tokens" in result.out) == (0, True)
     report = json.loads(path.read_text())
-    assert [t["arm"] for t in report["timings"]] == ["fp16", "kv-bits 8", "kv-bits 4", "small"]
+    assert [t["arm"] for t in report["timings"]] == ["off", "kv-bits 8", "kv-bits 4", "small"]
     for timing in report["timings"]:
         assert 0 < timing["low"] <= timing["median"] <= timing["high"]
     sizes = {t["arm"]: t["nbytes"] for t in report["timings"]}
-    assert sizes["fp16"] == 512 * 128 * 2 * 4  # float32
+    assert sizes["off"] == 512 * 128 * 2 * 4  # float32
     report = cli(*SMALL, "--profiles", "safe", "--json", "-").json  # nothing else is on stdout
     assert report["shape"] == {"query_heads": 2, "kv_heads": 1, "head_dim": 128}
 
