@@ -67,7 +67,7 @@ def build_parser() -> CommandParser:
     add = parser.add_argument_group("a model").add_argument
     add("--batches", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="batch sizes")
     add("--max-tokens", "-m", type=int, default=32, metavar="N", help="tokens to generate")
-    kv_bits = "mlx-lm's quantized caches to time: 8, 4, both, or none after the flag alone; slow for long prompts on a CPU"
+    kv_bits = "mlx-lm's quantized caches to time: 8, 4, or none (the flag alone); slow for long prompts on a CPU"
     add("--kv-bits", type=int, nargs="*", choices=KV_BITS, default=KV_BITS, metavar="N", help=kv_bits)
     add("--prefill-step-size", dest="step", type=int, default=2048, metavar="N", help="tokens per prefill step")
     defaults = {"--kv-evict": "triattention; none skips eviction", "--kv-budget": "50%%", "--kv-calibration": "auto"}
