@@ -123,7 +123,14 @@ class Reader:
         """Start several processes on this machine."""
         program = Path(sys.executable).with_name("mlx.launch")
         done = run([program, *(sys.executable if word == "python" else word for word in words)], self.folder)
-        assert re.search(r"^1 +[\d.]+ .B ", done.stderr, re.MULTILINE), f"{words}\n{done.stdout}\n{done.stderr}"
+        rows = [
+            line
+            for code in blocks(self.page, "text")
+            for line in code.splitlines()
+            if re.match(r"\d +[\d.]+ .B ", line)
+        ]
+        assert len(rows) == 2
+        assert [row for row in rows if row not in done.stderr] == [], f"{words}\n{done.stdout}\n{done.stderr}"
 
     def paste(self, code):
         if not self.full:
