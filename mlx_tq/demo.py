@@ -6,8 +6,8 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mlx_tq.cli.options import AUTO, DEFAULT_PROFILE, OFF
-from mlx_tq.cli.parser import CommandParser, add_backend_argument, add_model_arguments, command_parser
+from mlx_tq.cli.options import AUTO, BACKEND, DEFAULT_PROFILE, OFF
+from mlx_tq.cli.parser import CommandParser, add_model_arguments, add_option, command_parser
 from mlx_tq.cli.runner import DONE, FAILED, command_main
 from mlx_tq.cli.terminal_text import readable
 from mlx_tq.errors import RescueError
@@ -28,7 +28,7 @@ def build_parser() -> CommandParser:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the fact and the text")
     budget = "what eviction keeps; less than elsewhere, so that it evicts the code word: tokens, a share, or bytes"
     parser.add_argument("--budget", default="40%", help=budget)
-    add_backend_argument(parser)
+    add_option(parser, BACKEND)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser
 

@@ -6,8 +6,8 @@ import os
 import sys
 from dataclasses import asdict
 
-from mlx_tq.cli.options import check_flags, parse_size
-from mlx_tq.cli.parser import CommandParser, add_backend_argument, add_model_arguments, command_parser
+from mlx_tq.cli.options import BACKEND, check_flags, parse_size
+from mlx_tq.cli.parser import CommandParser, add_model_arguments, add_option, command_parser
 from mlx_tq.cli.runner import DONE, FAILED, command_main
 from mlx_tq.errors import ConfigError
 
@@ -21,7 +21,7 @@ def build_parser() -> CommandParser:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     kernels = "check each GPU kernel against a reference implementation"
     parser.add_argument("--kernels", action="store_true", help=kernels)
-    add_backend_argument(parser)
+    add_option(parser, BACKEND)
     group = parser.add_argument_group("capacity")
     capacity = "show the longest context and the largest batch that fit, for each profile, instead"
     group.add_argument("--capacity", action="store_true", help=capacity)

@@ -3,8 +3,8 @@
 import argparse
 import sys
 
-from mlx_tq.cli.inputs import read_prompt, read_schema, template_config
-from mlx_tq.cli.options import PENALTIES, SAMPLING, Request, parse_size
+from mlx_tq.cli.inputs import read_prompt, read_schema
+from mlx_tq.cli.options import PENALTIES, SAMPLING, Request, parse_json_object, parse_size
 from mlx_tq.cli.parser import (
     CommandParser,
     add_cache_arguments,
@@ -31,7 +31,8 @@ def build_parser() -> CommandParser:
     add("--image", nargs="+", default=(), metavar="FILE", help="images for a vision model (default: none)")
     add("--system-prompt", metavar="TEXT", help="system prompt (default: none)")
     add("--prefill-response", metavar="TEXT", help="start of the response (default: none)")
-    add("--chat-template-config", metavar="JSON", help="options of the chat template (default: {})")
+    options = "options of the chat template"
+    add("--chat-template-config", type=parse_json_object, default="{}", metavar="JSON", help=options)
     add("--ignore-chat-template", action="store_true", help="use the prompt without the chat template")
     add("--use-default-chat-template", action="store_true", help="use the tokenizer's default chat template")
     add("--prompt-cache-file", metavar="FILE", help="continue a mlx_tq.cache_prompt file, on its model (default: none)")
@@ -72,7 +73,6 @@ def _is_true(text: str) -> bool:
 
 def run(args: argparse.Namespace) -> int:
     request = Request.from_args(args)
-    template_config(args)  # raises if it is not an object
 
     from mlx_tq.cli.startup import check_request
 

@@ -248,7 +248,7 @@ class ReadyResponse(BaseModel):
     status: Literal["ready"] = "ready"
     retrieval: Literal["hybrid", "bm25"]
     embedder: EmbedderInfo
-    index: Literal["faiss", "numpy", "hnsw", "exact"]
+    index: Literal["faiss", "hnsw", "exact"]
     sessions: int
     spans: int
 

@@ -98,9 +98,9 @@ class Settings(BaseSettings):
     )
     max_in_flight: Count = Field(64, description="maximum requests in progress; further ones get 429")
     max_index_mb: Count = Field(1024, description="memory for indexes; the least recently used are evicted")
-    index: Literal["auto", "faiss", "numpy", "hnsw", "exact"] = Field(
+    index: Literal["auto", "hnsw", "exact"] = Field(
         "auto",
-        description="faiss or numpy for SQLite, hnsw or exact for PostgreSQL; auto is the first that is available",
+        description="hnsw or exact for PostgreSQL; auto is hnsw there, and FAISS for SQLite",
     )
     ephemeral: bool = Field(
         False,
@@ -134,17 +134,14 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "Settings":
-        has_url = self.store is not None
         if self.store is not None and not self.store.get_secret_value().startswith(("postgresql://", "postgres://")):
             raise ValueError(
                 "store is not a PostgreSQL URL; give postgresql://USER@HOST:PORT/DATABASE, or none for SQLite"
             )
-        if has_url and self.ephemeral:
+        if self.store is not None and self.ephemeral:
             raise ValueError("an ephemeral service deletes its data, and a store is shared; give one of the two")
-        if has_url and self.index in ("faiss", "numpy"):
-            raise ValueError(f"index={self.index} is for SQLite; PostgreSQL takes hnsw, exact or auto")
-        if not has_url and self.index in ("hnsw", "exact"):
-            raise ValueError(f"index={self.index} is for PostgreSQL; SQLite takes faiss, numpy or auto")
+        if self.store is None and self.index != "auto":
+            raise ValueError(f"index={self.index} is for PostgreSQL; SQLite uses FAISS: leave index out")
         if self.token is None and not is_loopback(self.host):
             raise ValueError(
                 f"host {self.host} can be reached from other machines and no token is set; "

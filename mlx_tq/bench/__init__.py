@@ -2,8 +2,8 @@
 
 import argparse
 
-from mlx_tq.cli.options import DTYPES, NONE, OPTIONS, PROFILES, STDOUT, check_flags, check_writable
-from mlx_tq.cli.parser import CommandParser, add_backend_argument, command_parser
+from mlx_tq.cli.options import BACKEND, DTYPES, NONE, OPTIONS, PROFILES, STDOUT, check_flags, check_writable
+from mlx_tq.cli.parser import CommandParser, add_option, command_parser
 from mlx_tq.cli.runner import command_main
 from mlx_tq.errors import ConfigError
 
@@ -80,7 +80,7 @@ def build_parser() -> CommandParser:
     add("--query-heads", type=int, default=8, metavar="N", help="query heads")
     add("--kv-heads", type=int, default=2, metavar="N", help="KV heads")
     add("--head-dim", type=int, default=128, metavar="N", help="dimension of a head")
-    add_backend_argument(parser)
+    add_option(parser, BACKEND)
     return parser
 
 

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import json
-import math
 import sys
 import uuid
 from collections.abc import Iterator
@@ -48,7 +47,7 @@ from mlx_tq.cli.screen import (
 from mlx_tq.cli.terminal_text import say
 from mlx_tq.config import RescueConfig
 from mlx_tq.distributed.group import Ranks
-from mlx_tq.errors import ConfigError, NonFiniteError
+from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import position_limit
 from mlx_tq.models import load, ranks_of
 from mlx_tq.policies import CalibratedPolicy
@@ -56,14 +55,13 @@ from mlx_tq.policies.policy import AUTO as AUTO_CALIBRATION
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.compressed import compressed_attention
 from mlx_tq.prompt_cache.statistics import CacheStats, cache_stats, tokens_seen
-from mlx_tq.rescue import AUTO, OFF, START_S, RescueClient, open_service
+from mlx_tq.rescue import AUTO, OFF, START_S, open_client
 from mlx_tq.session.restore import take_archive_warning
 from mlx_tq.session.shadow_mode import Shadow, make_shadow
-from mlx_tq.session.text import PlainText, PromptLengthLimit
+from mlx_tq.session.text import PlainText, PromptLengthLimit, is_reasoning_open
 from mlx_tq.session.transcript import Transcript, quotation_limit
 from mlx_tq.session.turn import UNLIMITED, Turn, TurnStats
 
-_NAN = "the model's logits are NaN after the prompt. Check its weights, or load it in bfloat16 or float32."
 _NEARLY_FULL = 0.9  # of the model's context
 
 
@@ -172,11 +170,10 @@ def _make_constraint(schema: dict[str, Any], tokenizer: Any, ids: list[int], pat
         from mlx_tq.grammar.grammar_source import GrammarError, GrammarSource  # imports llguidance, too
     except ImportError as error:
         raise ConfigError(f"--json-schema needs {error.name}: pip install 'mlx-tq[json]'.") from error
-    thinks = tokenizer.has_thinking and tokenizer.rfind_think_start(ids) > tokenizer.rfind_think_end(ids)
     grammars = Grammars(tokenizer)
     try:
         grammar = asyncio.run(grammars.compile(GrammarSource.of_schema(schema)))
-        return grammars.constraint(grammar, thinks=thinks)
+        return grammars.constraint(grammar, thinks=is_reasoning_open(tokenizer, ids))
     except GrammarError as error:
         part = ".".join(error.path) or "the schema"
         raise ConfigError(f"--json-schema {path}: {part}: {error}.") from error
@@ -218,9 +215,7 @@ def _answer(
         try:
             room = UNLIMITED if limit is None else limit - len(transcript.ids) - len(ids)
             turn.prepare(ids, query, split=query is not None, room=room)
-            for number, response in enumerate(turn.decode(**options)):
-                if number == 0 and math.isnan(response.logprobs[response.token].item()):
-                    raise NonFiniteError(_NAN)
+            for response in turn.decode(**options):
                 text += response.text
                 if not args.json:
                     say(response.text)
@@ -241,9 +236,8 @@ def _answer(
 @contextmanager
 def _open_transcript(model: Any, tokenizer: Any, rescue: RescueConfig) -> Iterator[Transcript]:
     """Open the transcript of one answer; the rescue service forgets its text afterwards."""
-    client, ranks = None, ranks_of(model)
-    if rescue.service != OFF and ranks.is_first:  # which searches for all
-        client = RescueClient(open_service(rescue.service))
+    ranks = ranks_of(model)
+    client = open_client(rescue.service) if ranks.is_first else None  # which searches for all
     limit = quotation_limit(rescue, position_limit(model))
     start_s = START_S if rescue.service == AUTO else 0.0
     transcript = Transcript(PlainText(tokenizer), client, rescue, uuid.uuid4().hex, limit, start_s)

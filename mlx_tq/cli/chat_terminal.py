@@ -10,9 +10,8 @@ from typing import Any
 
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_tq.cli.inputs import template_config
 from mlx_tq.cli.loading import join_ranks, load_model, open_prefix_folder, take_source
-from mlx_tq.cli.options import PENALTIES, RESCUE_FIELDS, SAMPLING, Request, SamplingOption, name_of
+from mlx_tq.cli.options import PENALTIES, RESCUE_FIELDS, SAMPLING, Option, Request, name_of
 from mlx_tq.cli.runner import DONE, INTERRUPTED
 from mlx_tq.cli.sampling_settings import choose_sampling, make_processors, parse_setting
 from mlx_tq.cli.screen import (
@@ -33,7 +32,7 @@ from mlx_tq.cli.screen import (
 )
 from mlx_tq.cli.terminal_text import readable, say
 from mlx_tq.config import RescueConfig
-from mlx_tq.distributed.group import ALONE, Ranks
+from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import CacheFormatError, ConfigError, one_line, unknown_name
 from mlx_tq.prompt_cache.cache_file import check_config, with_formats
 from mlx_tq.rescue import AUTO, OFF, START_S
@@ -55,8 +54,8 @@ _SETTINGS = {
     option.flag.removeprefix("--"): option
     for option in (
         *(*SAMPLING, *PENALTIES),
-        SamplingOption("--max-tokens", "N", int, 512, "maximum tokens per answer"),
-        SamplingOption("--seed", "N", int, 0, "random seed"),
+        Option("--max-tokens", "N", int, "maximum tokens per answer", 512),
+        Option("--seed", "N", int, "random seed", 0),
     )
 }
 _HELP = f"""\
@@ -93,7 +92,7 @@ def run_chat(request: Request) -> int:
         config,
         rescue=rescue if config.evict or any(request.values[flag] is not None for flag in RESCUE_FIELDS) else None,
         system_prompt=args.system_prompt,
-        template=template_config(args),
+        template=args.chat_template_config,
         max_tokens=args.max_tokens,
         prefill_step_size=args.prefill_step_size,
         seed=args.seed,
@@ -121,7 +120,7 @@ def run_chat(request: Request) -> int:
 class Chat:
     """A session in a terminal, or with lines from a pipe; of several ranks the first one reads the input."""
 
-    def __init__(self, session: Session, settings: dict[str, Any], warnings: list[str], ranks: Ranks = ALONE) -> None:
+    def __init__(self, session: Session, settings: dict[str, Any], warnings: list[str], ranks: Ranks) -> None:
         self._session, self._settings, self._warnings, self._ranks = session, settings, warnings, ranks
         self._apply_settings()
         self._is_terminal = sys.stdin.isatty()
@@ -213,7 +212,7 @@ class Chat:
             )
         else:
             note("interrupted before the answer: the message is undone")
-        console.print(memory_bar(self._session), soft_wrap=True)
+        console.print(memory_bar(self._session))
 
     def _read_line(self, prompt: str) -> str:
         if self._is_terminal:
@@ -238,7 +237,7 @@ class Chat:
     def _load(self, path: str) -> None:
         self._session.load(self._check_path(path, "/load"))
         self.show_conversation()
-        console.print(memory_bar(self._session), soft_wrap=True)
+        console.print(memory_bar(self._session))
 
     def _check_path(self, path: str, command: str) -> Path:
         if not self._ranks.is_alone:
@@ -265,7 +264,7 @@ class Chat:
     def _undo(self, _: str) -> None:
         self._remove_last_turn()
         note("removed the last message and its answer")
-        console.print(memory_bar(self._session), soft_wrap=True)
+        console.print(memory_bar(self._session))
 
     def _retry(self, _: str) -> None:
         message = self._remove_last_turn()
@@ -317,7 +316,7 @@ class Chat:
             if session.num_turns > 1:
                 note(f"conversation of {session.num_turns:,} turns, {session.stats.tokens:,} tokens; the last one:")
             question, answer = map(readable, session.last_exchange)
-            console.print(f"> {question}\n{answer}", markup=False, soft_wrap=True)
+            console.print(f"> {question}\n{answer}", markup=False)
 
     def _show_stats(self, _: str) -> None:
         session, stats = self._session, self._session.stats

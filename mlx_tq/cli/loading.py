@@ -273,7 +273,7 @@ def _check_native_flags(path: str, model: Any, caches: list[Any], args: argparse
     return made_with
 
 
-def open_prefix_folder(request: Request, ranks: Ranks = ALONE) -> Folder | None:
+def open_prefix_folder(request: Request, ranks: Ranks) -> Folder | None:
     return open_folder(request.prefix_cache, request.values["--prefix-cache-limit"] or LIMIT, ranks)
 
 

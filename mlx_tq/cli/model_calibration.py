@@ -214,9 +214,9 @@ class QuestionScene:
         return len(self.text) + sum(map(len, self.turns))
 
 
-def build_question_scenes(tokenizer: Any, text: str, count: int, length: int, seed: int = 0) -> Iterator[QuestionScene]:
+def build_question_scenes(tokenizer: Any, text: str, count: int, length: int) -> Iterator[QuestionScene]:
     """Yield scenes with a fact of every kind; each takes `length` tokens with a question."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     for _ in range(count):
         facts = [make(rng) for make in rng.sample(KINDS, len(KINDS))]
         depths = sorted(rng.random() for _ in facts)

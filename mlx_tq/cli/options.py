@@ -86,41 +86,35 @@ def given_models(args: argparse.Namespace) -> list[str | None]:
 
 
 class Option(NamedTuple):
-    """A flag whose default is the environment variable of its name, such as MLX_TQ_KV_KEY for --kv-key."""
+    """A flag. Without a `default`, that is the environment variable of its name: MLX_TQ_KV_KEY for --kv-key.
+
+    `config_name` is the name of a sampling flag in a model's generation_config.json, if it has one there.
+    """
 
     flag: str
     metavar: str
     parse: Callable[[str], Any]
     help: str
+    default: float | None = None
+    config_name: str | None = None
 
     @property
     def variable(self) -> str:
         return _PREFIX + name_of(self.flag).upper()
 
 
-class SamplingOption(NamedTuple):
-    """A flag of sampling; `config_name` is its name in a model's generation_config.json, if it has one there."""
-
-    flag: str
-    metavar: str
-    parse: Callable[[str], Any]
-    default: float
-    help: str
-    config_name: str | None = None
-
-
 _TOP_P = "sample from the most likely tokens of this total probability"
 _MIN_P = "minimum probability relative to the most likely token"
 _PENALTY = "penalty on the tokens that occurred recently in this prompt and answer, such as 1.1; 1 is off"
 SAMPLING = (
-    SamplingOption("--temp", "T", parse_temperature, 0.0, "sampling temperature; 0 is greedy", "temperature"),
-    SamplingOption("--top-p", "P", float, 1.0, _TOP_P, "top_p"),
-    SamplingOption("--top-k", "N", int, 0, "sample from the N most likely tokens; 0 is all", "top_k"),
-    SamplingOption("--min-p", "P", float, 0.0, _MIN_P, "min_p"),
+    Option("--temp", "T", parse_temperature, "sampling temperature; 0 is greedy", 0.0, "temperature"),
+    Option("--top-p", "P", float, _TOP_P, 1.0, "top_p"),
+    Option("--top-k", "N", int, "sample from the N most likely tokens; 0 is all", 0, "top_k"),
+    Option("--min-p", "P", float, _MIN_P, 0.0, "min_p"),
 )
 PENALTIES = (
-    SamplingOption("--repetition-penalty", "X", parse_penalty, 1.0, _PENALTY, "repetition_penalty"),
-    SamplingOption("--repetition-context-size", "N", int, 20, "recent tokens that --repetition-penalty applies to"),
+    Option("--repetition-penalty", "X", parse_penalty, _PENALTY, 1.0, "repetition_penalty"),
+    Option("--repetition-context-size", "N", int, "recent tokens that --repetition-penalty applies to", 20),
 )
 
 _KEY = "key format: q8, tq4, tq3, ... (see docs/reference/formats.md), or one per layer joined by +"

@@ -93,9 +93,15 @@ def load(
         check_heads(source, ranks)
     with report_panics(f"the tokenizer of {source!r} cannot be loaded"):
         if Path(source).suffix == _GGUF:  # where dense weights are rounded once
-            loaded, tokenizer, config = _load_file(source, {**options, "dtype": "float32" if dequantize else dtype})
+            with _file_errors(source):
+                rounded = "float32" if dequantize else dtype
+                loaded, tokenizer, config = load_gguf(Path(source), **{**options, "dtype": rounded})
         else:
-            loaded, tokenizer, config = _load_folder(source, {**options, "lazy": not ranks.is_alone})
+            from mlx_lm import load as load_model  # imports transformers, which takes a second
+
+            with _folder_errors(source):
+                options = {**options, "lazy": not ranks.is_alone}
+                loaded, tokenizer, config = load_model(source, return_config=True, **options)
     if dequantize:
         _make_dense(loaded)
         mx.eval(loaded.parameters())
@@ -280,11 +286,6 @@ def _check_config(source: str, folder: Path) -> None:
             raise _not_loaded(source, f"its config.json has rope_theta = {base!r}, not a number or a list of numbers")
 
 
-def _load_file(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    with _file_errors(source):
-        return load_gguf(Path(source), **options)
-
-
 @contextmanager
 def _file_errors(source: str) -> Iterator[None]:
     """Raise an error of ours for what reading a GGUF file raises."""
@@ -312,14 +313,6 @@ def _report_hub_errors(source: str) -> Iterator[None]:
         if not Path(source).exists():
             reason = f"there is no such folder, and the hub did not give it ({reason})"
         raise _not_loaded(source, reason) from error
-
-
-def _load_folder(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    from mlx_lm import load as load_model  # imports transformers, which takes a second
-
-    with _folder_errors(source):
-        loaded, tokenizer, config = load_model(source, return_config=True, **options)
-    return loaded, tokenizer, config
 
 
 @contextmanager

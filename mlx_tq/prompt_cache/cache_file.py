@@ -32,7 +32,13 @@ from mlx_tq.integration.probe import model_facts, native_caches
 from mlx_tq.models import ModelSource, fingerprint, ranks_of, source_of
 from mlx_tq.policies.policy import CalibratedPolicy
 from mlx_tq.prompt_cache.compressed import compressed_attention, plan_caches
-from mlx_tq.prompt_cache.layer_group import cache_parts, compressed_caches, evicting_layers, layer_group_of
+from mlx_tq.prompt_cache.layer_group import (
+    cache_arrays,
+    cache_parts,
+    compressed_caches,
+    evicting_layers,
+    layer_group_of,
+)
 from mlx_tq.prompt_cache.plan import learn_ropes
 
 CONVERSATION = "session"  # a metadata key that only conversations have
@@ -199,7 +205,7 @@ def try_out(caches: list[Any], model: Any) -> None:
     parts = cache_parts(caches)
     if all(isinstance(part, CompressedKVCache) for part in parts) or not ranks_of(model).is_alone:
         return
-    batch = next((leaf.shape[0] for part in parts for leaf in _arrays(part) if leaf.ndim > 2), 1)
+    batch = next((leaf.shape[0] for part in parts for leaf in cache_arrays(part) if leaf.ndim > 2), 1)
     lengths = {part.offset for part in parts if isinstance(getattr(part, "offset", None), int)}
     if not 0 < batch <= _MAX_BATCH or len(lengths) > 1:
         raise CacheFormatError(f"its caches are of {batch} sequences, and hold {sorted(lengths)[:4]} tokens")
@@ -213,22 +219,17 @@ def _copy_beginning(caches: list[Any]) -> list[Any]:
     arrays: dict[int, mx.array] = {}  # what `deepcopy` takes as the copies of arrays, by their ids
     for part in cache_parts(caches):
         if type(part) in _GROWING:
-            rows = min((leaf.shape[-2] for leaf in _arrays(part)), default=0)
+            rows = min((leaf.shape[-2] for leaf in cache_arrays(part)), default=0)
             if not 0 <= part.offset <= rows:
                 raise CacheFormatError(f"it has {part.offset} tokens, and arrays of {rows}")
-            arrays |= {id(leaf): leaf[..., :_TRIED_TOKENS, :] for leaf in _arrays(part)}
+            arrays |= {id(leaf): leaf[..., :_TRIED_TOKENS, :] for leaf in cache_arrays(part)}
         elif not isinstance(part, CompressedKVCache):  # whose copies share arrays
-            arrays |= {id(leaf): leaf[...] for leaf in _arrays(part)}
+            arrays |= {id(leaf): leaf[...] for leaf in cache_arrays(part)}
     copies = copy.deepcopy(caches, arrays)
     for part in cache_parts(copies):
         if type(part) in _GROWING:
             part.trim(max(0, part.offset - _TRIED_TOKENS))
     return copies
-
-
-def _arrays(cache: Any) -> list[mx.array]:
-    leaves: list[tuple[str, Any]] = tree_flatten(cache.state)  # type: ignore[assignment]
-    return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
 
 
 def _check_classes(caches: Sequence[Any], natives: Sequence[Any]) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList
 
 from mlx_tq.cache.batch import BatchCompressedKVCache
@@ -478,6 +479,16 @@ def _drop_rows(layers: list[CompressedKVCache], index: np.ndarray) -> None:
 def cache_parts(caches: Sequence[Any]) -> list[Any]:
     """Return the caches of a prompt cache, with those inside a CacheList one by one."""
     return [part for cache in caches for part in (cache.caches if isinstance(cache, CacheList) else [cache])]
+
+
+def cache_offsets(caches: Sequence[Any]) -> list[int]:
+    """Return the tokens that each cache has seen, of those that count them."""
+    return [part.offset for part in cache_parts(caches) if hasattr(part, "offset")]
+
+
+def cache_arrays(cache: Any) -> list[mx.array]:
+    leaves: list[tuple[str, Any]] = tree_flatten(cache.state)  # type: ignore[assignment]
+    return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
 
 
 def compressed_caches(caches: Sequence[Any]) -> list[CompressedKVCache]:

@@ -49,10 +49,6 @@ class LayerPlan:
         """Whether the GPU kernels have all formats at these sizes; else attention reads decoded rows."""
         return not self.spec.cold and can_run(layer_layout(self.slot, self.spec))
 
-    def bytes_at(self, tokens: int, evicted: Evicted | None = None) -> RegionBytes:
-        """Return the bytes of `tokens` stored tokens; an upper bound if others were evicted."""
-        return layer_bytes(self.slot, self.spec, tokens, evicted)
-
     @property
     def row_nbytes(self) -> int:
         """Bytes of a packed token and KV head; with two key formats, in the smaller."""
@@ -121,7 +117,7 @@ class Plan:
         if self.eviction is not None and live < tokens:
             evicted = Evicted(tokens, self.eviction.config.policy.granularity, recalled)
         stored = min(tokens, max(live, self.live(tokens - extra)) + extra + recalled)
-        return [layer.bytes_at(stored, evicted) for layer in self.layers]
+        return [layer_bytes(layer.slot, layer.spec, stored, evicted) for layer in self.layers]
 
     def bytes_at(self, tokens: int, extra: int = 0, recalled: int = 0) -> RegionBytes:
         """Return the sum of `layers_at`."""
@@ -319,7 +315,8 @@ def budget_in_tokens(plan: Plan, config: EvictConfig, positions: int | None = No
     evicted = Evicted(positions, config.policy.granularity)
 
     def nbytes(tokens: int) -> int:
-        return sum(layer.bytes_at(tokens + gathering, evicted).allocated for layer in plan.layers)
+        stored = tokens + gathering
+        return sum(layer_bytes(layer.slot, layer.spec, stored, evicted).allocated for layer in plan.layers)
 
     if nbytes(fewest) > available:
         raise ConfigError(

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from mlx_tq.errors import RescueError, one_line
 from mlx_tq.rescue import wire
-from mlx_tq.rescue.locator import TOKEN_VARIABLE, Address, ServiceLocator, run_in_thread
+from mlx_tq.rescue.locator import OFF, TOKEN_VARIABLE, Address, ServiceLocator, open_service, run_in_thread
 from mlx_tq.rescue.wire import Embeddings, Range, RetrievedSpan, TextSpan
 
 T = TypeVar("T")
@@ -402,6 +402,11 @@ class RescueClient(AbstractContextManager["RescueClient"]):
     def _count(self, **more: int) -> None:
         with self._changed:
             self._counts.update(more)
+
+
+def open_client(location: str) -> RescueClient | None:
+    """Return a client of the service at a location, as `open_service` finds it, or None for "off"."""
+    return None if location == OFF else RescueClient(open_service(location))
 
 
 def _late(seconds: float) -> RescueError:

@@ -39,7 +39,7 @@ _RESERVED = (_FOLDER_VARIABLE, "RESCUE_STORE", "RESCUE_HOST", "RESCUE_PORT", TOK
 START_S = 60.0  # that a private service may take to start
 _STOP_S, _PROBE_S, _POLL_S = 5.0, 0.5, 0.02
 # What the service imports and mlx_tq itself does not; the extra `rescue` installs it.
-_PACKAGES = ("fastapi", "starlette", "uvicorn", "httptools", "pydantic_settings", "prometheus_client")
+_PACKAGES = ("fastapi", "starlette", "uvicorn", "httptools", "pydantic_settings", "prometheus_client", "faiss")
 
 
 class Address(NamedTuple):
@@ -62,12 +62,12 @@ class Address(NamedTuple):
         return httpx2.Client(transport=transport, trust_env=False)
 
 
-def open_service(location: str, token: str | None = None) -> "ServiceLocator":
+def open_service(location: str) -> "ServiceLocator":
     """Return the service at a URL; "auto" is this user's own in the default folder if it runs, else a private one.
 
-    The folder is RESCUE_DATA_DIR if that is set. The token defaults to RESCUE_TOKEN.
+    The folder is RESCUE_DATA_DIR if that is set, the token RESCUE_TOKEN.
     """
-    token = token or os.environ.get(TOKEN_VARIABLE) or None
+    token = os.environ.get(TOKEN_VARIABLE) or None
     parts = urlsplit(location)
     is_url = parts.scheme in ("http", "https") and parts.hostname
     if location != AUTO and (not is_url or parts.username or parts.query or parts.fragment):

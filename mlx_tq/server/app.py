@@ -119,6 +119,15 @@ class Api:
             _log_end(request, response.status_code)
         return response
 
+    @asynccontextmanager
+    async def _acquire(self, request: Request, model: str | None) -> AsyncIterator[ModelService]:
+        """Yield a model, which is loaded if need be and stays loaded in the block."""
+        service = await _run_until_disconnect(request, self._pool.acquire(model))
+        try:
+            yield service
+        finally:
+            self._pool.release(service)
+
     # Routes without generation.
 
     def _health(self, request: Request) -> Response:
@@ -148,11 +157,8 @@ class Api:
             raise
 
     async def _plan(self, request: Request) -> Response:
-        service = await _run_until_disconnect(request, self._pool.acquire(request.query_params.get("model")))
-        try:
+        async with self._acquire(request, request.query_params.get("model")) as service:
             return JSONResponse(service.report())
-        finally:
-            self._pool.release(service)
 
     async def _drop_session(self, request: Request) -> Response:
         """Drop the sessions of a name; each model that is loaded may have one."""
@@ -197,59 +203,47 @@ class Api:
     async def _generate(
         self, request: Request, body: ChatRequest | CompletionRequest, make_answer: Callable[..., Answer]
     ) -> Response:
-        service = await _run_until_disconnect(request, self._pool.acquire(body.model))
-        try:
-            return await self._generate_by(service, request, body, make_answer)
-        finally:
-            self._pool.release(service)
-
-    async def _generate_by(
-        self,
-        service: ModelService,
-        request: Request,
-        body: ChatRequest | CompletionRequest,
-        make_answer: Callable[..., Answer],
-    ) -> Response:
         """Generate the answer. A stream starts when the job leaves the queue, so that refusals have an HTTP status."""
-        session_name = request.headers.get(HEADER)
-        grammar = session = settled = None
-        if session_name is not None:
-            session = await _run_until_disconnect(request, service.sessions.enter(session_name))
-        try:
-            if isinstance(body, ChatRequest):
-                client = request.client.host if request.client else ""
-                grammar = await _run_until_disconnect(request, service.response_formats.compile(body, client))
-            preparation = (service.prepare, body, make_answer, session, grammar)
-            work = self._large_requests.run(request.state.nbytes, *preparation)
-            jobs, answer, turn = await _run_until_disconnect(request, work)
-            request.state.answer = answer
-            service.engine.submit(*jobs)
-        except BaseException:
-            if session is not None:
-                service.sessions.leave(session)
-            raise
-        if turn is not None:
-            settled = self._spawn(self._settle(service, turn, jobs[0], answer))
-        max_tokens = min(job.max_tokens for job in jobs)
-        headers = {"X-Max-Tokens": str(max_tokens)} if max_tokens < (body.answer_tokens or 0) else {}
-        events = self._events(service, jobs)
+        async with self._acquire(request, body.model) as service:
+            session_name = request.headers.get(HEADER)
+            grammar = session = settled = None
+            if session_name is not None:
+                session = await _run_until_disconnect(request, service.sessions.enter(session_name))
+            try:
+                if isinstance(body, ChatRequest):
+                    client = request.client.host if request.client else ""
+                    grammar = await _run_until_disconnect(request, service.response_formats.compile(body, client))
+                preparation = (service.prepare, body, make_answer, session, grammar)
+                work = self._large_requests.run(request.state.nbytes, *preparation)
+                jobs, answer, turn = await _run_until_disconnect(request, work)
+                request.state.answer = answer
+                service.engine.submit(*jobs)
+            except BaseException:
+                if session is not None:
+                    service.sessions.leave(session)
+                raise
+            if turn is not None:
+                settled = self._spawn(self._settle(service, turn, jobs[0], answer))
+            max_tokens = min(job.max_tokens for job in jobs)
+            headers = {"X-Max-Tokens": str(max_tokens)} if max_tokens < (body.answer_tokens or 0) else {}
+            events = self._events(service, jobs)
 
-        async def respond() -> Response:
-            await _add(answer, await anext(events))
-            if body.stream:
-                stream = self._stream(request, events, settled, usage=body.wants_usage)
-                return AnswerStream(request, stream, {"Cache-Control": "no-cache", **headers})
-            async for event in events:
-                await _add(answer, event)
-            if settled is not None:
-                await asyncio.shield(settled)
-            return JSONResponse(answer.body(), headers=headers)
+            async def respond() -> Response:
+                await _add(answer, await anext(events))
+                if body.stream:
+                    stream = self._stream(request, events, settled, usage=body.wants_usage)
+                    return AnswerStream(request, stream, {"Cache-Control": "no-cache", **headers})
+                async for event in events:
+                    await _add(answer, event)
+                if settled is not None:
+                    await asyncio.shield(settled)
+                return JSONResponse(answer.body(), headers=headers)
 
-        try:
-            return await _run_until_disconnect(request, respond())
-        except BaseException:
-            await events.aclose()
-            raise
+            try:
+                return await _run_until_disconnect(request, respond())
+            except BaseException:
+                await events.aclose()
+                raise
 
     async def _settle(self, service: ModelService, turn: SessionTurn, job: Job, answer: Answer) -> None:
         """End a session's turn when its job has left the engine and its events were read."""
@@ -399,8 +393,9 @@ async def _run_until_disconnect(request: Request, work: Coroutine[Any, Any, Resu
 
 
 async def _add(answer: Answer, event: Event) -> list[Object]:
-    """Add an event to an answer, in a thread where that may parse a tool call."""
-    return await run_in_threadpool(answer.add, event) if answer.may_end_call(event) else answer.add(event)
+    """Add an event to an answer, in a thread where that may parse a tool call, which can take long."""
+    may_parse = isinstance(event, Piece) and answer.choices[event.index].is_in_call
+    return await run_in_threadpool(answer.add, event) if may_parse else answer.add(event)
 
 
 def _sse(value: Object) -> str:

@@ -148,7 +148,7 @@ class RunningJob:
         cached_kinds: list[str],
         detokenizer: Any,
         sampler: Guarded,
-        stored: CachedPrompt | None = None,
+        stored: CachedPrompt | None,
     ) -> None:
         self.job, self.prompt_ids = job, job.prompt.ids  # with the quotation once that is made
         self.prefilled, self.generated = cached_tokens, 0  # numbers of tokens

@@ -15,7 +15,7 @@ from mlx_tq.errors import ConfigError
 from mlx_tq.server import schemas
 from mlx_tq.server.api_errors import ContextLengthError, InvalidRequestError
 from mlx_tq.server.schemas import ChatRequest
-from mlx_tq.session.text import TEMPLATE_ERRORS, PlainText, PromptLengthLimit, unescape
+from mlx_tq.session.text import TEMPLATE_ERRORS, PlainText, PromptLengthLimit, is_reasoning_open, unescape
 
 Message = dict[str, Any]  # as templates expect it
 
@@ -197,9 +197,8 @@ class PromptBuilder:
         return next((n for n, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), 0)
 
     def _state(self, ids: list[int]) -> str:
-        tokenizer = self.tokenizer
-        thinks = tokenizer.has_thinking and tokenizer.rfind_think_start(ids) > tokenizer.rfind_think_end(ids)
-        return "reasoning" if thinks else tokenizer.response_initial_state or "normal"
+        is_open = is_reasoning_open(self.tokenizer, ids)
+        return "reasoning" if is_open else self.tokenizer.response_initial_state or "normal"
 
 
 def _template_message(message: schemas.Message, index: int) -> Message:

@@ -1,6 +1,5 @@
 """Request bodies. Unknown arguments are refused, as OpenAI does: nothing is silently ignored."""
 
-import gc
 from collections.abc import Sequence
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -17,8 +16,8 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import from_json
 
+from http_limits.json_body import parse_json
 from mlx_tq.cli.options import LOWEST_PENALTY
 from mlx_tq.rescue import MAX_TEXT
 from mlx_tq.server.api_errors import ApiError, InvalidRequestError
@@ -450,13 +449,10 @@ Body = TypeVar("Body", bound=Strict)
 
 def parse(kind: type[Body], body: bytes) -> Body:
     """Parse and validate a request body; raise `InvalidRequestError` if it is not valid."""
-    gc.disable()  # with a million lists, it takes most of the time and holds the GIL
     try:
-        value = from_json(body)
+        value = parse_json(body)
     except ValueError as error:
         raise InvalidRequestError(f"Invalid JSON: {error}") from error
-    finally:
-        gc.enable()
     try:
         return kind.model_validate(value)
     except ValidationError as error:

@@ -156,11 +156,11 @@ def restore_context(
     question: list[int],
     step: int,
     *,
-    hits: SearchHits = NO_HITS,
-    quote: Callable[[np.ndarray, int], Quotation] | None = None,
-    prefilled: int = 0,
-    quote_at: int = 0,
-    passage_at: PassageAt = single_position,
+    hits: SearchHits,
+    quote: Callable[[np.ndarray, int], Quotation] | None,
+    prefilled: int,
+    quote_at: int,
+    passage_at: PassageAt,
 ) -> tuple[RecallResult, Quotation]:
     """Recall rows and quote text for a question, before its prefill; the quotation is pinned until `release`.
 

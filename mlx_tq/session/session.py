@@ -22,11 +22,11 @@ from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.cache_file import CONVERSATION, load_prompt_cache, refuse_damaged, save_prompt_cache
 from mlx_tq.prompt_cache.compressed import compressed_attention, plan_caches
-from mlx_tq.prompt_cache.layer_group import cache_parts
+from mlx_tq.prompt_cache.layer_group import cache_offsets
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.recall import MAX_QUESTION
 from mlx_tq.prompt_cache.statistics import CacheStats, cache_stats
-from mlx_tq.rescue import AUTO, OFF, RescueClient, open_service
+from mlx_tq.rescue import AUTO, OFF, open_client
 from mlx_tq.session.restore import live_positions, prefill, take_archive_warning
 from mlx_tq.session.saved_conversation import SavedConversation
 from mlx_tq.session.shadow_mode import make_shadow
@@ -128,7 +128,7 @@ class Session:
         self.plan = self._worker.run(lambda: self._make_plan(self.config))
         self._prefix_folder, self._shadow_every = open_folder(prefix_cache, ranks=ranks_of(model)), shadow
         self._prefix_cache: PrefixCache | None = None
-        self.client = _open_client(self.rescue)
+        self.client = open_client(self.rescue.service)
         self._begin(session_id or uuid.uuid4().hex, self._worker.run(self._make_caches))
 
     def _make_template(self, system_prompt: str | None) -> TurnTemplate:
@@ -208,8 +208,8 @@ class Session:
             with turn:
                 split = can_restore and self.shadow is None and len(message) > MAX_QUESTION
                 turn.prepare(message, text, split=split, quote_at=len(before), room=room)
-                options = {"sampler": self.sampler, "logits_processors": list(self.logits_processors)}
-                for response in turn.decode(max_tokens, **options):
+                processors = list(self.logits_processors)
+                for response in turn.decode(max_tokens, sampler=self.sampler, logits_processors=processors):
                     yield response.text
         finally:
             if not turn.is_consistent:
@@ -454,8 +454,8 @@ class Session:
             removed=transcript.removed,
         )
         metadata = {CONVERSATION: conversation.to_json()}
-        options: dict[str, Any] = {"model": self.model, "config": self.config, "metadata": metadata}
-        self._worker.run(lambda: save_prompt_cache(path, self.cache, **options))
+        model, config = self.model, self.config
+        self._worker.run(lambda: save_prompt_cache(path, self.cache, model=model, config=config, metadata=metadata))
         self._keeps_text = True
 
     def load(self, path: str | Path) -> None:
@@ -477,14 +477,14 @@ class Session:
         with refuse_damaged(path):
             saved = SavedConversation.from_json(loaded.metadata[CONVERSATION])
         ids, rescue = saved.ids, saved.rescue
-        lengths = {part.offset for part in cache_parts(loaded.caches) if hasattr(part, "offset")}
+        lengths = set(cache_offsets(loaded.caches))
         if lengths - {len(ids)}:
             raise CacheFormatError(f"{path} holds {len(ids)} tokens and a cache of {lengths}; it is damaged.")
         plan = self._worker.run(lambda: self._make_plan(loaded.config))
         self._forget()
         # No file may choose a service on another machine.
         if self._may_take_rescue and self.client is None and rescue.service == AUTO:
-            self.rescue, self.client = rescue, _open_client(rescue)
+            self.rescue, self.client = rescue, open_client(rescue.service)
         elif self._may_take_rescue and self.client is None and rescue.service != OFF:
             self._warn_once(
                 f"the conversation had rescue by {rescue.service}, which a file cannot choose. Give --rescue "
@@ -524,10 +524,6 @@ class Session:
     def _forget(self) -> None:
         if self.client is not None and self._transcript.has_sent and not self._keeps_text:
             self.client.forget(self.session_id)
-
-
-def _open_client(rescue: RescueConfig) -> RescueClient | None:
-    return None if rescue.service == OFF else RescueClient(open_service(rescue.service))
 
 
 def _check_settings(

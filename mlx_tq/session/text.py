@@ -35,6 +35,11 @@ def check_max_tokens(max_tokens: Any) -> None:
         raise ConfigError(f"max_tokens is {max_tokens!r}; it must be 1 or more, or -1 for all that the model allows.")
 
 
+def is_reasoning_open(tokenizer: Any, ids: Sequence[int]) -> bool:
+    """Return whether a prompt of tokens `ids` ends inside the model's reasoning."""
+    return bool(tokenizer.has_thinking and tokenizer.rfind_think_start(ids) > tokenizer.rfind_think_end(ids))
+
+
 class PromptLengthLimit:
     """Rejects over-long text before it is tokenized: tokenizing 10 MB takes seconds and 500 MB of memory.
 
@@ -175,8 +180,8 @@ class TurnTemplate:
         self,
         tokenizer: Any,
         plain: PlainText,
-        system_prompt: str | None = None,
-        options: dict[str, Any] | None = None,
+        system_prompt: str | None,
+        options: dict[str, Any] | None,
     ) -> None:
         self._tokenizer = tokenizer
         if not tokenizer.has_chat_template:

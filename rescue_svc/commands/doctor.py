@@ -12,7 +12,6 @@ from importlib.metadata import version
 from rescue_svc.embed import choose_embedder
 from rescue_svc.embed.sentence_models import find_minilm, verify_minilm
 from rescue_svc.errors import DirectoryInUseError, RescueServiceError
-from rescue_svc.index import choose_engine
 from rescue_svc.opening import open_all
 from rescue_svc.settings import Settings
 
@@ -45,8 +44,6 @@ def _describe_sqlite(settings: Settings) -> str:
 def _describe_index(settings: Settings) -> str:
     if settings.store is not None:
         return "an exact scan, in the database" if settings.index == "exact" else "pgvector's HNSW, in the database"
-    if choose_engine(settings.index) == "numpy":
-        return "numpy; `pip install faiss-cpu` searches large sessions faster"
     return f"faiss {version('faiss-cpu')}"
 
 

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 from rescue_svc.errors import SessionNotFoundError
 from rescue_svc.store.records import NewSpan, Pending, Session, Span, Vectors
 
-IndexName = Literal["faiss", "numpy", "hnsw", "exact"]
+IndexName = Literal["faiss", "hnsw", "exact"]
 
 
 def no_session(name: str) -> SessionNotFoundError:

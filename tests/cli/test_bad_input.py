@@ -76,10 +76,18 @@ def test_sizes(cli, size):
     assert f"'{size}' is not a size" in result.err
 
 
-@pytest.mark.parametrize("words", [("server",), ("evaluate", "lm-eval", "--tasks", "x")], ids=" ".join)
+TEMPLATE_OPTIONS = [
+    ("generate", "-p", "hi", "--chat-template-config"),
+    ("chat", "--chat-template-config"),
+    ("server", "--chat-template-args"),
+    ("evaluate", "lm-eval", "--tasks", "x", "--chat-template-args"),
+]
+
+
+@pytest.mark.parametrize("words", TEMPLATE_OPTIONS, ids=" ".join)
 @pytest.mark.parametrize("options", ["{", "[1]"])
 def test_template_options_are_an_object(cli, words, options):
-    result = cli(*words, "--chat-template-args", options)
+    result = cli(*words, options)
     assert (result.code, result.out) == (2, "")
     assert f"'{options}' is not a JSON object" in result.err
 
