@@ -34,7 +34,8 @@ def build_parser() -> CommandParser:
     options = "options of the chat template"
     add("--chat-template-config", type=parse_json_object, default="{}", metavar="JSON", help=options)
     add("--ignore-chat-template", action="store_true", help="use the prompt without the chat template")
-    add("--use-default-chat-template", action="store_true", help="use the tokenizer's default chat template")
+    no_effect = "accepted for compatibility with mlx_lm.generate; no effect"
+    add("--use-default-chat-template", action="store_true", help=no_effect)
     add("--prompt-cache-file", metavar="FILE", help="continue a mlx_tq.cache_prompt file, on its model (default: none)")
     _add_generation_arguments(parser)
     add = parser.add_argument_group("speed and memory").add_argument

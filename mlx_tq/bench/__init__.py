@@ -46,7 +46,7 @@ def build_parser() -> CommandParser:
     add = parser.add_argument
     model = "folder, hub name, .gguf file or smollm2 (default: measure the attention of one layer)"
     add("--model", help=f"measure this model: {model}")
-    add("--trust-remote-code", action="store_true", help="let the tokenizer run its own code")
+    add("--trust-remote-code", action="store_true", help="allow the model and its tokenizer to run their own code")
     add("--dequantize", action="store_true", help="make packed weights dense")
     tokens = "context lengths (default: 2048 8192 32768; with --model 1024 4096 16384, up to the model's limit)"
     add("--tokens", type=int, nargs="+", metavar="N", help=tokens)

@@ -155,8 +155,8 @@ def _limit_tokens(opened: PromptCache, prompt: int, limit: int | None, request: 
     if plan.eviction is not None:
         if not plan.recalls and request.rescue.service == OFF and request.shadow is None:
             flag = "--kv-archive on" if request.values["--kv-archive"] is False else "--kv-recall auto"
-            remedy = "" if request.recall_blocker else f"; {flag} recalls them"
-            warn(f"evicted tokens are dropped, and the answer may miss what they said{remedy}.")
+            remedy = "" if request.recall_blocker else f" Add {flag}."
+            warn(f"evicted tokens are dropped, so the answer cannot use them.{remedy}")
         if limit is not None and tokens > _NEARLY_FULL * limit:
             warn(f"this run may reach {tokens:,} of {limit:,} positions. Eviction does not extend the context.")
     check_memory(plan, tokens, args.kv_memory_limit or free_memory(), args.prefill_step_size)

@@ -113,7 +113,7 @@ def add_model_arguments(parser: argparse._ActionsContainer, *, adapter: bool = T
     add("--model", action="append" if several else "store", help=f"{names} (default: needle, the bundled model)")
     if adapter:
         add("--adapter-path", metavar="DIR", help="folder of LoRA adapters from mlx_lm.lora (default: none)")
-    add("--trust-remote-code", action="store_true", help="allow the tokenizer to run its own code")
+    add("--trust-remote-code", action="store_true", help="allow the model and its tokenizer to run their own code")
     add("--dtype", choices=DTYPES, help="compute type (default: that of the model's weights)")
     add("--dequantize", action="store_true", help="dequantize the weights on load; faster on a CPU")
 

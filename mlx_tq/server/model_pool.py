@@ -58,8 +58,8 @@ class ModelPool:
     """Loads models, one at a time, and unloads them; on one event loop. The first model is the default.
 
     All loaded models take at most `limit` bytes, weights and KV caches together; None is no limit. A model that is
-    unloaded first finishes the requests that it has, while later ones wait for their turn to load it again. So models
-    that do not fit together alternate, and none waits for long. At most `max_waiting` requests wait.
+    unloaded first finishes the requests that it has, while later ones wait for their turn to load it again. Models
+    that do not fit together take turns; no model is starved. At most `max_waiting` requests wait.
     """
 
     def __init__(self, models: Sequence[PooledModel], limit: int | None = None, max_waiting: int = 1) -> None:

@@ -318,8 +318,10 @@ class Session:
         recalls = self.config.evict is not None and self.config.evict.recalls
         evicted = tokens - len(self._live_positions())
         if evicted and self.client is None and not recalls and self.shadow is None:
-            remedy = "Recall and rescue restore what a turn needs: choose --kv-recall auto, or --rescue auto."
-            self._warn_once(f"{evicted:,} tokens were evicted and are lost to the model. {remedy}", topic="eviction")
+            self._warn_once(
+                "evicted tokens are dropped, so the answer cannot use them. Add --kv-recall auto, or --rescue auto.",
+                topic="eviction",
+            )
         for warning in (take_archive_warning(self.cache), self.client.take_warning() if self.client else None):
             if warning is not None:
                 self._warn_once(warning)
