@@ -95,8 +95,7 @@ def _show_capacity(args: argparse.Namespace) -> int:
         batches.add_row(profile.profile, *sizes)
     results.print(
         f"{human_bytes(memory)} of memory, {human_bytes(weights)} of it weights; {dtype}, at most {limit:,} tokens.\n"
-        "No weights were read: layers with very large keys take more than these bytes. Prefill does too: leave a tenth "
-        "free."
+        "Estimates: layers with outlier keys and prefill need more; keep 10 % free."
     )
     results.print("", lengths, "", batches, sep="\n")
     return DONE

@@ -59,7 +59,7 @@ class Caps:
 
 
 class Settings(BaseSettings):
-    """Settings of the service; each is a variable (`RESCUE_DATA_DIR`), and each except `token` and `store` a flag (`--data-dir`)."""
+    """Settings of the service. Each is a variable (`RESCUE_DATA_DIR`), and each except `token` and `store` a flag."""
 
     model_config = SettingsConfigDict(env_prefix="RESCUE_", env_ignore_empty=True, frozen=True, extra="forbid")
 

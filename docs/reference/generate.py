@@ -185,8 +185,9 @@ def service_page() -> str:
     for name, schema in document["components"]["schemas"].items():
         if "properties" in schema and not name.startswith("HTTP"):
             optional = schema["properties"].keys() - set(schema.get("required", []))
+            defaults = {field: json.dumps(schema["properties"][field].get("default")) for field in optional}
             rows = [
-                f"| `{field}` | {kind(about)} | {json.dumps(about.get('default')) if field in optional else 'required'} |"
+                f"| `{field}` | {kind(about)} | {defaults.get(field, 'required')} |"
                 for field, about in schema["properties"].items()
             ]
             bodies.append("\n".join([f"### {name}", "", "| field | type | default |", "|---|---|---|", *rows]))
@@ -195,8 +196,8 @@ def service_page() -> str:
         settings.append(f"| `{name}` | {setting_default(field)} | {' '.join(str(field.description).split())} |")
     parts = [SERVICE, "## Calls", "\n".join(calls), "## Bodies", *bodies, "## Settings"]
     parts += [
-        "Each except `token` and `store` is a flag (`--data-dir`). All are environment variables (`RESCUE_DATA_DIR`) and "
-        "lines of the file that `RESCUE_CONFIG` names."
+        "Each except `token` and `store` is a flag (`--data-dir`). All are environment variables (`RESCUE_DATA_DIR`) "
+        "and lines of the file that `RESCUE_CONFIG` names."
     ]
     return "\n\n".join(part.rstrip() for part in [*parts, "\n".join(settings)]) + "\n"
 

@@ -70,7 +70,7 @@ _HELP = f"""\
 /set NAME X   change one, such as /set temp 0.7
 /help         show this help
 /quit         exit (so does Ctrl-D)
- /...         a message that begins with a slash needs a space before it, unless it is a path
+ /...         to send a message that starts with /, put a space first
 {_BLOCK}           begins and ends a message of several lines
 Ctrl-C        stop the answer; press twice at the prompt to exit
 
@@ -182,7 +182,7 @@ class Chat:
                 name, _, argument = message.strip().partition(" ")
                 if name not in self._commands:
                     valid = ", ".join([*self._commands, "/quit"])
-                    hint = "Put a space before a message that begins with a slash."
+                    hint = "To send a message that starts with /, put a space first."
                     raise ConfigError(f"unknown command {name}; valid are {valid}. {hint}")
                 self._commands[name](argument.strip())
             elif message.strip():
@@ -211,7 +211,7 @@ class Chat:
                 f"{turn.generation_tps:.1f} tok/s ({turn.finish_reason})"
             )
         else:
-            note("interrupted before the answer: the message is undone")
+            note("interrupted before the answer: the message was removed")
         console.print(memory_bar(self._session))
 
     def _read_line(self, prompt: str) -> str:

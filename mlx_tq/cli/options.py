@@ -284,7 +284,7 @@ def check_environment() -> None:
     for name in os.environ:
         if name.startswith(_PREFIX) and name not in names:
             nearest = difflib.get_close_matches(name, names, n=1, cutoff=0)[0]
-            raise ConfigError(f"the environment variable {name} is unknown. Did you mean {nearest}? Else unset it.")
+            raise ConfigError(f"the environment variable {name} is unknown. Did you mean {nearest}? If not, unset it.")
 
 
 def choose_backend(args: argparse.Namespace) -> None:

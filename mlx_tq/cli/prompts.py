@@ -46,7 +46,7 @@ def encode(tokenizer: Any, text: str, args: argparse.Namespace) -> list[int]:
     templated = tokenizer.has_chat_template and not args.ignore_chat_template
     ids = list(tokenizer.encode(text, add_special_tokens=not templated))
     if not ids:
-        raise ConfigError("the tokenizer returned no tokens for the prompt. Check that the model has tokenizer.json.")
+        raise ConfigError("the prompt has no tokens. Check that the model has tokenizer.json.")
     return ids
 
 

@@ -44,7 +44,7 @@ def run_command(parser: argparse.ArgumentParser, run: Run, words: Sequence[str] 
             if launched_rank():
                 sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  as long as the process
             if command not in _DISTRIBUTED:
-                several = f"{', '.join(_DISTRIBUTED)} run in several"
+                several = "only generate, chat and server can run under mlx.launch"
                 raise ConfigError(f"{command} runs in one process; {several}. Start it without mlx.launch.")
             if "--pipeline" in (sys.argv[1:] if words is None else words):
                 reason = "mlx_tq divides a model by its heads, not its layers"

@@ -191,7 +191,7 @@ def show_restored(turn: TurnStats, *, can_recall: bool) -> None:
     """Print how many tokens were recalled for a turn, and quoted as text if any were."""
     if can_recall:
         recalled = f"Recalled {len(turn.recalled):,} of {turn.archived:,} archived tokens ({turn.recall_seconds:.1f} s)"
-        partial = "; partial: ends inside a sentence" if turn.recall_is_partial else ""
+        partial = "; partial: a recalled sentence is incomplete" if turn.recall_is_partial else ""
         console.print(f"{recalled}{partial}", style="cyan")
     if turn.quotation.ids:
         quoted = f"Quoted {len(turn.quotation.ids):,} tokens of evicted text ({turn.rescue_seconds:.1f} s)"

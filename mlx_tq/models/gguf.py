@@ -121,8 +121,8 @@ def _architecture_of(file: GgufFile) -> _Architecture:
     name = file.architecture
     if name not in _ARCHITECTURES:
         raise UnsupportedModelError(
-            f"the model {str(file.path)!r} cannot be loaded: its architecture is {short(name)!r}; GGUF files of "
-            f"{', '.join(_ARCHITECTURES)} can. Convert it for mlx-lm, or take a folder from mlx-community on the hub."
+            f"the model {str(file.path)!r} cannot be loaded: architecture {short(name)!r} is not supported; supported "
+            f"are {', '.join(_ARCHITECTURES)}. Convert it for mlx-lm, or use a folder from mlx-community on the hub."
         )
     architecture = _ARCHITECTURES[name]
     for tensor in file.tensors:

@@ -311,7 +311,7 @@ def _report_hub_errors(source: str) -> Iterator[None]:
     except (HTTPError, OSError) as error:
         reason = one_line(str(error).strip().partition("\n")[0])
         if not Path(source).exists():
-            reason = f"there is no such folder, and the hub did not give it ({reason})"
+            reason = f"there is no such folder, and it could not be downloaded from the hub ({reason})"
         raise _not_loaded(source, reason) from error
 
 
@@ -377,8 +377,8 @@ def check_heads(source: str, ranks: Ranks) -> None:
     if isinstance(heads, int) and heads > 0 and heads % ranks.size:
         valid = [str(count) for count in range(1, heads + 1) if heads % count == 0]
         raise ConfigError(
-            f"{Path(source).name} ({config.get('model_type')}) has {heads} KV heads, which {ranks.size} ranks do not "
-            f"divide. Start {' or '.join(valid)} with mlx.launch -n."
+            f"{Path(source).name} ({config.get('model_type')}): cannot split {heads} KV heads across {ranks.size} "
+            f"ranks. Use mlx.launch -n {' or '.join(valid)}."
         )
 
 

@@ -319,9 +319,7 @@ def _load(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
     arrays: Any
     header: Any
     if not path.is_file():
-        raise CacheFormatError(
-            f"there is no cache file {path}. Make one with mlx_tq.cache_prompt, or with /save in mlx_tq.chat."
-        )
+        raise CacheFormatError(f"there is no cache file {path}. Make one with mlx_tq.cache_prompt.")
     try:
         arrays, header = mx.load(str(path), format="safetensors", return_metadata=True)
     except (RuntimeError, ValueError) as error:
@@ -367,7 +365,7 @@ def _read_blocks(path: Path) -> Iterator[bytes]:
         start, stop = header[_BLOCKS]["data_offsets"]
         sizes = json.loads(header["__metadata__"][_BLOCKS])
         if not all(type(size) is int and 0 <= size <= stop - start for size in sizes):
-            raise CacheFormatError("the sizes of its archived blocks")
+            raise CacheFormatError("its archived blocks have invalid sizes")
         file.seek(start, 1)
         for size in sizes:
             yield file.read(size)

@@ -274,7 +274,7 @@ def _with_eviction(plan: Plan, facts: ModelFacts, config: EvictConfig, calibrati
             queries = list(calibration.check(ropes, covariance=policy.needs_covariance))
             source = policy.file or f"questions and text ({calibration.path})"
         elif policy.uses_auto_calibration:
-            source += ", blind to what a question will ask for"
+            source += " (no calibration file: evicts without knowledge of later questions)"
         layers = [
             replace(layer, rope=rope, queries=stats)
             for layer, rope, stats in zip(plan.layers, ropes, queries, strict=True)

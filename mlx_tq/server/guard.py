@@ -45,7 +45,7 @@ class Guard:
             raise InvalidRequestError(message, status=403)
         if self._api_key is None:
             if not is_loopback(host_name(host)):
-                message = "without an API key the server answers to localhost only; use that name"
+                message = "without an API key, only requests to localhost are accepted; use that host name"
                 raise InvalidRequestError(message, status=403)
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")

@@ -73,7 +73,7 @@ class PromptBuilder:
     def completion_prompt(self, prompt: str | list[int]) -> Prompt:
         ids = self._encode(prompt, "prompt", special=True) if isinstance(prompt, str) else prompt
         if not ids:
-            raise InvalidRequestError("the tokenizer makes no tokens of the prompt", "prompt")
+            raise InvalidRequestError("the prompt has no tokens", "prompt")
         if not 0 <= min(ids) <= max(ids) < self.vocabulary:
             raise InvalidRequestError(f"the prompt has tokens outside of 0 to {self.vocabulary - 1}", "prompt")
         return Prompt(ids, [ids], ["assistant"])
@@ -94,7 +94,7 @@ class PromptBuilder:
             text = self._render(messages, options, add_generation_prompt=True)
         ids = self._encode(text, "messages")
         if not ids:
-            raise InvalidRequestError("the tokenizer makes no tokens of the messages", "messages")
+            raise InvalidRequestError("the prompt has no tokens", "messages")
         reasoning_start = len(ids)  # where the template opens the reasoning, which later turns leave out
         if self.tokenizer.has_thinking:
             start = int(self.tokenizer.rfind_think_start(ids, start=len(ids) - _TAIL))

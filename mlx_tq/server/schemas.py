@@ -27,7 +27,7 @@ _MAX_NAME = 100  # characters of a name from the request that an error repeats
 _ABSENT = object()
 # Replacements for pydantic messages that name Python types.
 _MESSAGES = {
-    "extra_forbidden": "this server has no such argument; leave it out",
+    "extra_forbidden": "unsupported parameter; remove it",
     "list_type": "Input should be a valid array",
     "dict_type": "Input should be an object",
     "model_type": "Input should be an object",
@@ -279,8 +279,8 @@ class EmbeddingRequest(Strict):
     def _refuse_tokens(cls, value: Any) -> Any:
         if isinstance(value, list) and any(isinstance(part, int | list) for part in value):
             raise ValueError(
-                "tokens are of another model than the embedder; send texts (LangChain's OpenAIEmbeddings does so with "
-                "check_embedding_ctx_length=False)"
+                "token ids are not supported, because the embedder has its own tokenizer; send strings (LangChain's "
+                "OpenAIEmbeddings does so with check_embedding_ctx_length=False)"
             )
         return value
 

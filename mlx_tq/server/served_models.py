@@ -44,8 +44,8 @@ def find_models(request: Request, ranks: Ranks) -> list[ServedModel]:
         name = short_name(path)
         if name in models:
             raise ConfigError(
-                f"two models are named {name!r}: {models[name].path} and {path}. Requests choose by that name; "
-                "rename one of them, or drop one."
+                f"two models are named {name!r}: {models[name].path} and {path}. Requests select a model by "
+                "name; rename one of them, or drop one."
             )
         models[name] = _inspect(name, path)
     return list(models.values())

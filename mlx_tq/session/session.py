@@ -167,7 +167,7 @@ class Session:
                 "drop-oldest", `text` alone would), a turn is in progress, or the session is closed.
         """
         if self._is_closed:
-            raise ConfigError("the session is closed; make a new one, and load what was saved of this.")
+            raise ConfigError("the session is closed; create a new session and load the saved conversation.")
         check_text(text, "message")
         used = 0 if self.on_full == DROP_OLDEST else len(self._transcript.ids)
         self._length_limit.check(len(text), "message", used=used)
@@ -214,7 +214,7 @@ class Session:
         finally:
             if not turn.is_consistent:
                 raise CacheFormatError(
-                    "the turn was interrupted where this model's cache cannot go back. Reset the session."
+                    "the turn was interrupted, and this model's cache cannot be trimmed. Reset the session."
                 )
             if not turn.is_undone:
                 self.turns.append(stats := turn.stats)
@@ -277,9 +277,9 @@ class Session:
         if room < 1:
             fits = max(0, tokens + room - 1)  # one is for the answer
             raise ConfigError(
-                f"the conversation has {used:,} tokens and this turn {tokens:,}; the model has "
-                f"{self.context_length:,} positions, which evicted tokens keep: {fits:,} tokens would fit. Shorten the "
-                "turn, start a new conversation (reset), or take a model with a longer context."
+                f"this turn needs {tokens:,} tokens, but only {fits:,} of the model's {self.context_length:,} "
+                "positions are free (evicted tokens keep theirs). Shorten the turn, start a new conversation (reset), "
+                "or use a model with a longer context."
             )
         return room
 
@@ -311,8 +311,8 @@ class Session:
         limit = self.context_length
         if limit is not None and tokens > _NEARLY_FULL * limit and self.on_full == STOP:
             self._warn_once(
-                f"the conversation has {tokens:,} of the model's {limit:,} positions; it ends there, "
-                "evicted tokens included.",
+                f"the conversation has {tokens:,} of the model's {limit:,} positions. It ends when they are used up; "
+                "evicted tokens count.",
                 topic="context",
             )
         recalls = self.config.evict is not None and self.config.evict.recalls
@@ -472,10 +472,12 @@ class Session:
         self._check_idle()
         self._check_no_shadow()
         if not Path(path).is_file():
-            raise CacheFormatError(f"No such file: {path}")
+            raise CacheFormatError(f"there is no saved conversation {path}. Make one with /save in mlx_tq.chat.")
         loaded = self._worker.run(lambda: load_prompt_cache(path, model=self.model))
         if CONVERSATION not in loaded.metadata:
-            raise CacheFormatError(f"{path} is a prompt cache, not a conversation. Take it for mlx_tq.generate.")
+            raise CacheFormatError(
+                f"{path} is a prompt cache, not a conversation. Use it with mlx_tq.generate --prompt-cache-file."
+            )
         with refuse_damaged(path):
             saved = SavedConversation.from_json(loaded.metadata[CONVERSATION])
         ids, rescue = saved.ids, saved.rescue
@@ -489,7 +491,7 @@ class Session:
             self.rescue, self.client = rescue, open_client(rescue.service)
         elif self._may_take_rescue and self.client is None and rescue.service != OFF:
             self._warn_once(
-                f"the conversation had rescue by {rescue.service}, which a file cannot choose. Give --rescue "
+                f"the conversation used the rescue service {rescue.service}; a file cannot select one. Give --rescue "
                 f"{rescue.service} to use it."
             )
         self.turns, self.config, self.plan, self._keeps_text = [], loaded.config, plan, True

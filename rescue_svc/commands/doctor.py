@@ -30,7 +30,7 @@ def run(settings: Settings, as_json: bool = False) -> None:
     if as_json:
         print(json.dumps(findings, indent=2))
     if not all(finding["ok"] for finding in findings):
-        raise RescueServiceError("something does not work; the lines marked BAD say what to do")
+        raise RescueServiceError("some checks failed; see the lines marked BAD")
 
 
 def _describe_sqlite(settings: Settings) -> str:

@@ -155,7 +155,9 @@ class EmbedWorker:
             answer = self._receive(self._timeout_s)
         except (EOFError, OSError) as error:
             is_late = isinstance(error, TimeoutError)
-            reason = f"the embedder was silent for {self._timeout_s} s" if is_late else "the embedder process died"
+            reason = (
+                f"the embedder did not respond within {self._timeout_s:g} s" if is_late else "the embedder process died"
+            )
             self._replace(reason)
             raise EmbedderUnavailableError(f"{reason} and is restarted") from None
         if answer[:1] != VECTORS:

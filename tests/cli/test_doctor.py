@@ -116,4 +116,4 @@ def test_a_name_that_the_hub_does_not_have(tmp_path):
         words = command("doctor", "--capacity", "--model", "someone/nothing")
         done = subprocess.run(words, env={**variables, "HF_ENDPOINT": hub.url}, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "there is no such folder, and the hub did not give it" in done.stderr.splitlines()[-1]
+    assert "there is no such folder, and it could not be downloaded from the hub" in done.stderr.splitlines()[-1]

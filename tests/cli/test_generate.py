@@ -300,7 +300,7 @@ def test_a_recall_that_cuts_a_sentence_is_shown(quick):
     for recall, is_partial in ((32, True), (96, False)):
         assert quick(*words, "--kv-recall", recall, "--json").json["recalled"]["partial"] == is_partial
         line = r"Recalled \d+ of [\d,]+ archived tokens \([\d.]+ s\)"
-        partial = "; partial: ends inside a sentence" if is_partial else ""
+        partial = "; partial: a recalled sentence is incomplete" if is_partial else ""
         assert re.search(rf"^{line}{partial}$", quick(*words, "--kv-recall", recall).err, re.MULTILINE)
 
 

@@ -177,7 +177,7 @@ def test_formats_that_a_model_cannot_have(embedded):
 # Eviction.
 
 REFUSED = {
-    "deepseek_v2": "in layer 0, RoPE turns a part of each query that is joined to the rest afterwards, as in MLA",
+    "deepseek_v2": "in layer 0, RoPE rotates only a part of each query, which is joined to the rest afterwards",
     "minicpm3": "as in MLA",
     "jamba": "in layer 1, its attention has no RoPE",
     "cohere2": "in layer 1, queries are not what RoPE returned: they skip it",
@@ -257,7 +257,7 @@ def test_a_budget_of_bytes():
         ("llama", ""),
         ("phi", ""),  # casts queries that RoPE turned
         ("internlm3", ""),  # dynamic NTK, whose pairs are as steady as any
-        ("deepseek_v2", "keys not weighted: RoPE turns a part of each query that is joined to the rest"),
+        ("deepseek_v2", "keys not weighted: RoPE rotates only a part of each query, which is joined to the rest"),
         ("jamba", "keys not weighted: its attention has no RoPE"),
     ],
 )

@@ -404,7 +404,11 @@ def test_other_files_are_not_loaded_or_replaced(chat, tmp_path, exact):
     for file in [*others, tmp_path / "link"]:
         with pytest.raises(CacheFormatError, match=r"not a conversation and is not replaced.*another file, or remove"):
             session.save(file)
-    for file, says in ((tmp_path / "none", "No such file: "), (tmp_path / "1.txt", "damaged"), (cache, "not a conv")):
+    for file, says in (
+        (tmp_path / "none", "there is no saved conversation "),
+        (tmp_path / "1.txt", "damaged"),
+        (cache, "not a conv"),
+    ):
         with pytest.raises(CacheFormatError, match=says):
             session.load(file)
     with pytest.raises(CacheFormatError, match=f"{tmp_path}: .*it is a folder"):
