@@ -17,7 +17,7 @@ class MlxTqError(Exception):
 
 
 class ConfigError(MlxTqError, ValueError):
-    """Reports a setting, flag or argument that cannot be met (exit code 2 of commands)."""
+    """Reports an invalid setting, flag, argument or model (exit code 2 of commands)."""
 
 
 class UnsupportedModelError(MlxTqError):

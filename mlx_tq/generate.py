@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     from mlx_tq.cli.startup import check_request
 
     request = check_request(request)
-    # Of several ranks, the first one reads, when all have joined.
+    # The first of several ranks reads, when all have joined.
     inputs = None if is_launched() else (read_prompt(args), read_schema(args))
 
     from mlx_tq.cli.answer import answer_request

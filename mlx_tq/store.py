@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from mlx_tq.prefix_cache.folder import Folder
 
 _ACTIONS = {
-    "list": "list the checkpoints, the most recently used first",
-    "check": "read every record and remove damaged ones",
-    "clear": "remove every record",
+    "list": "list the entries, the most recently used first",
+    "check": "read every entry and remove damaged ones",
+    "clear": "remove every entry",
 }
 
 
@@ -49,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "list":
         report = _list(folder)
     elif args.action == "check":
-        records, damaged = folder.check()
-        report = {"records": records, "damaged_and_removed": damaged}
+        entries, damaged = folder.check()
+        report = {"entries": entries, "damaged_and_removed": damaged}
     else:
         report = {"bytes_removed": folder.clear()}
     if args.json:

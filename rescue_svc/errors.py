@@ -4,7 +4,7 @@ RescueServiceError
 ├── InvalidRequestError         a request that is not valid as written
 ├── UnauthorizedError           no token, or a wrong one
 ├── ForeignOriginError          a browser page of another site, or a Host header that names another machine
-├── SessionNotFoundError        a session that was never written, or was forgotten
+├── SessionNotFoundError        a session that was never written, or was deleted
 ├── BodyTooLargeError           a body over the limit, which is not parsed
 ├── BodyTooSlowError            a body that takes too long to arrive
 ├── SessionFullError            a session at its limit of spans; nothing of the call is stored

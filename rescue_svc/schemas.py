@@ -93,7 +93,7 @@ class WriteRequest(RequestBody):
     session_id: SessionId | None = None
     temporary: bool = Field(
         default=False,
-        description="forget the session `session_lifetime_s` after its last write or renewal, "
+        description="delete the session `session_lifetime_s` after its last write or renewal, "
         "as long as all writes to it say so",
     )
     chunks: Annotated[list[Chunk], Field(min_length=1, max_length=MAX_CHUNKS, fail_fast=True)]
@@ -193,7 +193,7 @@ class SessionInfo(BaseModel):
     text_bytes: int
     created: float = Field(description="seconds since 1970")
     updated: float
-    expires: float | None = Field(description="when a temporary session is forgotten unless it is renewed, else null")
+    expires: float | None = Field(description="when a temporary session is deleted unless it is renewed, else null")
     resident: bool = Field(description="whether its index is in memory")
 
 

@@ -41,7 +41,7 @@ class Caps:
         """Raise StoreFullError if there are as many sessions as may be."""
         if stored >= self.sessions:
             raise StoreFullError(
-                f"there are {self.sessions} sessions, the limit; forget some or raise RESCUE_MAX_SESSIONS"
+                f"there are {self.sessions} sessions, the limit; delete some or raise RESCUE_MAX_SESSIONS"
             )
 
     def check_spans(self, session: str, total: int, stored: int) -> None:
@@ -49,12 +49,12 @@ class Caps:
         if total > self.session_spans:
             raise SessionFullError(
                 f"session {session} would have {total} spans, the limit is {self.session_spans}; "
-                "forget it, use another, or raise RESCUE_MAX_SESSION_SPANS"
+                "delete it, use another, or raise RESCUE_MAX_SESSION_SPANS"
             )
         if stored > self.spans:
             raise StoreFullError(
                 f"the store would have {stored} spans, the limit is {self.spans}; "
-                "forget sessions or raise RESCUE_MAX_SPANS"
+                "delete sessions or raise RESCUE_MAX_SPANS"
             )
 
 
@@ -67,7 +67,7 @@ class Settings(BaseSettings):
         default_factory=default_data_dir, description="folder of the database and the index snapshots"
     )
     store: SecretStr | None = Field(
-        None, description="postgresql://USER@HOST:PORT/DATABASE for several services at once; else SQLite in data_dir"
+        None, description="postgresql://USER@HOST:PORT/DATABASE for several services; else SQLite in data_dir"
     )
     host: str = Field("127.0.0.1", description="address to listen on; any but loopback requires a token")
     port: int = Field(5054, ge=0, le=65535, description="port to listen on; 0 picks a free one")
@@ -94,7 +94,7 @@ class Settings(BaseSettings):
         86_400.0,
         ge=900,  # three renewals of mlx_tq's client
         allow_inf_nan=False,
-        description="forget a temporary session after this time, 900 or more, without a write or renewal",
+        description="delete a temporary session after this time, 900 or more, without a write or renewal",
     )
     max_in_flight: Count = Field(64, description="maximum requests in progress; further ones get 429")
     max_index_mb: Count = Field(1024, description="memory for indexes; the least recently used are evicted")

@@ -95,8 +95,8 @@ def answer_request(request: Request, inputs: Inputs | None) -> int:
     opened = open_caches(model, request)
     if args.max_kv_size is not None and not request.changes_cache:
         warn(
-            f"--max-kv-size {args.max_kv_size} takes mlx-lm's rotating cache, which is not compressed. For a "
-            "compressed cache of limited size take --kv-evict and --kv-budget instead."
+            f"--max-kv-size {args.max_kv_size} chooses mlx-lm's rotating cache, which is not compressed. For a "
+            "compressed cache of limited size, use --kv-evict and --kv-budget instead."
         )
     plan = opened.plan
     options["max_tokens"] = _limit_tokens(opened, len(ids), limit, request)
@@ -235,7 +235,7 @@ def _answer(
 
 @contextmanager
 def _open_transcript(model: Any, tokenizer: Any, rescue: RescueConfig) -> Iterator[Transcript]:
-    """Open the transcript of one answer; the rescue service forgets its text afterwards."""
+    """Open the transcript of one answer; the rescue service deletes its text afterwards."""
     ranks = ranks_of(model)
     client = open_client(rescue.service) if ranks.is_first else None  # which searches for all
     limit = quotation_limit(rescue, position_limit(model))

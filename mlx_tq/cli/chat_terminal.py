@@ -274,7 +274,7 @@ class Chat:
 
     def _remove_last_turn(self) -> str:
         stops = _stop_on_ctrl_c(self._session) if self._ranks.is_alone else nullcontext()
-        with stops, prefill_progress(title="reading the conversation") as progress:
+        with stops, prefill_progress(title="Prefilling the conversation") as progress:
             return self._session.undo(progress)
 
     def _set(self, text: str) -> None:
@@ -350,7 +350,7 @@ class Chat:
 
 @contextmanager
 def _stop_on_ctrl_c(session: Session) -> Iterator[None]:
-    """Let Ctrl-C end the answer after its next token, and a second one at once."""
+    """Let Ctrl-C end the answer after its next token, and a second one immediately."""
     was_pressed = False
 
     def stop(*_: object) -> None:

@@ -50,7 +50,7 @@ LOSS_TOKENS = 512  # of the text on which losses are measured
 _LOSS_STEP = 64
 _SCORED_FROM = 192  # tokens after which packed ones are attended to
 _FULL = "fp16"
-_FINE = "q8"  # its loss is that of rounding in the model's type
+_FINE = "q8"  # its loss is that of rounding in the model's dtype
 _LEAST_SHARE = 0.1  # of the rounding's loss; a smaller difference from it is noise
 _CONFIG = KVConfig(sinks=32, window=32, outlier=0.0)
 _SCENE = 1024  # tokens of a text with a fact of every kind
@@ -237,7 +237,7 @@ def save_measured_losses(model: Any, tokenizer: Any, text: str, name: str) -> No
 def measure_losses(model: Any, tokenizer: Any, text: str, progress: Progress = lambda done, total: None) -> Losses:
     """Return the KL divergence from the uncompressed cache of quantizing only the keys, or the values, of one layer.
 
-    Any change makes the model's type round differently from there on; the loss of the finest format, which is nearly
+    Any change makes the model's dtype round differently from there on; the loss of the finest format, which is nearly
     only that, is subtracted.
     """
     ids = list(tokenizer.encode(text, add_special_tokens=False, verbose=False))[:LOSS_TOKENS]

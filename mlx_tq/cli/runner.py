@@ -138,7 +138,7 @@ def _check_process(command: str) -> None:
 
 
 def end_rank(command: str, error: Exception) -> None:
-    """End this process at once, from any thread, with a line that says why; other ranks would wait for it forever."""
+    """End this process now, from any thread, with a line that says why; other ranks would wait for it forever."""
     exit_now(_line(command, _describe_failure(error)))
 
 
@@ -150,7 +150,7 @@ def _describe_failure(error: Exception) -> str:
     if _is_rank_failure(error):
         return f"another rank has ended or cannot be reached ({error})."
     if is_out_of_memory(error):
-        return f"the machine has too little memory ({one_line(error)}). Take a smaller model, or a shorter context."
+        return f"the machine has too little memory ({one_line(error)}). Use a smaller model, or a shorter context."
     return str(error) if isinstance(error, MlxTqError) else repr(error)
 
 

@@ -79,7 +79,7 @@ def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 @contextmanager
-def prefill_progress(*, title: str = "reading the prompt", show: bool = True) -> Iterator[Callable[[int, int], None]]:
+def prefill_progress(*, title: str = "Prefilling", show: bool = True) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on a terminal; yield mlx-lm's progress callback (processed, total)."""
     if not show or not console.is_terminal:
         yield lambda processed, total: None
@@ -199,7 +199,7 @@ def show_restored(turn: TurnStats, *, can_recall: bool) -> None:
 
 
 def show_shadow(report: ShadowReport, native_dtype: str) -> None:
-    """Print what a compressed cache would have changed, against mlx-lm's own of type `native_dtype`."""
+    """Print what a compressed cache would have changed, against mlx-lm's own in `native_dtype`."""
     if not report.layers:
         note("Shadow mode: the answer was too short to compare")
         return

@@ -56,7 +56,7 @@ def check_rescue(request: Request) -> Request:
         ConfigError: --rescue is not an address.
         RescueError: --rescue auto was chosen, and its extra is missing.
     """
-    if request.rescue.service == OFF or launched_rank():  # of several ranks, the first has the service
+    if request.rescue.service == OFF or launched_rank():  # the first of several ranks has the service
         return request
     fault = open_service(request.rescue.service).find_fault()
     if fault is None:

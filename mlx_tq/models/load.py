@@ -126,13 +126,13 @@ def source_name(model: str | Path | None) -> str:
 
 
 def short_name(model: str | Path | None) -> str:
-    """Return the name under which a model is shown: of a folder or file its last part, without its place."""
+    """Return the name under which a model is shown; a folder or file is shown by its last part."""
     name = str(model or EMBEDDED)
     return Path(name).resolve().name if Path(name).exists() else name
 
 
 def loaded_name(model: Any) -> str:
-    """Return the name under which a model was loaded; of one that mlx-lm loaded, its architecture."""
+    """Return the name under which a model was loaded; a model that mlx-lm loaded has the name of its architecture."""
     source = source_of(model)
     return str(getattr(model, "model_type", type(model).__name__)) if source is None else short_name(source.model)
 
@@ -173,7 +173,7 @@ def load_outline(
     dequantize: bool = False,
     trust_remote_code: bool = False,
 ) -> Any:
-    """Return a model of which only the shapes and types of its weights are known, as `load` would return it.
+    """Return a model of which only the shapes and dtypes of its weights are known, as `load` would return it.
 
     No weights are read, and those of a hub name are not downloaded. Nothing can be computed with it. Raises as `load`.
     """
@@ -354,7 +354,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def _make_dense(model: Any) -> None:
-    """Dequantize in float32, and round the result to the type that the model had."""
+    """Dequantize in float32, and round the result to the dtype that the model had."""
     from mlx_lm.utils import dequantize_model  # imports transformers, which takes a second
 
     weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))

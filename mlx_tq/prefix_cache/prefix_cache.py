@@ -39,7 +39,7 @@ from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.statistics import tokens_seen
 
 FORMAT = 1  # of the records
-_SHARED_BY = 4  # continuations that protect a checkpoint; with fewer, much is kept that nobody asks for again
+_SHARED_BY = 4  # continuations that protect a checkpoint; with fewer, much is kept that is never requested again
 _MAX_REMEMBERED = 100_000  # checkpoints whose continuations are counted
 ROWS = 256  # packed tokens of a block
 
@@ -156,7 +156,7 @@ def step_keys(root: str, segments: list[list[int]], step: int) -> dict[int, str]
 class RestoredCheckpoint:
     """A checkpoint from the disk. While somebody has it, prompts that restore it share its rows."""
 
-    caches: list[Any]  # nobody prefills into these
+    caches: list[Any]  # never prefilled into
     block_keys: list[str]
 
 

@@ -44,7 +44,7 @@ from mlx_tq.prompt_cache.plan import learn_ropes
 CONVERSATION = "session"  # a metadata key that only conversations have
 VERSION = "1"
 _FORMAT = "mlx_tq prompt cache"
-_REMEDY = "Take another copy of it, or start again without it."  # it may hold a prompt or a conversation
+_REMEDY = "Use another copy of it, or start again without it."  # it may hold a prompt or a conversation
 _HEADER_KEY = "mlx_tq"  # in the metadata of a file that mlx-lm can read
 _CHECKED_FIELDS = ("version", "model", "source", "config", "classes", "scalars", "metadata")
 _MAX_INDEX = 10_000  # of a layer, or in a list of a state; as many elements are made
@@ -142,7 +142,7 @@ def load_prompt_cache(path: str | Path, *, model: Any, config: KVConfig | None =
 
     Raises:
         CacheFormatError: no such file, a damaged or foreign one, another version, model or configuration.
-        ConfigError: `mean_bits` of `config` cannot be met.
+        ConfigError: `mean_bits` of `config` is invalid.
     """
     loaded = _read(Path(path), model)
     if config is not None:

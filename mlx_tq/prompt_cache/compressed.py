@@ -42,7 +42,7 @@ def compressed(
 
     Raises:
         UnsupportedModelError: the model cannot run on compressed caches; the message names it and the reason.
-        ConfigError: `model` is not a model, or a setting cannot be met.
+        ConfigError: `model` is not a model, or a setting is invalid.
         CacheFormatError: calibration statistics that are damaged or of another model.
     """
     config = _choose_config(config, profile, settings)

@@ -60,7 +60,7 @@ def native_row_bytes(slot: SlotFacts, tokens: int) -> int:
 
 
 def native_capacity(tokens: int) -> int:
-    """Return the tokens that a cache of mlx-lm's has room for once it has read `tokens` tokens in one go."""
+    """Return the tokens that a cache of mlx-lm's has room for after prefilling `tokens` tokens."""
     step: int = KVCache.step
     return -(-tokens // step) * step
 

@@ -79,7 +79,7 @@ class EvictionPlan:
         return self.budget.tokens if self.budget.tokens is not None else int((self.budget.share or 1.0) * seen)
 
     def max_recalled(self, seen: int) -> int:
-        """Return how many archived tokens may be recalled at once after `seen` tokens."""
+        """Return how many archived tokens may be recalled for one question after `seen` tokens."""
         recall = self.config.recall
         if isinstance(recall, int):
             return recall
@@ -145,7 +145,7 @@ class LayerGroup:
         if limit is not None and first.offset + count > limit:
             raise ConfigError(
                 f"the conversation has {first.offset:,} tokens and {count:,} more would exceed the model's {limit:,} "
-                "positions; evicted tokens keep theirs. Start a new conversation, or take a model with more positions."
+                "positions; evicted tokens keep theirs. Start a new conversation, or use a model with more positions."
             )
         if len(layers) < self.plan.layers:
             raise CacheFormatError(
@@ -162,10 +162,10 @@ class LayerGroup:
         return any(calibrator.is_gathering for calibrator in self.calibrators.values())
 
     def evict_if_due(self, layers: list[CompressedKVCache], count: int) -> None:
-        """Hold the round that `count` more tokens make due.
+        """Run the eviction round that `count` more tokens make due.
 
-        Before a question (`count` > 0), incomplete query statistics have to do: a round that waited for more would be
-        held after the search of the archive, too late to recall what it evicts.
+        Before a question (`count` > 0), incomplete query statistics have to do: a round that waited for more would
+        run after the search of the archive, too late to recall what it evicts.
         """
         first = layers[0]
         latest, window_start = self._latest(layers), first.offset - first.spec.window
@@ -251,9 +251,9 @@ class LayerGroup:
         self.archived = tuple(blocks_on_all_ranks(self.archived, self.ranks))
 
     def capture_queries(self, numbers: Iterable[int], *, rounds: bool) -> None:
-        """Keep the queries of these layers in later passes, for a search; of none, stop.
+        """Keep the queries of these layers in later passes, for a search; without layers, stop.
 
-        `rounds` says whether rounds are held meanwhile.
+        `rounds` says whether eviction rounds run meanwhile.
         """
         self._buffers = {number: QueryBuffer() for number in numbers}
         self._is_paused = not rounds
@@ -492,7 +492,7 @@ def cache_arrays(cache: Any) -> list[mx.array]:
 
 
 def compressed_caches(caches: Sequence[Any]) -> list[CompressedKVCache]:
-    """Return the compressed caches of a prompt cache, also those inside a CacheList."""
+    """Return the compressed caches of a prompt cache, including those inside a CacheList."""
     return [part for part in cache_parts(caches) if isinstance(part, CompressedKVCache)]
 
 

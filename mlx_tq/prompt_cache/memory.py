@@ -63,7 +63,7 @@ def memory_report(
     """Return the bytes of `seq_len` tokens of a 16-bit model whose layers all have plain KV caches.
 
     Raises:
-        ConfigError: a size below 1, a head_dim that a format does not support, or a budget that cannot be met.
+        ConfigError: a size below 1, a head_dim that a format does not support, or an invalid budget.
     """
     for name, size in (("seq_len", seq_len), ("num_layers", num_layers), ("num_kv_heads", num_kv_heads)):
         if size < 1:

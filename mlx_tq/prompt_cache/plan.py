@@ -95,7 +95,7 @@ class Plan:
 
     @property
     def warmup(self) -> int:
-        """Tokens of the prompt before which no round is held, as their queries calibrate the policy."""
+        """Tokens of the prompt before which no eviction round runs, as their queries calibrate the policy."""
         policy: Any = None if self.eviction is None else self.eviction.config.policy
         calibrates = isinstance(policy, CalibratedPolicy) and any(layer.queries is None for layer in self.layers)
         return SKIP + policy.warmup if calibrates else 0
@@ -264,7 +264,7 @@ def _with_eviction(plan: Plan, facts: ModelFacts, config: EvictConfig, calibrati
     if len(plan.layers) < policy.min_layers:
         raise ConfigError(
             f"the policy {policy} needs {policy.min_layers} compressed layers, and {name} has {len(plan.layers)}. "
-            "Skip fewer of them, or take another policy."
+            "Skip fewer of them, or use another policy."
         )
     if isinstance(policy, CalibratedPolicy):
         ropes = learn_ropes(facts)
@@ -304,7 +304,7 @@ def learn_ropes(facts: ModelFacts) -> list[Rope]:
 def budget_in_tokens(plan: Plan, config: EvictConfig, positions: int | None = None) -> Budget:
     """Convert a budget in bytes to the tokens that it holds at any length, with those that gather before a round.
 
-    Of bytes, each rank has its share. `positions` are those that the model allows, if known.
+    Each rank has its share of bytes. `positions` are those that the model allows, if known.
     """
     budget = parse_budget(config.budget)
     if budget.nbytes is None:

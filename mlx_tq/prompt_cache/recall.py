@@ -26,7 +26,7 @@ PassageAt = Callable[[int], PositionRange]  # the text that a position belongs t
 
 MAX_QUESTION = 256  # last tokens of a question whose queries search the archive
 TILE = 2048  # archived tokens scored at a time, per layer: with twice as many, a CPU takes half as long again for each
-# Of a larger archive, a quarter of the layers lists 2048 tokens for the others, or an eighth if that is more.
+# A quarter of the layers lists 2048 tokens of a larger archive for the others, or an eighth if that is more.
 SHORTLIST = 2048
 SAMPLE_WEIGHT = 16  # in the other layers' softmax sums, one block stands for 16 that are not on the list
 # A block below this part of the best score is not reloaded: it misleads more often than it helps. Where the best block

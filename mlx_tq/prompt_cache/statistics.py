@@ -29,7 +29,7 @@ class CacheStats:
         tokens: tokens that the cache has seen.
         nbytes: bytes of its arrays, allocated ones that are not in use included.
         native_nbytes: bytes of the arrays that mlx-lm's own cache would hold for all tokens, evicted ones included.
-        native_dtype: type of mlx-lm's own cache, such as "bfloat16"; "" while that is not known.
+        native_dtype: dtype of mlx-lm's own cache, such as "bfloat16"; "" while that is not known.
         compressed_from: tokens from which a cache compresses any.
         clamped: vectors that exceeded fp16's range and were clamped to it.
         evicted: tokens that were evicted and are not in the cache.
@@ -143,6 +143,6 @@ def _dequantized_nbytes(cache: QuantizedKVCache) -> int:
 
 
 def _native_dtype(caches: Sequence[Any]) -> str:
-    """Return the type of the keys and values of mlx-lm's own caches; "" if they are empty."""
+    """Return the dtype of the keys and values of mlx-lm's own caches; "" if they are empty."""
     arrays = (array for cache in caches for array in cache_arrays(cache))
     return next((dtype_name(array.dtype) for array in arrays if mx.issubdtype(array.dtype, mx.floating)), "")

@@ -1,7 +1,7 @@
 """Finds the rescue service: at a URL, by the socket of this user's own, or a private one that this process starts.
 
 A private service is a child process on a free loopback port, with a token and a folder of its own. It ends with this
-process, also if that is killed: it watches a pipe that only this process holds open. It deletes its folder; this
+process, even if that is killed: it watches a pipe that only this process holds open. It deletes its folder; this
 process does if the service was killed. Its log goes to an unlinked file.
 """
 
@@ -112,7 +112,7 @@ class ServiceLocator:
         return f"the private rescue service needs {missing}: pip install 'mlx-tq[rescue]'."
 
     def stop(self) -> None:
-        """Stop a private service, also while it starts."""
+        """Stop a private service, even while it starts."""
         self._is_stopped = True  # first: `_start` looks at it after it has set `_end`
         if self._end is not None:
             self._end()
@@ -171,7 +171,7 @@ def _own_socket() -> Path | None:
 
 
 def _answers(address: Address) -> bool:
-    """Return whether this user's own service runs and accepts the token, which nobody else gets."""
+    """Return whether this user's own service runs and accepts the token, which no other program gets."""
     if address.socket is None:
         return False
     try:

@@ -23,8 +23,8 @@ from mlx_tq.server.stored_prompts import StoredPrompts
 class EngineLimits:
     """Limits of the engine. `memory` is the bytes of all caches, or None where caches are not compressed."""
 
-    concurrency: int  # answers generated at once
-    prompt_concurrency: int  # prompts prefilled at once
+    concurrency: int  # answers generated concurrently
+    prompt_concurrency: int  # prompts prefilled concurrently
     queue: int  # waiting jobs
     prefill_step_size: int
     prompt_cache_size: int

@@ -59,7 +59,7 @@ class Api:
         self._unfinished: set[asyncio.Queue[Event]] = set()  # of answers
 
     def stop(self) -> None:
-        """End all answers with an error, also while an engine step takes long. Only the event loop may call this."""
+        """End all answers with an error, even during a long engine step. Only the event loop may call this."""
         self._pool.stop()
         for events in self._unfinished:
             events.put_nowait(UnavailableError("the server is stopping"))
@@ -203,7 +203,7 @@ class Api:
     async def _generate(
         self, request: Request, body: ChatRequest | CompletionRequest, make_answer: Callable[..., Answer]
     ) -> Response:
-        """Generate the answer. A stream starts when the job leaves the queue, so that refusals have an HTTP status."""
+        """Generate the answer. A stream starts when the job joins the batch, so that refusals have an HTTP status."""
         async with self._acquire(request, body.model) as service:
             session_name = request.headers.get(HEADER)
             grammar = session = settled = None
@@ -246,7 +246,7 @@ class Api:
                 raise
 
     async def _settle(self, service: ModelService, turn: SessionTurn, job: Job, answer: Answer) -> None:
-        """End a session's turn when its job has left the engine and its events were read."""
+        """End a session's turn when its job is removed from the engine and its events were read."""
         sessions = service.sessions
         self._pool.retain(service)
         try:
@@ -326,7 +326,7 @@ class Api:
 
 
 class AnswerStream(StreamingResponse):
-    """The stream of an answer. Its end is logged, also if the client leaves before."""
+    """The stream of an answer. Its end is logged, even if the client disconnects earlier."""
 
     def __init__(self, request: Request, stream: AsyncIterator[str], headers: dict[str, str]) -> None:
         super().__init__(stream, media_type="text/event-stream", headers=headers)
@@ -389,7 +389,7 @@ async def _run_until_disconnect(request: Request, work: Coroutine[Any, Any, Resu
         task.cancel()
         await asyncio.wait({task})
         if not task.cancelled():
-            task.exception()  # marks it as seen, if the client left
+            task.exception()  # marks it as seen, if the client disconnected
 
 
 async def _add(answer: Answer, event: Event) -> list[Object]:

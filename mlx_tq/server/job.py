@@ -81,7 +81,7 @@ class SessionStart:
 
     caches: SessionCaches | None  # of the first `cached_tokens`, never changed; None for a new session
     cached_tokens: int
-    user_start: int = 0  # index, among the new tokens, of the user's words; the quotation goes there
+    user_start: int = 0  # index, among the new tokens, of the last user message; the quotation goes there
     search_hits: SearchHits = NO_HITS
     # Makes the quotation from the live positions, int64 [N], and the number of tokens recalled by search.
     quote: Callable[[np.ndarray, int], Quotation] = lambda live, recalled_tokens: NO_QUOTATION
@@ -115,8 +115,8 @@ class Job:
     others: "tuple[Job, ...]" = ()  # further answers with the same `events`; they start when the prompt is prefilled
     session: SessionStart | None = None
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)  # an error is the last
-    session_result: asyncio.Queue[SessionResult] = field(default_factory=asyncio.Queue)  # one, also after an error
-    events_closed: asyncio.Event = field(default_factory=asyncio.Event)  # nobody reads events any more
+    session_result: asyncio.Queue[SessionResult] = field(default_factory=asyncio.Queue)  # one, even after an error
+    events_closed: asyncio.Event = field(default_factory=asyncio.Event)  # no one reads the events any more
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -168,7 +168,7 @@ class RunningJob:
         self.processors = [guarded_processors(processors)] if processors else []
         self.sampler, self._detokenizer = sampler, detokenizer
         self._stop_state = TextStateMachine({"normal": [(stop, None) for stop in job.stops]}).make_state()
-        self.failed = False  # the client has the error; the job leaves the batch before the next step
+        self.failed = False  # the client has the error; it is removed before the next step
 
     @property
     def is_decoding(self) -> bool:

@@ -92,7 +92,7 @@ def _serve_pool(
         server.should_exit = True
 
     # While it runs, uvicorn handles SIGTERM itself. Before and after, this raises nothing, so that the end below is
-    # complete, also after a second signal.
+    # complete, even after a second signal.
     signal.signal(signal.SIGTERM, end)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))

@@ -25,7 +25,7 @@ _RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_t
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, also in segments at whose ends the cache is worth storing.
+    """Token ids, and their segments, at whose ends the cache is worth storing.
 
     `kinds` of the segments are mlx-lm's "system", "user" or "assistant". `state` is "reasoning" where the template has
     opened the model's reasoning, else "normal".
@@ -142,15 +142,15 @@ class PromptBuilder:
     ) -> tuple[list[int], str, list[int], str] | None:
         """Split what follows the first `cached_messages`, the last of which is an answer without tool calls.
 
-        Returns the tokens before the user's last words, these words, the tokens after them, and the state at the end;
-        or None if the template does not show that answer unchanged. Without words of the user, the first part has all.
+        Returns the tokens before the last user message, that message, the tokens after it, and the state at the end;
+        or None if the template does not show that answer unchanged. Without a user message, the first part has all.
         """
-        marker, words = secrets.token_hex(8), ""  # no template trims it and no message contains it
+        marker, user_message = secrets.token_hex(8), ""  # no template trims it and no message contains it
         marked = list(messages)
         if cached_messages:
             marked[cached_messages - 1] = {**marked[cached_messages - 1], "content": f"Q{marker}H"}
         if messages[-1]["role"] == "user":
-            words = messages[-1]["content"]
+            user_message = messages[-1]["content"]
             marked[-1] = {**marked[-1], "content": f"Q{marker}W"}
         text = self._render(marked, options, add_generation_prompt=True)
         if cached_messages:
@@ -160,9 +160,9 @@ class PromptBuilder:
         before, separator, after = text.partition(f"Q{marker}W")
         if messages[-1]["role"] == "user" and not separator:
             raise InvalidRequestError("the model's chat template does not show the last user message", "messages")
-        self._check_length(len(text) + len(words), "messages")
+        self._check_length(len(text) + len(user_message), "messages")
         before_ids, after_ids = (self._encode(part, "messages") for part in (before, after))
-        return before_ids, words, after_ids, self._state(before_ids + after_ids)
+        return before_ids, user_message, after_ids, self._state(before_ids + after_ids)
 
     def _check_length(self, characters: int, param: str) -> None:
         try:

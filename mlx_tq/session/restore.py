@@ -121,8 +121,8 @@ def recall_rows(
 ) -> RecallResult:
     """Reload the archived blocks that a question needs; `release` drops them again.
 
-    The question is run over a copy of the caches, and its queries score the archive. Of a longer message only the last
-    256 tokens are run. `limit` bounds the tokens that the queries select; by default the configuration says it. A
+    The question is run over a copy of the caches, and its queries score the archive. Only the last 256 tokens of a
+    longer message are run. `limit` bounds the tokens that the queries select; by default the configuration says it. A
     block that cuts the passage of its best token comes with its neighbors, as far as `limit` allows.
     """
     began = time.perf_counter()
@@ -262,5 +262,7 @@ class RecallDuringDecode:
     def _tokens_to_next_search(self, sequence: LayerGroup) -> int:
         layers, archived = evicting_layers(self._caches), len(positions_of(sequence.archived))
         scored = count_scored_tokens(archived, self._numbers, sequence.plan.max_recalled(layers[0].offset))
-        tokens = sequence.ranks.max(np.array([scored / len(layers) / _SCORED_PER_TOKEN]))  # all ranks search at once
+        tokens = sequence.ranks.max(
+            np.array([scored / len(layers) / _SCORED_PER_TOKEN])
+        )  # all ranks search at the same time
         return max(sequence.plan.config.recall_every, int(tokens[0]))

@@ -44,7 +44,8 @@ _FLUSH_S = 60.0  # that `load` waits for the rescue service
 class Session:
     """A conversation with a model.
 
-    Any thread may call a session, and take each piece of an answer in another one: it computes in a thread of its own.
+    Any thread may call a session, and each piece of an answer may go to another thread. A session computes in a thread
+    of its own.
 
     Args:
         model: a model of mlx-lm.
@@ -53,7 +54,7 @@ class Session:
         rescue: "off", "auto", the URL of a rescue service, or a `RescueConfig`. By default off, and a loaded
             conversation keeps a service on this machine.
         system_prompt: system prompt of the conversation.
-        session_id: name of the conversation at the service. Without one, the service forgets the conversation when it
+        session_id: name of the conversation at the service. Without one, the service deletes the conversation when it
             is closed, unless it was saved.
         max_tokens: most tokens of an answer; -1 for all that the model allows.
         sampler: a sampler as of `mlx_lm.sample_utils.make_sampler`; greedy by default. It runs in the session's thread,
@@ -78,7 +79,7 @@ class Session:
         context_length: positions that the model allows, or None.
 
     Raises:
-        ConfigError: a setting that cannot be met.
+        ConfigError: an invalid setting.
         UnsupportedModelError: the model cannot run on such a cache.
     """
 
@@ -120,10 +121,10 @@ class Session:
         self._keeps_text = session_id is not None  # at the service, when the session is closed
         self._is_busy = self._is_stopping = self._is_closed = False
         self._warned: set[str] = set()
-        # Compute what is still lazy in the caller's thread, such as a change of the model's type.
+        # Compute what is still lazy in the caller's thread, such as a change of the model's dtype.
         mx.eval([value for module in model.modules() for value in module.values() if isinstance(value, mx.array)])
         self._worker = Worker()
-        weakref.finalize(self, self._worker.end)  # also when the program ends
+        weakref.finalize(self, self._worker.end)  # even when the program ends
         self.seed(secrets.randbits(63) if seed is None else seed)
         self.plan = self._worker.run(lambda: self._make_plan(self.config))
         self._prefix_folder, self._shadow_every = open_folder(prefix_cache, ranks=ranks_of(model)), shadow
@@ -183,15 +184,15 @@ class Session:
         self._warn_after_turn()
 
     def _answer(self, text: str, max_tokens: int, progress: Progress) -> Generator[str]:
-        transcript, words = self._transcript, [*self._plain.encode(text), *self._template.closing]
+        transcript, message_ids = self._transcript, [*self._plain.encode(text), *self._template.closing]
         try:
-            prefilled = self._remove_if_full(len(words), max_tokens, progress)
+            prefilled = self._remove_if_full(len(message_ids), max_tokens, progress)
         except StoppedError:
             return
         start = len(transcript.ids)
         before = self._template.between(transcript.ids[-1]) if start else transcript.opening
-        message = [*before, *words]
-        room = self._room_after(len(message), start)
+        prompt = [*before, *message_ids]
+        room = self._room_after(len(prompt), start)
         can_restore = self.config.evict is not None and (self.config.evict.recalls or self.client is not None)
         turn = Turn(
             self.model,
@@ -206,8 +207,8 @@ class Session:
         )
         try:
             with turn:
-                split = can_restore and self.shadow is None and len(message) > MAX_QUESTION
-                turn.prepare(message, text, split=split, quote_at=len(before), room=room)
+                split = can_restore and self.shadow is None and len(prompt) > MAX_QUESTION
+                turn.prepare(prompt, text, split=split, quote_at=len(before), room=room)
                 processors = list(self.logits_processors)
                 for response in turn.decode(max_tokens, sampler=self.sampler, logits_processors=processors):
                     yield response.text
@@ -225,8 +226,8 @@ class Session:
                 self.cache = self._make_caches()
                 transcript.truncate(0)
 
-    def _remove_if_full(self, words: int, max_tokens: int, progress: Progress) -> int:
-        """Remove the oldest turns if a turn of `words` tokens and its answer do not fit.
+    def _remove_if_full(self, message: int, max_tokens: int, progress: Progress) -> int:
+        """Remove the oldest turns if a message of `message` tokens and its answer do not fit.
 
         Returns how many tokens were prefilled again, 0 if nothing was removed.
         """
@@ -237,15 +238,15 @@ class Session:
         answer = most if max_tokens < 0 else min(max_tokens, most)
         quotation = quotation_limit(self.rescue, limit) if self.client is not None else 0
         quotation = ranks_of(self.model).broadcast(lambda: quotation)  # only the first rank has a client
-        fits = limit - words - len(self._template.between(transcript.ids[-1])) - quotation - answer
+        fits = limit - message - len(self._template.between(transcript.ids[-1])) - quotation - answer
         lengths = transcript.lengths_after_removal()
         count = next((count for count, length in enumerate(lengths) if length <= fits), len(lengths) - 1)
         if not count:
             return 0
         if not lengths[count]:
-            self._room_after(len(transcript.opening) + words, 0)
+            self._room_after(len(transcript.opening) + message, 0)
         remaining, tokens = transcript.ids_after_removal(count), len(transcript.ids)
-        caches = self._prefill_again(remaining, lambda done, total: progress(done, total + words))
+        caches = self._prefill_again(remaining, lambda done, total: progress(done, total + message))
         transcript.remove(count)
         self.cache = caches
         searched = "; a search still finds their text" if self.client is not None else ""
@@ -341,7 +342,7 @@ class Session:
 
     @property
     def last_exchange(self) -> tuple[str, str] | None:
-        """The last question and its answer, also of a loaded conversation; None if there is none."""
+        """The last question and its answer, those of a loaded conversation included; None if there is none."""
         if not self._transcript.turn_ranges:
             return None
         _, start, stop = self._transcript.turn_ranges[-1]
@@ -418,7 +419,7 @@ class Session:
         del self.turns[-1:]
 
     def reset(self, system_prompt: str | None = None) -> None:
-        """Start a new conversation without a name. The service forgets this one unless it was saved or has a name.
+        """Start a new conversation without a name. The service deletes this one unless it was saved or has a name.
 
         Args:
             system_prompt: its system prompt; by default that of the session.
@@ -461,7 +462,7 @@ class Session:
         self._keeps_text = True
 
     def load(self, path: str | Path) -> None:
-        """Continue a conversation that `save` wrote, also in another process, with the configuration that it had.
+        """Continue a conversation that `save` wrote, even in another process, with the configuration that it had.
 
         Sends its evicted text to the service again, and waits for that up to a minute.
 
@@ -513,7 +514,7 @@ class Session:
             )
 
     def close(self) -> None:
-        """End the conversation. The service forgets it unless it was saved or has a name."""
+        """End the conversation. The service deletes it unless it was saved or has a name."""
         self._is_closed = True
         if self.client is not None:
             self._forget()

@@ -146,7 +146,7 @@ def unescape(text: str) -> str:
 
 
 def _compile(words: set[str]) -> re.Pattern[str]:
-    """Return a pattern of the first character of any one of `words`, also of those that overlap."""
+    """Return a pattern of the first character of any one of `words`, including those that overlap."""
     starts = {word[0] for word in words}
     alternatives = [
         f"{re.escape(start)}(?={_any_of({word[1:] for word in words if word[0] == start})})" for start in sorted(starts)

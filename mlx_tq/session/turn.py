@@ -70,7 +70,7 @@ class Turn:
     """One prompt and its answer on the caches of a session: prefill, recall, quote, decode, settle.
 
     Call `prepare` and `decode` inside its context. Leaving the context settles: caches and transcript have the same
-    tokens again, also after an interruption in the middle of a forward pass, and recalled rows are dropped. The server
+    tokens again, even after an interruption in the middle of a forward pass, and recalled rows are dropped. The server
     runs the rows of a batch with the two halves of this, `restore_context` and `RecallDuringDecode`.
     """
 

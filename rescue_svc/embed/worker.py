@@ -78,7 +78,7 @@ class EmbedWorker:
         return self._dim
 
     def query(self, text: str) -> "Future[Vectors]":
-        """Return the future vector [1, D] of a query; it fails at once if the embedder could not start."""
+        """Return the future vector [1, D] of a query; it fails immediately if the embedder could not start."""
         if self.state == "unavailable":
             self.warm()  # for later queries
             failed: Future[Vectors] = Future()

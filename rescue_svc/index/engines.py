@@ -24,7 +24,7 @@ class FaissEngine:
     """
 
     def __init__(self, dim: int) -> None:
-        # One thread per search: there are many searches at once, and starting threads costs more than a small scan.
+        # One thread per search: many searches run concurrently, and starting threads costs more than a small scan.
         faiss.omp_set_num_threads(1)
         self._index: Any = faiss.IndexIDMap2(faiss.IndexFlatIP(dim))
         self._ids: set[int] = set()

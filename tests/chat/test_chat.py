@@ -278,7 +278,7 @@ def test_a_long_message_shows_a_progress_bar(talk, popen):
     os.close(theirs)
     moving.stdin.write(f"{message}\n".encode())
     moving.stdin.close()
-    assert "reading the prompt" in read_until(ours, "tok/s", read_until(ours, "help shows"))
+    assert "Prefilling" in read_until(ours, "tok/s", read_until(ours, "help shows"))
     read_until(ours, " rescued")
     os.close(ours)
 

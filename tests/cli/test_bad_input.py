@@ -1,4 +1,4 @@
-"""Requests that cannot be met: exit code 2, and one line that says what, which value, and what to do."""
+"""Invalid requests: exit code 2, and one line that says what, which value, and what to do."""
 
 import io
 import json

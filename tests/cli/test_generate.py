@@ -119,8 +119,8 @@ def test_mlx_lms_cache_has_no_plan_and_no_ratio(cli, flags, description):
 def test_max_kv_size_says_that_its_cache_is_not_compressed(cli):
     sized = ("--max-kv-size", 64)
     says = (
-        "warning: --max-kv-size 64 takes mlx-lm's rotating cache, which is not compressed. "
-        "For a compressed cache of limited size take --kv-evict and --kv-budget instead."
+        "warning: --max-kv-size 64 chooses mlx-lm's rotating cache, which is not compressed. "
+        "For a compressed cache of limited size, use --kv-evict and --kv-budget instead."
     )
     for flags in ((), QUIET):
         assert says in " ".join(cli(*ASK, *sized, *flags).err.split())

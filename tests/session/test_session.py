@@ -383,7 +383,7 @@ def test_a_conversation_that_was_forged(chat, tmp_path, fields):
     header["checksum"] = checksum(arrays, header)
     mx.save_safetensors(str(path), arrays, header)
     before = list(first.ids)
-    with pytest.raises(CacheFormatError, match=r"chat\.safetensors is damaged .*Take another copy of it, or start"):
+    with pytest.raises(CacheFormatError, match=r"chat\.safetensors is damaged .*Use another copy of it, or start"):
         first.load(path)
     assert first.ids == before
 
