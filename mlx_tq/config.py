@@ -86,7 +86,7 @@ class EvictConfig:
 
     @property
     def recalls(self) -> bool:
-        """Whether evicted rows are archived."""
+        """Return whether evicted rows are archived."""
         return self.recall != "off"
 
     @classmethod
@@ -184,7 +184,7 @@ class KVConfig:
 
     @property
     def is_off(self) -> bool:
-        """Whether nothing is compressed or evicted, so that mlx-lm's own cache serves."""
+        """Return whether nothing is compressed or evicted, so that mlx-lm's own cache serves."""
         return self.key == self.value == "fp16" and self.evict is None and self.mean_bits is None
 
     @classmethod

@@ -94,7 +94,7 @@ def _show_capacity(args: argparse.Namespace) -> int:
         sizes = [f"{profile.streams[n]:,} x {human_bytes(profile.nbytes[n])}" for n in contexts]
         batches.add_row(profile.profile, *sizes)
     results.print(
-        f"{human_bytes(memory)} of memory, {human_bytes(weights)} of it weights; {dtype}, at most {limit:,} tokens.\n"
+        f"Memory {human_bytes(memory)}, weights {human_bytes(weights)}; {dtype}, at most {limit:,} tokens.\n"
         "Estimates: layers with outlier keys and prefill need more; keep 10 % free."
     )
     results.print("", lengths, "", batches, sep="\n")

@@ -13,7 +13,7 @@ RescueServiceError
 ├── StoreUnavailableError       the data directory or the PostgreSQL server cannot be used now
 │   └── DirectoryInUseError     another process uses the data directory
 ├── StoreDamagedError           the data on disk is not what was written
-├── EmbedderUnavailableError    no dense vectors now; BM25 answers alone
+├── EmbedderUnavailableError    no dense vectors now; only keyword search is used
 └── SettingsError               a flag, variable or file of settings that is not valid
 
 A message states the fault, the value, what would be valid, and what to do; it never contains text of a span.

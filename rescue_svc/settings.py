@@ -84,7 +84,9 @@ class Settings(BaseSettings):
     embed_batch: Count = Field(16, description="batch size of background embedding")
     embed_timeout_s: Seconds = Field(30.0, description="restart the embedder if a batch takes longer")
     embed_idle_s: Seconds = Field(900.0, description="unload the embedder after this idle time")
-    query_timeout_s: Seconds = Field(0.8, description="maximum wait for the vector of a query; then BM25 answers alone")
+    query_timeout_s: Seconds = Field(
+        0.8, description="maximum wait for the vector of a query; after that, only keyword search is used"
+    )
 
     max_body_bytes: Count = Field(10 * 2**20, description="maximum request size")
     max_session_spans: Count = Field(100_000, description="maximum spans per session")

@@ -58,7 +58,7 @@ def flags_page() -> str:
     for title, (heading, _) in SHARED.items():
         group = next(group for group in parsers["chat"]._action_groups if group.title == title)  # chat has them all
         parts += [f"## {heading}", sentence(str(group.description)), table(parsers["chat"], group._group_actions)]
-    parts += ["## Options of policies", "Behind the name of a policy, as in `--kv-evict triattention:trigger=32`."]
+    parts += ["## Options of policies", "Append them to the policy's name, as in `--kv-evict triattention:trigger=32`."]
     parts += [policy_options()]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 

@@ -47,7 +47,7 @@ def build_parser() -> CommandParser:
     model = "folder, hub name, .gguf file or smollm2 (default: measure the attention of one layer)"
     add("--model", help=f"measure this model: {model}")
     add("--trust-remote-code", action="store_true", help="allow the model and its tokenizer to run their own code")
-    add("--dequantize", action="store_true", help="make packed weights dense")
+    add("--dequantize", action="store_true", help="dequantize the weights on load")
     tokens = "context lengths (default: 2048 8192 32768; with --model 1024 4096 16384, up to the model's limit)"
     add("--tokens", type=int, nargs="+", metavar="N", help=tokens)
     dtypes = f"types of the model: {', '.join(DTYPES)} (default: all three; with --model that of its weights)"
@@ -72,10 +72,9 @@ def build_parser() -> CommandParser:
     add("--prefill-step-size", dest="step", type=int, default=2048, metavar="N", help="tokens per prefill step")
     defaults = {"--kv-evict": "triattention; none skips eviction", "--kv-budget": "50%%", "--kv-calibration": "auto"}
     for flag, default in defaults.items():
-        text = (
-            f"eviction on top of the last profile: {OPTIONS[flag].help.partition(' (default')[0]} (default: {default})"
-        )
-        add(flag, metavar=OPTIONS[flag].metavar, help=text)
+        text = OPTIONS[flag].help.partition(" (default")[0]
+        text = text.replace("eviction policy:", "policy to evict with on top of the last profile:")
+        add(flag, metavar=OPTIONS[flag].metavar, help=f"{text} (default: {default})")
     add = parser.add_argument_group("one layer").add_argument
     add("--query-heads", type=int, default=8, metavar="N", help="query heads")
     add("--kv-heads", type=int, default=2, metavar="N", help="KV heads")

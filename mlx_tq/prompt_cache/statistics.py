@@ -75,7 +75,7 @@ class CacheStats:
 
     @property
     def is_comparable(self) -> bool:
-        """Whether the cache is long enough to be compressed, and not mlx-lm's own."""
+        """Return whether the cache is long enough to be compressed, and not mlx-lm's own."""
         return self.tokens >= self.compressed_from and self.nbytes != self.native_nbytes
 
     def to_dict(self) -> dict[str, Any]:

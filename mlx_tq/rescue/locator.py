@@ -134,7 +134,7 @@ class ServiceLocator:
         """Return the process of a private service, and its log."""
         if self._folder is None or not self._folder.exists():  # one that ended regularly has deleted it
             self._folder = Path(tempfile.mkdtemp(prefix="mlx-tq-rescue-"))
-        # A query waits this long for its vector; then BM25 alone answers, within the timeout of a turn.
+        # A query waits this long for its vector; then keywords alone are searched, within the timeout of a turn.
         environment = {"RESCUE_QUERY_TIMEOUT_S": "0.4"}
         environment |= {name: value for name, value in os.environ.items() if name not in _RESERVED}
         environment |= {

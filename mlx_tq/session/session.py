@@ -56,10 +56,11 @@ class Session:
         system_prompt: system prompt of the conversation.
         session_id: name of the conversation at the service. Without one, the service deletes the conversation when it
             is closed, unless it was saved.
-        max_tokens: most tokens of an answer; -1 for all that the model allows.
-        sampler: a sampler as of `mlx_lm.sample_utils.make_sampler`; greedy by default. It runs in the session's thread,
-            so arrays that it holds must be computed (`mx.eval`).
-        logits_processors: processors as of `mlx_lm.sample_utils.make_logits_processors`; the same holds for them.
+        max_tokens: maximum tokens per answer; -1 for all that the model allows.
+        sampler: a sampler such as `mlx_lm.sample_utils.make_sampler` returns; greedy by default. It runs in the
+            session's thread, so arrays that it holds must be computed (`mx.eval`).
+        logits_processors: processors such as `mlx_lm.sample_utils.make_logits_processors` returns; the same holds for
+            them.
         seed: seed of the sampler; by default a random one.
         prefill_step_size: tokens of a prefill step; eviction happens between steps.
         template: options of the chat template.
@@ -160,8 +161,8 @@ class Session:
 
         Args:
             text: the user's message.
-            max_tokens: most tokens of this answer; by default those of the session.
-            progress: called in the session's thread with the prompt tokens that are prefilled, and with all.
+            max_tokens: maximum tokens of this answer; by default those of the session.
+            progress: called in the session's thread with the number of prefilled tokens and the total.
 
         Raises:
             ConfigError: `text` is not UTF-8 text, the conversation would exceed the model's context (with `on_full`
@@ -337,12 +338,12 @@ class Session:
 
     @property
     def ids(self) -> list[int]:
-        """All tokens of the conversation by position, evicted ones included."""
+        """Return all tokens of the conversation by position, evicted ones included."""
         return list(self._transcript.ids)
 
     @property
     def last_exchange(self) -> tuple[str, str] | None:
-        """The last question and its answer, those of a loaded conversation included; None if there is none."""
+        """Return the last question and its answer, those of a loaded conversation included, or None."""
         if not self._transcript.turn_ranges:
             return None
         _, start, stop = self._transcript.turn_ranges[-1]
@@ -383,15 +384,17 @@ class Session:
         self._worker.run(lambda: mx.random.seed(seed))
 
     def undo(self, progress: Progress | None = None) -> str:
-        """Remove the last question and its answer, and return the question. Turns removed from a full context stay so.
+        """Remove the last question and its answer, and return the question.
 
-        The cache is trimmed. Where it cannot be, because the turn evicted tokens that are gone or the model's caches
-        cannot go back, the remaining turns are prefilled again. Rows of the turn are removed from the archive. Its text
-        is removed from the rescue service, unless the conversation has a name or was loaded: the service then keeps it,
-        as it keeps what earlier conversations of that name evicted, but a search does not find it any more.
+        Turns that were removed to free context stay removed.
+
+        The cache is trimmed. If the turn evicted tokens that are not archived, or the model's caches cannot be trimmed,
+        the remaining turns are prefilled again. Rows of the turn are removed from the archive. Its text is removed from
+        the rescue service, unless the conversation has a name or was loaded: the service then keeps it, as it keeps
+        what earlier conversations of that name evicted, but a search does not find it any more.
 
         Args:
-            progress: called in the session's thread with the tokens that are prefilled again, and with all.
+            progress: called in the session's thread with the number of tokens prefilled again and the total.
 
         Raises:
             ConfigError: there is no turn, a turn is in progress, the session has a shadow, or `stop` was called before

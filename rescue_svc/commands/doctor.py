@@ -50,7 +50,7 @@ def _describe_index(settings: Settings) -> str:
 def _describe_embedder(settings: Settings) -> str:
     chosen, reason = choose_embedder(settings.embedder, settings.model_path)
     if chosen is None:
-        return f"none, BM25 answers alone: {reason}"
+        return f"none, only keyword search is used: {reason}"
     if chosen.name != "minilm":
         return chosen.name if chosen.folder is None else f"{chosen.name} in {chosen.folder}, its vectors {chosen.model}"
     folder = find_minilm(settings.model_path)

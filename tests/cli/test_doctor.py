@@ -76,7 +76,7 @@ def test_capacity(cli):
     off, balanced, tiny = (profiles[name]["streams"]["4096"] for name in ("off", "balanced", "tiny"))
     assert off < balanced < tiny
     assert profiles["balanced"]["longest"]["1"] == report["positions"] == 4096
-    assert "200.0 MB of memory, 13.9 MB of it weights" in cli(*words).out
+    assert "Memory 200.0 MB, weights 13.9 MB" in cli(*words).out
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
