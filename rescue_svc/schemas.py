@@ -107,8 +107,6 @@ class WriteResponse(BaseModel):
 
 
 class RetrieveRequest(RequestBody):
-    """A query, and how to search."""
-
     session_id: SessionId | None = None
     query: Text
     top_k: Annotated[int, Field(ge=1, le=64), WHOLE] = 8
@@ -185,8 +183,6 @@ class SpansResponse(BaseModel):
 
 
 class SessionInfo(BaseModel):
-    """A session in the list."""
-
     session_id: str
     session_total: int
     embedded: int = Field(description="spans with a vector of the current embedder")

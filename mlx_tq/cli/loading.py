@@ -132,7 +132,7 @@ def _join(words: list[str]) -> str:
 def waits_for_calibration(args: argparse.Namespace) -> bool:
     """Return whether eviction is calibrated before the first answer.
 
-    On a CPU that takes minutes, for which only a measurement waits, or who chooses `--kv-calibration auto`.
+    On a CPU this takes minutes, so commands that answer wait only with `--kv-calibration auto`.
     """
     has_chosen = read_options(args, os.environ)["--kv-calibration"] == AUTO
     return has_chosen or gpu_backend() is not None or args.command not in _ANSWERING

@@ -235,7 +235,7 @@ class Archive:
         self.warning = message if self.warning is None else f"{self.warning} {message}"
 
     def take_warning(self) -> str | None:
-        """Return the warnings, once."""
+        """Return the pending warnings and clear them."""
         warning, self.warning = self.warning, None
         return warning
 

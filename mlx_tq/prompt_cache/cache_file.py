@@ -56,7 +56,7 @@ _BLOCKS = "attached"  # the array of archived blocks, and the metadata key of th
 
 
 class Header(NamedTuple):
-    """The writer of a cache file."""
+    """Origin of a cache file: its writer and its model."""
 
     is_ours: bool  # else mlx-lm
     source: ModelSource | None  # None if the model was not loaded by name

@@ -137,11 +137,10 @@ class Plan:
         return max(self.bytes_at(length, step, recalled).allocated for length in lengths)
 
     def _local_peaks(self, tokens: int, step: int) -> set[int]:
-        """Return the lengths behind which bytes may shrink, and `tokens`.
+        """Return `tokens` and the lengths where the byte count can drop afterwards.
 
-        That is where a block is packed: of the first ones, more originals are kept; later, only a round can take more
-        than is added, of up to two blocks. And where the queries that gave the scale of keys are dropped, and where the
-        first round is held.
+        Those are the end of each block, the token at which the key scale is learned, and the first eviction round.
+        Later blocks count only near the end: only a round frees more there than is added, up to two blocks.
         """
         peaks = {tokens, SCALE_READY + BLOCK - 1, self.warmup + step - 1}
         for sinks, window in {(layer.spec.sinks, layer.spec.window) for layer in self.layers}:

@@ -56,7 +56,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Piece:
-    """A generated token, with the text that is certain now: none while it could still become a stop sequence."""
+    """A generated token, with the text that cannot become part of a stop sequence any more."""
 
     text: str
     logprob: TokenLogprob | None = None

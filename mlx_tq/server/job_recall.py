@@ -31,7 +31,7 @@ class JobRecall:
     def question(self, job: Job) -> list[int]:
         """Return the end of the prompt that serves as the question, or [] if nothing can be recalled.
 
-        A session's turn is a question as a whole unless it is long: then its document is prefilled first.
+        A session's whole turn is the question, unless it is long; then only its end is.
         """
         last_segment = job.prompt.segments[-1]
         if job.continues_session and not (self._recalls and len(last_segment) > MAX_QUESTION):

@@ -1,4 +1,4 @@
-"""`ModelPool`: the models of a server. A request that names one loads it; the least recently used one makes room."""
+"""`ModelPool`: the models of a server. Models load on demand; the least recently used one is unloaded."""
 
 import asyncio
 import gc

@@ -35,7 +35,7 @@ HEADER = "X-Session-Id"
 
 @dataclass(eq=False)
 class ServerSession:
-    """A session. Its requests take turns, in the order in which they came."""
+    """Caches and transcript of a session, whose requests take turns in the order in which they came."""
 
     transcript: Transcript
     caches: SessionCaches | None = None  # of the transcript's tokens; None before the first answer

@@ -23,7 +23,7 @@ MIN_STORED = 32  # prefilling fewer tokens than this is faster than storing them
 
 @dataclass(frozen=True)
 class PromptSource:
-    """The start of a prompt: caches in memory, or a prompt in the prefix cache that has more of it."""
+    """Where a prompt's cached prefix comes from: memory, or the prefix cache if that holds more of it."""
 
     caches: list[Any] | None
     cached_tokens: int

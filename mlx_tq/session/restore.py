@@ -92,10 +92,10 @@ def live_positions(caches: list[Any], tokens: int) -> np.ndarray:
 
 
 def evict_before_question(caches: list[Any], count: int) -> bool:
-    """Hold the eviction round that a question of `count` tokens makes due; return whether anything is archived.
+    """Run the eviction round that a question of `count` tokens would trigger; return whether anything is archived.
 
-    The forward passes of question and answer would hold it too late: what they evict could not be recalled. It is held
-    with and without an archive, so that an archive that fails changes no token.
+    During the question's own pass it would be too late to recall what it evicts. It runs without an archive too, so
+    that a failing archive changes no token.
     """
     sequence = layer_group_of(caches)
     if sequence is None:
@@ -186,7 +186,7 @@ def release(caches: list[Any]) -> None:
 
 
 def take_archive_warning(caches: list[Any]) -> str | None:
-    """Return what a user should know of the archive, once."""
+    """Return the archive's pending warning and clear it."""
     sequence = layer_group_of(caches)
     return None if sequence is None or sequence.archive is None else sequence.archive.take_warning()
 

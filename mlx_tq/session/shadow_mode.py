@@ -31,7 +31,7 @@ class ShadowLayer:
 
 @dataclass(frozen=True)
 class ShadowToken:
-    """Compares the two predictions of one token."""
+    """Both predictions of one token."""
 
     position: int
     text: str

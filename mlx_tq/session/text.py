@@ -71,7 +71,7 @@ class PromptLengthLimit:
 class PlainText:
     """Encodes text as data: no part of it becomes a control token, however it is spelled.
 
-    A tokenizer turns the seven letters of `<|eos|>` into the token that ends a turn, so text in a prompt
+    A tokenizer turns the characters `<|eos|>` into the token that ends a turn, so text in a prompt
     could end the user's turn and speak as the system. Control tokens are those that the tokenizer adds to its
     vocabulary of text; `control` has their ids.
 

@@ -52,7 +52,7 @@ def forget(settings: Settings, session: str) -> None:
 
 
 def _forget_by_service(settings: Settings, session: str) -> int:
-    """Ask the service for it, over its socket: on its port, anyone might get the token."""
+    """Delete the session through the service's socket; on a TCP port another program could receive the token."""
     headers = {"Authorization": f"Bearer {settings.token.get_secret_value()}"} if settings.token else {}
     path = settings.data_dir / SOCKET
     try:
