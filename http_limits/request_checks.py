@@ -50,7 +50,7 @@ class Uploads:
         self._arriving: set[_Upload] = set()
 
     @contextmanager
-    def counted(self, body: bytearray, deadline: asyncio.Timeout) -> Iterator[None]:
+    def track(self, body: bytearray, deadline: asyncio.Timeout) -> Iterator[None]:
         """Count the body as arriving in the block; its deadline passes immediately if it has to make room."""
         upload = _Upload(body, deadline)
         self._arriving.add(upload)
@@ -79,7 +79,7 @@ async def read_body(
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S) as deadline:
-            with uploads.counted(body, deadline):
+            with uploads.track(body, deadline):
                 async for part in request.stream():
                     body += part
                     if len(body) > max_bytes:

@@ -164,8 +164,10 @@ class KVConfig:
 
     def _check_eviction(self, evict: EvictConfig) -> None:
         tokens = parse_budget(evict.budget).tokens
-        if tokens is not None and tokens <= self.sinks + self.latest:
-            recent = f" plus {self.latest - self.window} with recent keys" if self.latest > self.window else ""
+        if tokens is not None and tokens <= self.sinks + self.num_protected:
+            recent = (
+                f" plus {self.num_protected - self.window} with recent keys" if self.num_protected > self.window else ""
+            )
             remedy = "lower --kv-recent, or use --kv-recall off" if recent else "lower sinks or window"
             raise ConfigError(
                 f"a budget of {tokens} tokens is not above sinks {self.sinks} plus window {self.window}{recent}, "
@@ -177,7 +179,7 @@ class KVConfig:
             )
 
     @property
-    def latest(self) -> int:
+    def num_protected(self) -> int:
         """The number of last tokens that are never evicted; with recall, those with recent keys are among them."""
         recalls = self.evict is not None and self.evict.recalls
         return self.window + (self.recent + BLOCK if recalls and COLD in self.key else 0)

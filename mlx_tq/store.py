@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if folder is None:
         raise ConfigError("--prefix-cache is off. Name a folder, or auto.")
 
-    from mlx_tq.cli.screen import human_bytes, results, table
+    from mlx_tq.cli.screen import human_bytes, stdout, table
 
     if args.action == "list":
         report = _list(folder)
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
             shared = "shared" if entry["protected"] else ""
             rows.add_row(f"{entry['tokens']:,}", str(entry["blocks"]), size, entry["used"], entry["key"][:12], shared)
         if checkpoints:
-            results.print(rows)
+            stdout.print(rows)
     else:
         sys.stdout.write(", ".join(f"{name.replace('_', ' ')}: {value:,}" for name, value in report.items()) + "\n")
     return DONE

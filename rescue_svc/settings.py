@@ -14,7 +14,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from http_limits.process_checks import home_fault
+from http_limits.process_checks import home_error
 from http_limits.request_checks import is_loopback
 from http_limits.service_socket import default_data_dir
 from rescue_svc.errors import SessionFullError, SettingsError, StoreFullError
@@ -164,4 +164,4 @@ def load_settings(**flags: Any) -> Settings:
         faults = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors())
         raise SettingsError(faults) from None
     except RuntimeError as error:  # of the default of data_dir
-        raise SettingsError(f"{home_fault()} Or set --data-dir.") from error
+        raise SettingsError(f"{home_error()} Or set --data-dir.") from error

@@ -16,6 +16,7 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_tq.cli.inputs import read_prompt, read_schema
 from mlx_tq.cli.loading import (
     PromptCache,
+    apply_cache_source,
     calibrate_model,
     check_memory,
     check_positions,
@@ -25,7 +26,6 @@ from mlx_tq.cli.loading import (
     make_caches,
     open_caches,
     open_prefix_folder,
-    take_source,
     waits_for_calibration,
 )
 from mlx_tq.cli.options import Request
@@ -44,7 +44,7 @@ from mlx_tq.cli.screen import (
     show_stats,
     warn,
 )
-from mlx_tq.cli.terminal_text import say
+from mlx_tq.cli.terminal_text import write_answer
 from mlx_tq.config import RescueConfig
 from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import ConfigError
@@ -128,7 +128,7 @@ def answer_request(request: Request, inputs: Inputs | None) -> int:
 def _load(args: argparse.Namespace, ranks: Ranks) -> tuple[Any, Any, dict[str, Any]]:
     """Return the model, by default that of the cache file, its tokenizer and its configuration."""
     if args.prompt_cache_file is not None:
-        take_source(args, args.prompt_cache_file)
+        apply_cache_source(args, args.prompt_cache_file)
     model_config = {"quantize_activations": args.quantize_activations}
     options = load_options(args)
     model, tokenizer, config = load(args.model, ranks=ranks, model_config=model_config, return_config=True, **options)
@@ -218,7 +218,7 @@ def _answer(
             for response in turn.decode(**options):
                 text += response.text
                 if not args.json:
-                    say(response.text)
+                    write_answer(response.text)
             for constraint in constraints:
                 constraint.check()
         except KeyboardInterrupt:
@@ -227,7 +227,7 @@ def _answer(
             raise ConfigError(str(error)) from error
         answer = text, turn.stats, cache_stats(caches, opened.plan)
     if not args.json:
-        say("\n")
+        write_answer("\n")
     if query is not None and ranks_of(model).is_alone and (warning := take_archive_warning(caches)):
         warn(warning)
     return answer

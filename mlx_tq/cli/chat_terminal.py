@@ -10,27 +10,27 @@ from typing import Any
 
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_tq.cli.loading import join_ranks, load_model, open_prefix_folder, take_source
+from mlx_tq.cli.loading import apply_cache_source, join_ranks, load_model, open_prefix_folder
 from mlx_tq.cli.options import PENALTIES, RESCUE_FIELDS, SAMPLING, Option, Request, name_of
 from mlx_tq.cli.runner import DONE, INTERRUPTED
 from mlx_tq.cli.sampling_settings import choose_sampling, make_processors, parse_setting
 from mlx_tq.cli.screen import (
     collect_stats,
-    console,
     describe_size,
     human_bytes,
     memory_bar,
     note,
     prefill_progress,
-    results,
     show_plan,
     show_ranks,
     show_restored,
     show_shadow,
+    stderr,
+    stdout,
     table,
     warn,
 )
-from mlx_tq.cli.terminal_text import readable, say
+from mlx_tq.cli.terminal_text import readable, write_answer
 from mlx_tq.config import RescueConfig
 from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import CacheFormatError, ConfigError, one_line, unknown_name
@@ -81,7 +81,7 @@ def run_chat(request: Request) -> int:
     args, config, ranks = request.args, request.config, join_ranks(request)
     rescue = request.rescue if ranks.is_first else RescueConfig(service=OFF)  # the first one searches for all
     if args.load is not None:
-        take_source(args, args.load)
+        apply_cache_source(args, args.load)
     model, tokenizer = load_model(args, config, ranks=ranks)
     settings, sampling_line = choose_sampling(args, args.model)
     settings |= {"max_tokens": args.max_tokens, "seed": args.seed}
@@ -135,7 +135,7 @@ class Chat:
             "/undo": self._undo,
             "/retry": self._retry,
             "/set": self._set,
-            "/help": lambda _: console.print(_HELP, markup=False),
+            "/help": lambda _: stderr.print(_HELP, markup=False),
         }
 
     def run(self) -> int:
@@ -149,7 +149,7 @@ class Chat:
                 if was_pressed or not self._is_terminal:
                     return INTERRUPTED
                 was_pressed = True
-                console.print("\nPress Ctrl-C again to exit", style="dim")
+                stderr.print("\nPress Ctrl-C again to exit", style="dim")
                 continue
             if message is None or message[0].strip() in ("/quit", "/exit"):
                 return DONE
@@ -198,11 +198,11 @@ class Chat:
             stops = _stop_on_ctrl_c(self._session) if self._ranks.is_alone else nullcontext()
             with stops, prefill_progress() as progress:
                 for piece in self._session.respond(message, progress=progress):
-                    say(piece)
+                    write_answer(piece)
         except KeyboardInterrupt:  # the second one in a turn
             if not self._ranks.is_alone:  # ranks may be at different tokens
                 raise
-        say("\n")
+        write_answer("\n")
         if len(self._session.turns) > turns:
             turn = self._session.turns[-1]
             show_restored(turn, can_recall=turn.archived > 0)
@@ -212,7 +212,7 @@ class Chat:
             )
         else:
             note("interrupted before the answer: the message was removed")
-        console.print(memory_bar(self._session))
+        stderr.print(memory_bar(self._session))
 
     def _read_line(self, prompt: str) -> str:
         if self._is_terminal:
@@ -237,7 +237,7 @@ class Chat:
     def _load(self, path: str) -> None:
         self._session.load(self._check_path(path, "/load"))
         self.show_conversation()
-        console.print(memory_bar(self._session))
+        stderr.print(memory_bar(self._session))
 
     def _check_path(self, path: str, command: str) -> Path:
         if not self._ranks.is_alone:
@@ -264,7 +264,7 @@ class Chat:
     def _undo(self, _: str) -> None:
         self._remove_last_turn()
         note("removed the last message and its answer")
-        console.print(memory_bar(self._session))
+        stderr.print(memory_bar(self._session))
 
     def _retry(self, _: str) -> None:
         message = self._remove_last_turn()
@@ -283,7 +283,7 @@ class Chat:
             shown = table("", "setting", "value")
             for flag, option in _SETTINGS.items():
                 shown.add_row(flag, f"{self._settings[name_of(option.flag)]}")
-            results.print(shown)
+            stdout.print(shown)
             return
         if name not in _SETTINGS:
             raise unknown_name("setting", name, _SETTINGS)
@@ -316,7 +316,7 @@ class Chat:
             if session.num_turns > 1:
                 note(f"conversation of {session.num_turns:,} turns, {session.stats.tokens:,} tokens; the last one:")
             question, answer = map(readable, session.last_exchange)
-            console.print(f"> {question}\n{answer}", markup=False)
+            stderr.print(f"> {question}\n{answer}", markup=False)
 
     def _show_stats(self, _: str) -> None:
         session, stats = self._session, self._session.stats
@@ -343,7 +343,7 @@ class Chat:
         shown = table("", "conversation", readable(session.session_id[:8]))
         for name, value in rows.items():
             shown.add_row(name, value)
-        results.print(shown)
+        stdout.print(shown)
         if not self._ranks.is_alone:
             show_ranks(collect_stats(self._ranks, stats, take_archive_warning(session.cache)))
 

@@ -83,7 +83,7 @@ class _MemoryFit:
         def nbytes(tokens: int) -> int:
             return self.nbytes(self._change({**flags, "--kv-budget": str(tokens)}).config)
 
-        least = config.sinks + config.latest + _BUDGET_STEP
+        least = config.sinks + config.num_protected + _BUDGET_STEP
         budgets = range(least, self.tokens if args.kv_budget is None else 0, _BUDGET_STEP)
         smallest = min([smallest, *(nbytes(tokens) for tokens in budgets[:1])])
         if smallest > self.available:

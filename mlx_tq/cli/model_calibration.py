@@ -39,7 +39,7 @@ from mlx_tq.prompt_cache.measurements import (
     make_folder,
     save_losses,
 )
-from mlx_tq.session.restore import prefill
+from mlx_tq.session.restore import ProgressCallback, prefill
 
 TEXT_SHARE = 0.25  # weight of the text's statistics
 TOKENS = 4096
@@ -57,8 +57,6 @@ _SCENE = 1024  # tokens of a text with a fact of every kind
 _ANSWER = 64  # more tokens than any answer has
 _ENDLESS = 1 << 40  # a warm-up window that does not end
 
-Progress = Callable[[int, int], None]
-
 
 class _Prefill:
     """Prefills in steps of at most about a second, so that Ctrl-C is noticed and progress is shown on any machine.
@@ -66,7 +64,7 @@ class _Prefill:
     The statistics do not depend on the steps; all ranks take the same ones, those of the slowest.
     """
 
-    def __init__(self, model: Any, total: int, progress: Progress) -> None:
+    def __init__(self, model: Any, total: int, progress: ProgressCallback) -> None:
         self._model, self._total, self._progress = model, total, progress
         self._done, self._step = 0, _FIRST_STEP
         progress(0, total)
@@ -105,7 +103,7 @@ def _add_queries(mean: Queries, caches: list[Any]) -> Queries:
 
 
 def calibrate_on_text(
-    model: Any, ids: list[int], *, covariance: bool = False, progress: Progress = lambda done, total: None
+    model: Any, ids: list[int], *, covariance: bool = False, progress: ProgressCallback = lambda done, total: None
 ) -> Queries:
     """Return the statistics of the queries of these tokens; the first four do not count."""
     limit = position_limit(model)
@@ -132,7 +130,7 @@ def collect_queries(
     tokens: int = TOKENS,
     *,
     covariance: bool = False,
-    progress: Progress = lambda done, total: None,
+    progress: ProgressCallback = lambda done, total: None,
 ) -> tuple[Queries, Queries]:
     """Return the statistics of questions and answers about `tokens` of a text with planted facts, and of that text."""
     length = max(1, min(_SCENE, tokens, (position_limit(model) or 2 * _SCENE) - _ANSWER))
@@ -234,7 +232,9 @@ def save_measured_losses(model: Any, tokenizer: Any, text: str, name: str) -> No
     note(f"Saved the losses of its layers to {path}")
 
 
-def measure_losses(model: Any, tokenizer: Any, text: str, progress: Progress = lambda done, total: None) -> Losses:
+def measure_losses(
+    model: Any, tokenizer: Any, text: str, progress: ProgressCallback = lambda done, total: None
+) -> Losses:
     """Return the KL divergence from the uncompressed cache of quantizing only the keys, or the values, of one layer.
 
     Any change makes the model's dtype round differently from there on; the loss of the finest format, which is nearly

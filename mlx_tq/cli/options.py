@@ -407,9 +407,9 @@ class Request:
         active += ["--kv-recall auto"] if config.evict and config.evict.recalls else []
         default = AUTO if args.command == "chat" and config.evict else OFF
         given = {field: values[flag] for flag, field in RESCUE_FIELDS.items() if values[flag] is not None}
-        rescue = RescueConfig(**({} if _gives_way("--rescue", args, active) else {"service": default, **given}))
+        rescue = RescueConfig(**({} if _is_overridden("--rescue", args, active) else {"service": default, **given}))
         active += ["--rescue"] if rescue.service != OFF else []
-        prefix_cache = None if _gives_way("--prefix-cache", args, active) else values["--prefix-cache"]
+        prefix_cache = None if _is_overridden("--prefix-cache", args, active) else values["--prefix-cache"]
         prefix_cache = None if prefix_cache == OFF else prefix_cache
         active += ["--prefix-cache"] if prefix_cache else []
         mentioned = [flag for flag in ("--rescue", "--prefix-cache") if values[flag] is not None]
@@ -445,7 +445,7 @@ def _disable_recall(values: dict[str, Any], args: argparse.Namespace) -> tuple[d
     return ({**values, "--kv-recall": OFF}, blockers[0]) if blockers else (values, None)
 
 
-def _gives_way(flag: str, args: argparse.Namespace, active: Collection[str]) -> bool:
+def _is_overridden(flag: str, args: argparse.Namespace, active: Collection[str]) -> bool:
     """Return whether the environment's value of a flag does not go with what was typed."""
     in_effect = {*_in_effect(args), *active}
     required, excluded = (_rules(table, args, flag) for table in (REQUIRES, EXCLUDES))

@@ -12,15 +12,15 @@ from pathlib import Path
 from threading import current_thread, main_thread
 
 from http_limits.process_checks import (
-    home_fault,
-    open_files_fault,
+    home_error,
+    open_files_error,
     open_standard_streams,
-    temporary_folder_fault,
+    temporary_folder_error,
 )
 from mlx_tq.cli.options import check_environment, choose_backend
 from mlx_tq.cli.terminal_text import readable
 from mlx_tq.distributed.launch import exit_now, exit_on_sigterm, is_launched, launched_rank, write_last_line
-from mlx_tq.errors import ConfigError, MlxTqError, RankError, RescueError, is_out_of_memory, missing_backend, one_line
+from mlx_tq.errors import ConfigError, MlxTqError, RankError, RescueError, backend_error, is_out_of_memory, one_line
 
 Run = Callable[[argparse.Namespace], int]
 DONE, FAILED, USAGE_ERROR, INTERRUPTED = 0, 1, 2, 130
@@ -63,17 +63,17 @@ def run_command(parser: argparse.ArgumentParser, run: Run, words: Sequence[str] 
         finally:
             warnings.formatwarning = format_warning
 
-    return guarded(command, parse_and_run)
+    return run_reporting_errors(command, parse_and_run)
 
 
-def guarded(command: str, run: Callable[[], int]) -> int:
+def run_reporting_errors(command: str, run: Callable[[], int]) -> int:
     """Call `run` and return the exit code; an error of ours becomes one line on stderr."""
     open_standard_streams()
     try:
         try:
             return run()
         except ImportError as error:
-            if (fault := missing_backend(error)) is None:
+            if (fault := backend_error(error)) is None:
                 raise
             raise fault from error
         finally:
@@ -130,9 +130,9 @@ def _exit_on_signals() -> Iterator[None]:
 
 def _check_process(command: str) -> None:
     """Raise ConfigError if the process lacks what the command needs."""
-    fault = home_fault()
+    fault = home_error()
     if command != "store":  # which computes nothing, and can make room on a full disk
-        fault = fault or temporary_folder_fault() or open_files_fault()
+        fault = fault or temporary_folder_error() or open_files_error()
     if fault is not None:
         raise ConfigError(fault)
 

@@ -58,7 +58,7 @@ def check_rescue(request: Request) -> Request:
     """
     if request.rescue.service == OFF or launched_rank():  # the first of several ranks has the service
         return request
-    fault = open_service(request.rescue.service).find_fault()
+    fault = open_service(request.rescue.service).missing_package_error()
     if fault is None:
         return request
     if request.values["--rescue"] is not None:

@@ -33,7 +33,7 @@ from mlx_tq.errors import CacheFormatError
 from mlx_tq.kernels import backend, thresholds
 from mlx_tq.models import exact_fingerprint
 from mlx_tq.prefix_cache.folder import BLOCKS, CHECKPOINTS, Folder
-from mlx_tq.prompt_cache.cache_file import CacheParts, join_caches, split_caches
+from mlx_tq.prompt_cache.cache_file import CacheState, join_caches, split_caches
 from mlx_tq.prompt_cache.layer_group import layer_group_of
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.statistics import tokens_seen
@@ -89,7 +89,7 @@ def decode_checkpoint(data: bytes, read_block: Callable[[str], bytes | None]) ->
         blocks = [_from_bytes(read_block(key) or b"")[0] for key in header["blocks"]]
         for name in header["growing"] if blocks else ():
             arrays[name] = mx.concatenate([*(block[name] for block in blocks), arrays[name]], axis=2)
-        return join_caches(CacheParts(header["classes"], header["scalars"], arrays)), header["blocks"]
+        return join_caches(CacheState(header["classes"], header["scalars"], arrays)), header["blocks"]
     except Exception as error:
         raise CacheFormatError(f"a checkpoint is incomplete ({error!r}). Its tokens are prefilled again.") from error
 

@@ -62,7 +62,7 @@ class Header(NamedTuple):
     source: ModelSource | None  # None if the model was not loaded by name
 
 
-class CacheParts(NamedTuple):
+class CacheState(NamedTuple):
     """The classes, scalars and arrays of caches; the latter by their path in the list of the caches' states."""
 
     classes: list[str]
@@ -187,7 +187,7 @@ def _read(path: Path, model: Any) -> LoadedCache:
         raise CacheFormatError(f"{path} was made with {other}. Load that model.")
     with refuse_damaged(path):
         config = KVConfig.from_dict(json.loads(header["config"]))
-        caches = join_caches(CacheParts(json.loads(header["classes"]), json.loads(header["scalars"]), arrays))
+        caches = join_caches(CacheState(json.loads(header["classes"]), json.loads(header["scalars"]), arrays))
         metadata = json.loads(header["metadata"])
         if not all(isinstance(text, str) for text in metadata.values()):
             raise CacheFormatError("its metadata are not texts")
@@ -244,15 +244,15 @@ def _check_classes(caches: Sequence[Any], natives: Sequence[Any]) -> None:
             _check_classes(cache.caches, expected.caches)
 
 
-def split_caches(caches: list[Any]) -> CacheParts:
+def split_caches(caches: list[Any]) -> CacheState:
     """Split caches of any class into plain parts, from which `join_caches` makes equal ones."""
     leaves: list[tuple[str, Any]] = tree_flatten([cache.state for cache in caches])  # type: ignore[assignment]
     arrays = {name: leaf for name, leaf in leaves if isinstance(leaf, mx.array)}
     scalars = {name: leaf for name, leaf in leaves if not isinstance(leaf, mx.array)}
-    return CacheParts([type(cache).__name__ for cache in caches], scalars, arrays)
+    return CacheState([type(cache).__name__ for cache in caches], scalars, arrays)
 
 
-def join_caches(parts: CacheParts) -> list[Any]:
+def join_caches(parts: CacheState) -> list[Any]:
     """Return the caches that were split, evaluated; parts of a file may raise any exception."""
     indices = (int(part) for name in (*parts.scalars, *parts.arrays) for part in name.split(".") if part.isdecimal())
     if max(indices, default=0) > _MAX_INDEX:

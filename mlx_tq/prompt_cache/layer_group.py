@@ -6,8 +6,8 @@ A round of eviction, on the positions of one layer (budget B tokens, trigger T):
             |   [pinned]    [recalled]                 |
     `-------------------- size --------------------------------'
 
-    counted = size - pinned - recalled       a round is due if  counted > max(B, latest + 1) + T
-    num_evicted = counted - max(B, latest + 1)
+    counted = size - pinned - recalled       a round is due if  counted > max(B, protected + 1) + T
+    num_evicted = counted - max(B, protected + 1)
 
 Sinks and window are never evicted. Pinned positions (a quotation that a question needs) and recalled ones are exempt
 for as long as they are needed, and do not count.
@@ -92,7 +92,7 @@ class EvictionPlan:
 
             | sinks, and the block that they end in | evictable blocks | a block in part | latest, and not yet packed |
         """
-        size, recent = self.config.policy.granularity, config.latest - config.window
+        size, recent = self.config.policy.granularity, config.num_protected - config.window
         sizes = RegionSizes(sinks=config.sinks, window=max(config.window, 1), normalize=config.normalize)
         end = sizes.packed_until(seen) - recent
         evictable = max(0, end // size * size - -(-config.sinks // size) * size)
@@ -168,8 +168,8 @@ class LayerGroup:
         run after the search of the archive, too late to recall what it evicts.
         """
         first = layers[0]
-        latest, window_start = self._latest(layers), first.offset - first.spec.window
-        allowed = max(self.plan.allowed(first.offset + count), latest + 1)
+        protected, window_start = self._num_protected(layers), first.offset - first.spec.window
+        allowed = max(self.plan.allowed(first.offset + count), protected + 1)
         pinned = self.pinned or PositionRange(0, 0)
         num_pinned = max(0, min(pinned.stop, window_start) - pinned.start)
         counted = first.size() + count - num_pinned - len(self.recalled)
@@ -216,8 +216,8 @@ class LayerGroup:
             candidates = np.flatnonzero(is_free)
         return candidates[~np.isin(positions[candidates], self.recalled)]
 
-    def _latest(self, layers: list[CompressedKVCache]) -> int:
-        """Return the number of last tokens that are never evicted; see `KVConfig.latest`."""
+    def _num_protected(self, layers: list[CompressedKVCache]) -> int:
+        """Return the number of last tokens that are never evicted; see `KVConfig.num_protected`."""
         recent = max(layer.spec.recent for layer in layers) if self.plan.config.recalls else 0
         return layers[0].spec.window + (recent + BLOCK if recent else 0)
 
@@ -416,10 +416,10 @@ class LayerGroup:
     def part(self, *numbers: int) -> "LayerGroup":
         """Return a copy with the calibrators of these layers alone, for copies of these."""
         calibrators = {number: self.calibrators[number].copy() for number in numbers if number in self.calibrators}
-        twin = LayerGroup(self.plan, calibrators, self.stats, self.ranks)
-        twin.pinned, twin.announced, twin.archive = self.pinned, self.announced, self.archive
-        twin.archived, twin.recalled, twin.evicted = self.archived, self.recalled, self.evicted
-        return twin
+        part = LayerGroup(self.plan, calibrators, self.stats, self.ranks)
+        part.pinned, part.announced, part.archive = self.pinned, self.announced, self.archive
+        part.archived, part.recalled, part.evicted = self.archived, self.recalled, self.evicted
+        return part
 
     def part_state(self, number: int) -> dict[str, Any]:
         """Return the part of layer `number` as arrays and text, without the archive."""

@@ -310,7 +310,7 @@ def budget_in_tokens(plan: Plan, config: EvictConfig, positions: int | None = No
         return budget
     available = budget.nbytes // plan.ranks.size
     gathering = config.policy.trigger + BLOCK
-    fewest = plan.config.sinks + plan.config.latest + 1
+    fewest = plan.config.sinks + plan.config.num_protected + 1
     evicted = Evicted(positions, config.policy.granularity)
 
     def nbytes(tokens: int) -> int:

@@ -104,7 +104,7 @@ class ServiceLocator:
             self._address = self._start()
         return self._address
 
-    def find_fault(self) -> str | None:
+    def missing_package_error(self) -> str | None:
         """Return what a private service lacks, if no other one can be used; None if nothing is missing."""
         missing = next((name for name in _PACKAGES if find_spec(name) is None), None)
         if missing is None or self._address is not None or _answers(Address(_LOCAL, self._token, _own_socket())):

@@ -33,7 +33,7 @@ from mlx_tq.server.api_errors import (
 )
 from mlx_tq.server.embeddings import embed, embedder_objects
 from mlx_tq.server.guard import Guard, LargeRequests
-from mlx_tq.server.job import Event, Job, Piece, Progress
+from mlx_tq.server.job import Event, Job, Piece, PrefillProgress
 from mlx_tq.server.metrics import ServerMetrics
 from mlx_tq.server.model_pool import DEFAULT_MODEL, ModelPool
 from mlx_tq.server.model_service import ModelService
@@ -94,7 +94,7 @@ class Api:
             ],
             lifespan=lifespan,
             middleware=[cors] if origins else [],
-            exception_handlers={HTTPException: _refused_by_starlette},
+            exception_handlers={HTTPException: _handle_http_error},
         )
         app.router.redirect_slashes = False  # a redirect would go to any host that the request names, before the guard
         return app
@@ -206,7 +206,7 @@ class Api:
         """Generate the answer. A stream starts when the job joins the batch, so that refusals have an HTTP status."""
         async with self._acquire(request, body.model) as service:
             session_name = request.headers.get(HEADER)
-            grammar = session = settled = None
+            grammar = session = finishing = None
             if session_name is not None:
                 session = await _run_until_disconnect(request, service.sessions.enter(session_name))
             try:
@@ -223,7 +223,7 @@ class Api:
                     service.sessions.leave(session)
                 raise
             if turn is not None:
-                settled = self._spawn(self._settle(service, turn, jobs[0], answer))
+                finishing = self._spawn(self._finish_turn(service, turn, jobs[0], answer))
             max_tokens = min(job.max_tokens for job in jobs)
             headers = {"X-Max-Tokens": str(max_tokens)} if max_tokens < (body.answer_tokens or 0) else {}
             events = self._events(service, jobs)
@@ -231,12 +231,12 @@ class Api:
             async def respond() -> Response:
                 await _add(answer, await anext(events))
                 if body.stream:
-                    stream = self._stream(request, events, settled, usage=body.wants_usage)
+                    stream = self._stream(request, events, finishing, usage=body.wants_usage)
                     return AnswerStream(request, stream, {"Cache-Control": "no-cache", **headers})
                 async for event in events:
                     await _add(answer, event)
-                if settled is not None:
-                    await asyncio.shield(settled)
+                if finishing is not None:
+                    await asyncio.shield(finishing)
                 return JSONResponse(answer.body(), headers=headers)
 
             try:
@@ -245,7 +245,7 @@ class Api:
                 await events.aclose()
                 raise
 
-    async def _settle(self, service: ModelService, turn: SessionTurn, job: Job, answer: Answer) -> None:
+    async def _finish_turn(self, service: ModelService, turn: SessionTurn, job: Job, answer: Answer) -> None:
         """End a session's turn when its job is removed from the engine and its events were read."""
         sessions = service.sessions
         self._pool.retain(service)
@@ -253,7 +253,7 @@ class Api:
             result = await job.session_result.get()
             await job.events_closed.wait()
             if result.caches is not None and answer.is_complete:
-                await run_in_threadpool(sessions.settle, turn, result, answer.message())
+                await run_in_threadpool(sessions.commit_turn, turn, result, answer.message())
                 answer.session = service.session_report(result)
         except Exception:
             log.exception("cannot continue a session")  # its next request continues from the answer before
@@ -297,7 +297,7 @@ class Api:
                 metrics.disconnects.inc()
 
     async def _stream(
-        self, request: Request, events: AsyncGenerator[Event], settled: asyncio.Task[None] | None, *, usage: bool
+        self, request: Request, events: AsyncGenerator[Event], finishing: asyncio.Task[None] | None, *, usage: bool
     ) -> AsyncIterator[str]:
         """Yield server-sent events; during the prefill, comments with its progress."""
         answer: Answer = request.state.answer
@@ -305,12 +305,12 @@ class Api:
             for value in answer.start_events():
                 yield _sse(value)
             async for event in events:
-                if isinstance(event, Progress):
+                if isinstance(event, PrefillProgress):
                     yield f": prefill {event.done} of {event.total} tokens\n\n"
                 for value in await _add(answer, event):
                     yield _sse(value)
-            if settled is not None:
-                await asyncio.shield(settled)
+            if finishing is not None:
+                await asyncio.shield(finishing)
             for value in answer.end_events(usage=usage):
                 yield _sse(value)
             yield answer.stream_end
@@ -365,7 +365,7 @@ def _error_response(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body(), error.status, ERROR_HEADERS.get(error.status))
 
 
-async def _refused_by_starlette(request: Request, error: Exception) -> Response:
+async def _handle_http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 404
     message = f"this route does not support {request.method}" if status == 405 else "unknown route"
     return _error_response(InvalidRequestError(message, status=status))

@@ -27,10 +27,10 @@ from mlx_tq.prompt_cache.statistics import cache_stats
 from mlx_tq.server.admission import Admission, EngineLimits
 from mlx_tq.server.api_errors import ApiError, ModelFailedError, QueueFullError, UnavailableError
 from mlx_tq.server.broadcast import OrderBroadcast, Orders
-from mlx_tq.server.job import Event, Job, Piece, Progress, Quoted, RunningJob, SessionResult, Started
+from mlx_tq.server.job import Event, Job, Piece, PrefillProgress, Quoted, RunningJob, SessionResult, Started
 from mlx_tq.server.job_recall import JobRecall
 from mlx_tq.server.metrics import Metrics
-from mlx_tq.server.sampling import Guarded
+from mlx_tq.server.sampling import ErrorGuard
 from mlx_tq.server.sessions import Sessions
 from mlx_tq.server.stored_prompts import MIN_STORED, PromptSource, StoredPrompts
 from mlx_tq.session.restore import evict_before_question, release
@@ -88,7 +88,7 @@ class Engine:
         step = limits.prefill_step_size
         self._stored_prompts = StoredPrompts(limits.prompt_cache_size, limits.prompt_cache_bytes, prefix_cache, step)
         self._admission = Admission(plan, limits, self._stored_prompts, sessions)
-        self._samplers: MutableMapping[int, Guarded] = WeakValueDictionary()  # by id of the job's sampler
+        self._samplers: MutableMapping[int, ErrorGuard] = WeakValueDictionary()  # by id of the job's sampler
         self._recall = JobRecall(model, tokenizer, plan, step)
         self._measured_at = 0.0
         self._native_nbytes = None if plan is None else sequence_bytes(model, PROFILES["off"], other_bytes(model))
@@ -302,7 +302,7 @@ class Engine:
         sampler = self._samplers.get(id(job.sampler))
         if sampler is None:
             # mlx-lm samples rows that have the same sampler together, so jobs that share a sampler share its guard.
-            sampler = self._samplers[id(job.sampler)] = Guarded(job.sampler, partial(mx.argmax, axis=-1))
+            sampler = self._samplers[id(job.sampler)] = ErrorGuard(job.sampler, partial(mx.argmax, axis=-1))
         return RunningJob(job, cached_tokens, kinds, self._tokenizer.detokenizer, sampler, stored)
 
     def _insert(
@@ -358,7 +358,7 @@ class Engine:
             running, (done, total) = self._running[response.uid], response.progress
             before, running.prefilled = running.prefilled, len(running.prompt_ids) - total + done
             self.metrics.prefill_tokens.inc(running.prefilled - before)
-            self._emit(running.job, Progress(done, total))
+            self._emit(running.job, PrefillProgress(done, total))
             if response.end_of_prompt:
                 with self._fail_job_on_error(response.uid):
                     self._recall.begin_answer(running, batch_row(passes[0], begun))

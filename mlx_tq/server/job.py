@@ -19,7 +19,7 @@ from mlx_tq.prefix_cache.prefix_cache import CachedPrompt
 from mlx_tq.prompt_cache.statistics import CacheStats
 from mlx_tq.server.api_errors import ApiError, InvalidRequestError, ModelFailedError
 from mlx_tq.server.prompt_builder import Prompt
-from mlx_tq.server.sampling import Guarded, Sampler, guarded_processors
+from mlx_tq.server.sampling import ErrorGuard, Sampler, guard_processors
 from mlx_tq.session.restore import RecallDuringDecode, RecallResult
 from mlx_tq.session.transcript import NO_HITS, NO_QUOTATION, Quotation, SearchHits
 
@@ -34,7 +34,7 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Progress:
+class PrefillProgress:
     """`done` of the `total` prompt tokens to prefill were processed."""
 
     done: int
@@ -66,7 +66,7 @@ class Piece:
     recalled: RecallResult | None = None  # with the last token
 
 
-Event = Started | Progress | Quoted | Piece | ApiError
+Event = Started | PrefillProgress | Quoted | Piece | ApiError
 
 
 class SessionCaches(list[Any]):
@@ -147,7 +147,7 @@ class RunningJob:
         cached_tokens: int,
         cached_kinds: list[str],
         detokenizer: Any,
-        sampler: Guarded,
+        sampler: ErrorGuard,
         stored: CachedPrompt | None,
     ) -> None:
         self.job, self.prompt_ids = job, job.prompt.ids  # with the quotation once that is made
@@ -165,7 +165,7 @@ class RunningJob:
         self.decode_recall: RecallDuringDecode | None = None
         self.quotation, self.quotation_start = NO_QUOTATION, 0
         processors = [*job.processors] if job.constraint is None else [*job.processors, job.constraint]
-        self.processors = [guarded_processors(processors)] if processors else []
+        self.processors = [guard_processors(processors)] if processors else []
         self.sampler, self._detokenizer = sampler, detokenizer
         self._stop_state = TextStateMachine({"normal": [(stop, None) for stop in job.stops]}).make_state()
         self.failed = False  # the client has the error; it is removed before the next step

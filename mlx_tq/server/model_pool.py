@@ -266,7 +266,7 @@ class ModelPool:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Result] = loop.create_future()
 
-        def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
+        def set_result(set_outcome: Callable[[Any], None], outcome: Any) -> None:
             if not done.done():
                 set_outcome(outcome)
 
@@ -281,7 +281,7 @@ class ModelPool:
             finally:
                 mx.clear_streams()  # the thread's own; see `Engine`
             with suppress(RuntimeError):  # the event loop has ended
-                loop.call_soon_threadsafe(settle, *outcome)
+                loop.call_soon_threadsafe(set_result, *outcome)
 
         self._thread = Thread(target=run, name="model loader", daemon=True)
         self._thread.start()

@@ -15,7 +15,7 @@ from typing import Any
 from http_limits.connections import ListeningServer, server_config, url_of
 from mlx_tq.cli.loading import free_memory, load_model
 from mlx_tq.cli.options import Request
-from mlx_tq.cli.screen import console, show_plan
+from mlx_tq.cli.screen import show_plan, stderr
 from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import position_limit
@@ -68,7 +68,7 @@ def serve(
             return ModelService(of_model, *_load(of_model, folder, salt, ranks), rescue, metrics)
 
         pool = _make_pool(request, served_models, make_service)
-        console.print(f"loading {served_models[0].name}; requests are accepted when it is ready")
+        stderr.print(f"loading {served_models[0].name}; requests are accepted when it is ready")
         pool.load_default()
         _serve_pool(pool, rescue, request.args, api_key, listener)
 
@@ -86,7 +86,7 @@ def _serve_pool(
     max_body = args.max_body or max(default_max_body(model.positions) for model in pool.models)
     api = Api(pool, Guard(api_key, args.allowed_origins, max_body, slots), rescue)
     config = server_config(api.app(args.allowed_origins), slots, timeout_graceful_shutdown=_GRACE_S)
-    server = Server(config, lambda: console.print(f"listening on {url_of(listener)} (chat page; API at /v1)"))
+    server = Server(config, lambda: stderr.print(f"listening on {url_of(listener)} (chat page; API at /v1)"))
 
     def end(*_: object) -> None:
         server.should_exit = True

@@ -139,7 +139,7 @@ class Sessions:
         start = SessionStart(caches, len(transcript.ids), len(before), search_hits, quote, max_quotation)
         return SessionTurn(session, transcript, messages, options, prompt, start)
 
-    def settle(self, turn: SessionTurn, result: SessionResult, answer: Message | None) -> None:
+    def commit_turn(self, turn: SessionTurn, result: SessionResult, answer: Message | None) -> None:
         """Continue the session after a complete answer; `answer` is None if no request can continue from it."""
         session, transcript = turn.session, turn.transcript
         assert result.caches is not None  # noqa: S101 - tells the type checker

@@ -36,6 +36,8 @@ SHORTEST_QUESTION = 32  # tokens
 _SCORED_PER_TOKEN = 25
 _EMPTY_LINE, _EMPTY_LINE_TOKENS = re.compile(r"\n\s*\n[^\S\n]*$"), 6
 
+ProgressCallback = Callable[[int, int], None]  # the number of tokens prefilled, and the total
+
 
 @dataclass(frozen=True)
 class RecallResult:
@@ -74,7 +76,7 @@ def split_question(tokenizer: Any, ids: list[int]) -> tuple[list[int], list[int]
 
 
 def prefill(
-    model: Any, caches: list[Any], ids: list[int], step: int, progress: Callable[[int, int], None] = lambda *_: None
+    model: Any, caches: list[Any], ids: list[int], step: int, progress: ProgressCallback = lambda *_: None
 ) -> None:
     """Run tokens through the model as mlx-lm does, `step` at a time."""
     for start in range(0, len(ids), step):

@@ -27,12 +27,12 @@ from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.recall import MAX_QUESTION
 from mlx_tq.prompt_cache.statistics import CacheStats, cache_stats
 from mlx_tq.rescue import AUTO, OFF, open_client
-from mlx_tq.session.restore import live_positions, prefill, take_archive_warning
+from mlx_tq.session.restore import ProgressCallback, live_positions, prefill, take_archive_warning
 from mlx_tq.session.saved_conversation import SavedConversation
 from mlx_tq.session.shadow_mode import make_shadow
 from mlx_tq.session.text import SESSION_ID, PlainText, PromptLengthLimit, TurnTemplate, check_max_tokens, check_text
 from mlx_tq.session.transcript import Quotation, Transcript, TurnRange, quotation_limit
-from mlx_tq.session.turn import UNLIMITED, Progress, StoppedError, Turn, TurnStats, search_evicted, trim_caches
+from mlx_tq.session.turn import UNLIMITED, StoppedError, Turn, TurnStats, search_evicted, trim_caches
 from mlx_tq.session.worker import Worker
 
 _NEARLY_FULL = 0.9  # of the context
@@ -156,7 +156,9 @@ class Session:
 
     # A turn.
 
-    def respond(self, text: str, *, max_tokens: int | None = None, progress: Progress | None = None) -> Iterator[str]:
+    def respond(
+        self, text: str, *, max_tokens: int | None = None, progress: ProgressCallback | None = None
+    ) -> Iterator[str]:
         """Yield the answer to a message piece by piece. Leave the loop, or call `stop`, to end it early.
 
         Args:
@@ -184,7 +186,7 @@ class Session:
             self._is_busy = False
         self._warn_after_turn()
 
-    def _answer(self, text: str, max_tokens: int, progress: Progress) -> Generator[str]:
+    def _answer(self, text: str, max_tokens: int, progress: ProgressCallback) -> Generator[str]:
         transcript, message_ids = self._transcript, [*self._plain.encode(text), *self._template.closing]
         try:
             prefilled = self._remove_if_full(len(message_ids), max_tokens, progress)
@@ -227,7 +229,7 @@ class Session:
                 self.cache = self._make_caches()
                 transcript.truncate(0)
 
-    def _remove_if_full(self, message: int, max_tokens: int, progress: Progress) -> int:
+    def _remove_if_full(self, message: int, max_tokens: int, progress: ProgressCallback) -> int:
         """Remove the oldest turns if a message of `message` tokens and its answer do not fit.
 
         Returns how many tokens were prefilled again, 0 if nothing was removed.
@@ -258,7 +260,7 @@ class Session:
         )
         return len(remaining)
 
-    def _prefill_again(self, ids: list[int], progress: Progress) -> list[Any]:
+    def _prefill_again(self, ids: list[int], progress: ProgressCallback) -> list[Any]:
         """Return new caches of `ids`; raise StoppedError if the session is stopped meanwhile."""
 
         def report(done: int, total: int) -> None:
@@ -383,7 +385,7 @@ class Session:
         _check_seed(seed)
         self._worker.run(lambda: mx.random.seed(seed))
 
-    def undo(self, progress: Progress | None = None) -> str:
+    def undo(self, progress: ProgressCallback | None = None) -> str:
         """Remove the last question and its answer, and return the question.
 
         Turns that were removed to free context stay removed.
@@ -414,7 +416,7 @@ class Session:
             self._is_busy = False
         return exchange[0]
 
-    def _undo(self, progress: Progress) -> None:
+    def _undo(self, progress: ProgressCallback) -> None:
         length = self._transcript.turn_ranges[-1].start
         if not (length and can_trim_prompt_cache(self.cache) and trim_caches(self.cache, length)):
             self.cache = self._prefill_again(self._transcript.ids[:length], progress)

@@ -20,6 +20,7 @@ from mlx_tq.prompt_cache.compressed import compressed_attention
 from mlx_tq.prompt_cache.layer_group import cache_offsets, cache_parts, compressed_caches, layer_group_of
 from mlx_tq.prompt_cache.recall import MAX_QUESTION
 from mlx_tq.session.restore import (
+    ProgressCallback,
     RecallDuringDecode,
     RecallResult,
     evict_before_question,
@@ -32,7 +33,6 @@ from mlx_tq.session.restore import (
 from mlx_tq.session.shadow_mode import Shadow
 from mlx_tq.session.transcript import NO_QUOTATION, Quotation, SearchHits, Transcript
 
-Progress = Callable[[int, int], None]
 UNLIMITED = 2**31  # positions of a model that does not say how many it has
 NAN_LOGITS = "the model's logits are NaN after the prompt. Check its weights, or load it in bfloat16 or float32."
 
@@ -67,11 +67,11 @@ class StoppedError(Exception):
 
 
 class Turn:
-    """One prompt and its answer on the caches of a session: prefill, recall, quote, decode, settle.
+    """One prompt and its answer on the caches of a session: prefill, recall, quote, decode.
 
-    Call `prepare` and `decode` inside its context. Leaving the context settles: caches and transcript have the same
-    tokens again, even after an interruption in the middle of a forward pass, and recalled rows are dropped. The server
-    runs the rows of a batch with the two halves of this, `restore_context` and `RecallDuringDecode`.
+    Call `prepare` and `decode` inside its context. Leaving the context restores consistency: caches and transcript have
+    the same tokens again, even after an interruption in the middle of a forward pass, and recalled rows are dropped.
+    The server runs the rows of a batch with the two halves of this, `restore_context` and `RecallDuringDecode`.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Turn:
         *,
         prefix_cache: PrefixCache | None,
         shadow: Shadow | None,
-        progress: Progress,
+        progress: ProgressCallback,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self._model, self._tokenizer, self._caches, self._transcript = model, tokenizer, caches, transcript
@@ -191,7 +191,7 @@ class Turn:
         for cache in compressed_caches(caches):
             cache.check_health()
 
-    def _progress_from(self, start: int) -> Progress:
+    def _progress_from(self, start: int) -> ProgressCallback:
         """Return mlx-lm's progress callback for a prefill that begins after the first `start` tokens."""
 
         def report(done: int, _: int) -> None:
@@ -212,10 +212,10 @@ class Turn:
         try:
             self._stack.close()
         finally:
-            self._settle()
+            self._restore_consistency()
         return kind is StoppedError
 
-    def _settle(self) -> None:
+    def _restore_consistency(self) -> None:
         self._ranks.synchronize()
         self._recall.stop()
         is_answered = self._response is not None

@@ -12,7 +12,7 @@ from mlx_lm.models import cache as native
 from zoo import build
 
 from mlx_tq.cli.model_calibration import calibrate_on_text, save_queries
-from mlx_tq.cli.screen import console, show_plan
+from mlx_tq.cli.screen import show_plan, stderr
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError, UnsupportedModelError
 from mlx_tq.models import fingerprint
@@ -131,7 +131,7 @@ def test_a_schedule_gives_each_layer_its_format(key, tmp_path, capsys):
 def test_a_long_note_leaves_the_figures_legible(capsys, monkeypatch):
     """A terminal of 80 columns holds the table; the note of a layer takes further lines."""
     plan = plan_caches(build("deepseek_v2"), SMALL)
-    monkeypatch.setattr(console, "width", 80)
+    monkeypatch.setattr(stderr, "width", 80)
     show_plan(plan, 1000)
     shown = capsys.readouterr().err
     head, row = shown.splitlines()[1:3]
