@@ -97,11 +97,7 @@ def load(
                 rounded = "float32" if dequantize else dtype
                 loaded, tokenizer, config = load_gguf(Path(source), **{**options, "dtype": rounded})
         else:
-            from mlx_lm import load as load_model  # imports transformers, which takes a second
-
-            with _folder_errors(source):
-                options = {**options, "lazy": not ranks.is_alone}
-                loaded, tokenizer, config = load_model(source, return_config=True, **options)
+            loaded, tokenizer, config = _load_folder(source, {**options, "lazy": not ranks.is_alone})
     if dequantize:
         _make_dense(loaded)
         mx.eval(loaded.parameters())
@@ -313,6 +309,14 @@ def _report_hub_errors(source: str) -> Iterator[None]:
         if not Path(source).exists():
             reason = f"there is no such folder, and it could not be downloaded from the hub ({reason})"
         raise _not_loaded(source, reason) from error
+
+
+def _load_folder(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    from mlx_lm import load as load_model  # imports transformers, which takes a second
+
+    with _folder_errors(source):
+        loaded, tokenizer, config = load_model(source, return_config=True, **options)
+    return loaded, tokenizer, config
 
 
 @contextmanager

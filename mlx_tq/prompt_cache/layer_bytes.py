@@ -39,7 +39,7 @@ class RegionBytes:
 
 @dataclass(frozen=True)
 class Evicted:
-    """What is known of earlier evictions, for an upper bound on the bytes of a layer."""
+    """The known facts of earlier evictions, for an upper bound on the bytes of a layer."""
 
     seen: int | None  # tokens that the layer has seen; None for any number
     granularity: int  # tokens that are evicted together

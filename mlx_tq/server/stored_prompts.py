@@ -23,7 +23,7 @@ MIN_STORED = 32  # prefilling fewer tokens than this is faster than storing them
 
 @dataclass(frozen=True)
 class PromptSource:
-    """Where a prompt's cached prefix comes from: memory, or the prefix cache if that holds more of it."""
+    """The origin of a prompt's cached prefix: memory, or the prefix cache if that holds more of it."""
 
     caches: list[Any] | None
     cached_tokens: int

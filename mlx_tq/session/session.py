@@ -169,6 +169,7 @@ class Session:
         Raises:
             ConfigError: `text` is not UTF-8 text, the conversation would exceed the model's context (with `on_full`
                 "drop-oldest", `text` alone would), a turn is in progress, or the session is closed.
+            NonFiniteError: the model's logits are NaN.
         """
         if self._is_closed:
             raise ConfigError("the session is closed; create a new session and load the saved conversation.")
@@ -229,8 +230,8 @@ class Session:
                 self.cache = self._make_caches()
                 transcript.truncate(0)
 
-    def _remove_if_full(self, message: int, max_tokens: int, progress: ProgressCallback) -> int:
-        """Remove the oldest turns if a message of `message` tokens and its answer do not fit.
+    def _remove_if_full(self, message_tokens: int, max_tokens: int, progress: ProgressCallback) -> int:
+        """Remove the oldest turns if a message of `message_tokens` tokens and its answer do not fit.
 
         Returns how many tokens were prefilled again, 0 if nothing was removed.
         """
@@ -241,15 +242,15 @@ class Session:
         answer = most if max_tokens < 0 else min(max_tokens, most)
         quotation = quotation_limit(self.rescue, limit) if self.client is not None else 0
         quotation = ranks_of(self.model).broadcast(lambda: quotation)  # only the first rank has a client
-        fits = limit - message - len(self._template.between(transcript.ids[-1])) - quotation - answer
+        fits = limit - message_tokens - len(self._template.between(transcript.ids[-1])) - quotation - answer
         lengths = transcript.lengths_after_removal()
         count = next((count for count, length in enumerate(lengths) if length <= fits), len(lengths) - 1)
         if not count:
             return 0
         if not lengths[count]:
-            self._room_after(len(transcript.opening) + message, 0)
+            self._room_after(len(transcript.opening) + message_tokens, 0)
         remaining, tokens = transcript.ids_after_removal(count), len(transcript.ids)
-        caches = self._prefill_again(remaining, lambda done, total: progress(done, total + message))
+        caches = self._prefill_again(remaining, lambda done, total: progress(done, total + message_tokens))
         transcript.remove(count)
         self.cache = caches
         searched = "; a search still finds their text" if self.client is not None else ""

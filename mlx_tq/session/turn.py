@@ -34,7 +34,7 @@ from mlx_tq.session.shadow_mode import Shadow
 from mlx_tq.session.transcript import NO_QUOTATION, Quotation, SearchHits, Transcript
 
 UNLIMITED = 2**31  # positions of a model that does not say how many it has
-NAN_LOGITS = "the model's logits are NaN after the prompt. Check its weights, or load it in bfloat16 or float32."
+_NAN_LOGITS = "the model's logits are NaN after the prompt. Check its weights, or load it in bfloat16 or float32."
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class Turn:
                     self._progress(self._prompt_tokens, self._prompt_tokens)
                 if self._response is None:
                     if math.isnan(response.logprobs[response.token].item()):
-                        raise NonFiniteError(NAN_LOGITS)
+                        raise NonFiniteError(_NAN_LOGITS)
                     self._ttft = time.perf_counter() - self._began
                 self._response = response
                 self._transcript.append([response.token])
