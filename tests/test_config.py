@@ -175,7 +175,7 @@ def test_keys_of_two_formats():
     assert KVConfig(key="turbo4~turbo3").key == "tq4~tq3"
     assert KVConfig(key="tq4~turbo4").key == "tq4"
     for recall, latest in (("auto", 128 + 544), (256, 128 + 544), ("off", 128)):
-        assert KVConfig(key="tq4~tq3", evict=EvictConfig(recall=recall)).latest == latest
+        assert KVConfig(key="tq4~tq3", evict=EvictConfig(recall=recall)).num_protected == latest
         KVConfig(key="tq4~tq3", evict=EvictConfig(budget=128 + latest + 1, recall=recall))
         with pytest.raises(ConfigError, match=f"a budget of {128 + latest} tokens is not above sinks 128 plus window"):
             KVConfig(key="tq4~tq3", evict=EvictConfig(budget=128 + latest, recall=recall))

@@ -92,5 +92,5 @@ async def _run_to_end(prepare: Callable[..., Result], *args: Any) -> Result:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
         await asyncio.wait({work})
-        work.exception()  # marks it as seen: the client left
+        work.exception()  # marks it as seen: the client disconnected
         raise

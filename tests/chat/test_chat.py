@@ -248,7 +248,7 @@ def test_a_conversation_to_its_last_position(talk, tmp_path):
     )
     assert err.count("of the model's 400 positions. It ends when") == 1
     assert "of the model's 400 positions are free (evicted tokens keep theirs)" in err
-    assert "tokens would fit. Shorten the turn, start a new conversation (reset)" in err
+    assert "Shorten the turn, start a new conversation (reset)" in err
     assert "characters). Shorten the message, start a new conversation (reset)" in err
     assert "saved to chat.safetensors" in err
     assert out.splitlines()[-1].strip() == "417295"

@@ -136,5 +136,5 @@ def test_hub_without_network(cli, monkeypatch, offline):
         result = cli("generate", "-p", "hi", "--model", "mlx-tq/no-such-model")
     line = result.err.splitlines()[-1]
     assert (result.code, result.out, "Traceback" in result.err) == (2, "", False)
-    assert "the model 'mlx-tq/no-such-model' cannot be loaded: there is no such folder, and the hub did" in line
+    assert "the model 'mlx-tq/no-such-model' cannot be loaded: there is no such folder, and it could not" in line
     assert "Give a folder with config.json and safetensors, a .gguf file, a hub name" in line
