@@ -84,7 +84,7 @@ def test_capacity(cli):
     off, balanced, tiny = (profiles[name]["streams"]["4096"] for name in ("off", "balanced", "tiny"))
     assert off < balanced < tiny
     assert profiles["balanced"]["longest"]["1"] == report["positions"] == 4096
-    assert "200.0 MB of memory, 13.9 MB of it weights" in cli(*words).out
+    assert "Memory 200.0 MB, weights 13.9 MB" in cli(*words).out
 
 
 @pytest.mark.parametrize("is_sharded", [pytest.param(False, marks=pytest.mark.full), True])
@@ -124,4 +124,4 @@ def test_a_name_that_the_hub_does_not_have(tmp_path):
         words = command("doctor", "--capacity", "--model", "someone/nothing")
         done = subprocess.run(words, env={**variables, "HF_ENDPOINT": hub.url}, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "there is no such folder, and the hub did not give it" in done.stderr.splitlines()[-1]
+    assert "there is no such folder, and it could not be downloaded from the hub" in done.stderr.splitlines()[-1]

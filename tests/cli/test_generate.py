@@ -121,8 +121,8 @@ def test_mlx_lms_cache_has_no_plan_and_no_ratio(cli, flags, description):
 def test_max_kv_size_says_that_its_cache_is_not_compressed(cli):
     sized = ("--max-kv-size", 64)
     says = (
-        "warning: --max-kv-size 64 takes mlx-lm's rotating cache, which is not compressed. "
-        "For a compressed cache of limited size take --kv-evict and --kv-budget instead."
+        "warning: --max-kv-size 64 chooses mlx-lm's rotating cache, which is not compressed. "
+        "For a compressed cache of limited size, use --kv-evict and --kv-budget instead."
     )
     for flags in ((), QUIET):
         assert says in " ".join(cli(*HI, *sized, *flags).err.split())
@@ -232,8 +232,8 @@ def test_eviction_is_described_before_and_measured_after(quick):
     words = (*words, "--prefill-step-size", 256, "--kv-recall", "off")
     err = quick(*words).err
     assert "Eviction: triattention:trigger=64:warmup=256 keeps 300 tokens, calibrated on questions and text (" in err
-    missing = "the answer may miss what they said; --kv-recall auto recalls them."
-    assert err.count(f"warning: evicted tokens are dropped, and {missing}\n") == 1
+    missing = "so the answer cannot use them. Add --kv-recall auto."
+    assert err.count(f"warning: evicted tokens are dropped, {missing}\n") == 1
     assert has_line(r"eviction: \d+ rounds?, [\d.]+ s", err)
     answer = quick(*words, "--json").json
     stats = answer["stats"]["cache"]
@@ -289,12 +289,12 @@ def test_recall_is_shown(quick, tmp_path):
     limit = re.search(r"are archived on disk until the run ends, at most ([\d.]+) (.B)\n", shown.err)
     nbytes = float(limit[1]) * {"GB": 1e9, "MB": 1e6}[limit[2]]
     assert nbytes == pytest.approx(min(20e9, shutil.disk_usage(tmp_path).free / 10), rel=0.1)
-    missing = "the answer may miss what they said"
-    assert f"{missing}; --kv-archive on recalls them." in quick(*words, "--kv-archive", "off").err
+    missing = "so the answer cannot use them."
+    assert f"{missing} Add --kv-archive on." in quick(*words, "--kv-archive", "off").err
     assert missing not in quick(*words, "--kv-recall", "off", "--kv-shadow", 8).err
     drafted = quick(*words, "--draft-model", EMBEDDED).err
     assert re.search(r"Eviction: recency\S* keeps 240 tokens; recall is disabled with --draft-model\n", drafted)
-    assert f"warning: evicted tokens are dropped, and {missing}.\n" in drafted
+    assert f"warning: evicted tokens are dropped, {missing}\n" in drafted
 
 
 def test_a_recall_that_cuts_a_sentence_is_shown(quick):
@@ -302,7 +302,7 @@ def test_a_recall_that_cuts_a_sentence_is_shown(quick):
     for recall, is_partial in ((32, True), (96, False)):
         assert quick(*words, "--kv-recall", recall, "--json").json["recalled"]["partial"] == is_partial
         line = r"Recalled \d+ of [\d,]+ archived tokens \([\d.]+ s\)"
-        partial = "; partial: ends inside a sentence" if is_partial else ""
+        partial = "; partial: a recalled sentence is incomplete" if is_partial else ""
         assert re.search(rf"^{line}{partial}$", quick(*words, "--kv-recall", recall).err, re.MULTILINE)
 
 

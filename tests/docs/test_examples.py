@@ -17,7 +17,7 @@ from .pages import ROOT, run
         (("long_document.py", "nowhere.txt", "Who?"), "No such file or directory: 'nowhere.txt'"),
         (("long_document.py", ".", "Who?"), "Is a directory: '.'"),
         (("long_document.py", sys.executable, "Who?"), "codec can't decode"),
-        (("long_document.py", str(ROOT / "docs" / "reference" / "flags.md"), "Who?"), "tokens would fit"),
+        (("long_document.py", str(ROOT / "docs" / "reference" / "flags.md"), "Who?"), "positions are free"),
         (("chat.py", "/nowhere"), "there is no model folder '/nowhere'"),
     ],
 )

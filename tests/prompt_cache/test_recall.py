@@ -207,7 +207,7 @@ def test_of_a_damaged_file_the_other_blocks_come_back():
     loaded = layer_group_of(through_file(caches, lambda data: data[:-9] + b"?" + data[-8:]))
     assert len(loaded.archived) == blocks - 1
     assert loaded.archive.take_warning() == (
-        "of the archive 1 block is damaged: what it held cannot be recalled. The conversation continues."
+        "1 block of the archive is damaged: what it held cannot be recalled. The conversation continues."
     )
 
 
@@ -218,7 +218,7 @@ def test_a_block_that_cannot_be_read_is_all_that_a_saved_conversation_lacks():
     os.ftruncate(sequence.archive._file, last.start + last.nbytes // 2)
     loaded = layer_group_of(through_file(caches))
     assert positions_of(loaded.archived).tolist() == positions_of({*sequence.archived} - {last}).tolist()
-    assert "1 block is damaged" in loaded.archive.take_warning()
+    assert "1 block of the archive is damaged" in loaded.archive.take_warning()
 
 
 def test_rows_that_are_back_when_a_conversation_is_saved_come_no_second_time():

@@ -159,7 +159,7 @@ def keys_of(archive, block):
 
 # What is written where: into a block's last value, or the scale of its first q8 key (head size 128).
 DAMAGES = {"value": (-2, b"??"), "no number": (128, b"\0\x7e"), "largest number": (128, b"\xff\x7b")}
-DAMAGED = ["of the archive 1 block is damaged: what it held cannot be recalled. The conversation continues."]
+DAMAGED = ["1 block of the archive is damaged: what it held cannot be recalled. The conversation continues."]
 
 
 @pytest.mark.parametrize("how", DAMAGES)
@@ -209,7 +209,7 @@ def test_if_all_blocks_are_damaged_later_ones_are_recalled(exact, folder):
     assert (ids, turn.recalled) == (wanted, without.recalled)
     assert not gone & set(turn.recalled)
     assert len(warned) == 1
-    assert "blocks are damaged: what they held cannot be recalled" in warned[0]
+    assert "blocks of the archive are damaged: what they held cannot be recalled" in warned[0]
 
 
 def test_blocks_that_fit_on_a_full_disk_are_recalled(exact, folder, found):
