@@ -23,7 +23,7 @@ def read_prompt(args: argparse.Namespace) -> str:
             prompt = sys.stdin.read()
         prompt.encode()  # bytes that are not text can also arrive as lone surrogates
     except UnicodeError as error:
-        raise ConfigError(f"the prompt is not UTF-8 text: {error}.") from error
+        raise ConfigError("the prompt is not UTF-8 text; convert it first, for example with iconv.") from error
     if not prompt.strip():
         raise ConfigError("the prompt is empty; give some text with -p, --prompt-file or on standard input.")
     return prompt

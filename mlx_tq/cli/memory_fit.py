@@ -37,7 +37,7 @@ def fit_memory(request: Request) -> Request:
     else:
         chosen, line = fit.choose()
     if getattr(request.args, "verbose", True):
-        note(f"Memory {fit.memory}, weights {human_bytes(fit.weights)}: {line}")
+        note(f"Memory {fit.memory}, weights {human_bytes(fit.weights)}: {line}. Prefill takes more for a moment")
     return replace(chosen, args=_change_args(chosen.args, kv_memory_limit=fit.available)) if fits else chosen
 
 

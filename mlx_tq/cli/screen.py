@@ -120,7 +120,8 @@ def logged_progress(title: str) -> Iterator[Callable[[int, int], None]]:
 
 def show_plan(plan: Plan, tokens: int, recall_blocker: str | None = None) -> None:
     """Print how each group of layers is stored, and the bytes of a context of `tokens`."""
-    native = f"{plan.native_dtype} cache"
+    # Before tokens are compressed, the sizes differ by what each cache reserves.
+    native = f"{plan.native_dtype} cache" if tokens >= plan.compressed_from else ""
     rows = table(f"KV cache of {plan.name}, {tokens:,} tokens", "layers", "keys", "values", "bytes", native, "")
     rows.columns[-1].no_wrap, rows.columns[-1].justify = False, "left"  # a long note must not squeeze the figures
     sized = zip(plan.layers, plan.layers_at(tokens), strict=True)
@@ -129,7 +130,7 @@ def show_plan(plan: Plan, tokens: int, recall_blocker: str | None = None) -> Non
         size = sum(layer.allocated for layer in nbytes)
         native_size = sum(layer.native_nbytes(tokens) for layer in layers)
         spec, indices = layers[0].spec, sorted({layers[0].slot.index, layers[-1].slot.index})
-        sizes = human_bytes(size), human_bytes(native_size)
+        sizes = human_bytes(size), human_bytes(native_size) if native else ""
         rows.add_row("-".join(map(str, indices)), spec.keys, spec.value, *sizes, layers[0].note)
     compressed = {layer.slot.index for layer in plan.layers}
     others = [name for index, name in enumerate(plan.classes) if index not in compressed]
@@ -240,7 +241,8 @@ def show_stats(stats: TurnStats, cache: CacheStats) -> None:
         cached = f", {stats.cached_tokens:,} from the prefix cache ({stats.restore_seconds:.2f} s)"
         prompt += cached if stats.cached_tokens else ""
         stderr.print(f"{prompt}, {stats.prompt_tps:.1f} tok/s, first token after {stats.ttft:.2f} s")
-        stderr.print(f"generation: {generated:,} tokens, {stats.generation_tps:.1f} tok/s ({reason})")
+        rate = f", {stats.generation_tps:.1f} tok/s" if generated > 1 else ""
+        stderr.print(f"generation: {generated:,} token{'s' * (generated > 1)}{rate} ({reason})")
     else:
         stderr.print(f"{prompt}, {reason} before the first token")
     show_cache(cache)

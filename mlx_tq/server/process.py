@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from http_limits.connections import ListeningServer, server_config, url_of
-from mlx_tq.cli.loading import free_memory, load_model
+from mlx_tq.cli.loading import check_memory, free_memory, load_model
 from mlx_tq.cli.options import Request
 from mlx_tq.cli.screen import show_plan, stderr
 from mlx_tq.distributed.group import Ranks
@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 _GRACE_S = 5
 _MIN_CACHE_SHARE = 8  # at least this part of the memory is for caches, where weights would take more
+_LEAST_CONTEXT = 16  # tokens that a cache must hold at least for the server to start
 _SHOWN_TOKENS = 8192  # context for which the bytes of the cache are shown
 
 
@@ -152,7 +153,9 @@ def _load(
     if request.config.is_off:
         return model, tokenizer, None, limits, None
     plan = plan_caches(model, request.config)
-    show_plan(plan, min(_SHOWN_TOKENS, position_limit(model) or _SHOWN_TOKENS))
     limits = replace(limits, memory=ranks.min(args.kv_memory_limit or free_memory()))
+    if args.kv_memory_limit:
+        check_memory(plan, _LEAST_CONTEXT, limits.memory, args.prefill_step_size)
+    show_plan(plan, min(_SHOWN_TOKENS, position_limit(model) or _SHOWN_TOKENS))
     prefix_cache = None if folder is None else PrefixCache(model, plan, folder, log.warning, salt)
     return model, tokenizer, plan, limits, prefix_cache

@@ -32,7 +32,7 @@ _MESSAGES = {
     "dict_type": "Input should be an object",
     "model_type": "Input should be an object",
     "model_attributes_type": "Input should be an object",
-    "none_required": "Input should be null",
+    "none_required": "not supported here; leave it out",
 }
 
 Element = TypeVar("Element")

@@ -86,7 +86,7 @@ def test_what_would_be_needed_is_enough(needed, budget):
 @pytest.mark.parametrize(("memory", "words"), [("200MB", "fits"), ("15MB", "does not fit")])
 def test_a_profile_that_was_typed_stays(capsys, memory, words):
     assert request("--memory", memory, "--kv-profile", "small").config == PROFILES["small"]
-    assert re.search(rf": --kv-profile small {words} \(.* for 4,096 tokens\)\n", capsys.readouterr().err)
+    assert re.search(rf": --kv-profile small {words} \(.* for 4,096 tokens\)\. Prefill", capsys.readouterr().err)
 
 
 def test_the_environment_gives_way(monkeypatch):

@@ -1,6 +1,7 @@
 """The plan of a model's caches: which layers differ from the configuration and why, and what cannot be planned."""
 
 import copy
+import re
 import shutil
 from dataclasses import replace
 
@@ -126,6 +127,14 @@ def test_a_schedule_gives_each_layer_its_format(key, tmp_path, capsys):
         logits = [FOUR_LAYERS(mx.array([TOKENS[190:]]), cache=each) for each in (caches, loaded)]
     assert mx.array_equal(*logits)
     assert mx.isfinite(logits[0]).all()
+
+
+def test_sizes_are_compared_from_the_first_compressed_token_on(capsys):
+    plan = plan_caches(FOUR_LAYERS, SMALL)
+    for tokens, columns in ((plan.compressed_from - 1, 1), (plan.compressed_from, 2)):
+        show_plan(plan, tokens)
+        shown = capsys.readouterr().err
+        assert len(re.findall(r"[\d.]+ [kM]?B", shown)) == columns, shown
 
 
 def test_a_long_note_leaves_the_figures_legible(capsys, monkeypatch):
