@@ -155,7 +155,7 @@ def _load(
     plan = plan_caches(model, request.config)
     limits = replace(limits, memory=ranks.min(args.kv_memory_limit or free_memory()))
     if args.kv_memory_limit:
-        check_memory(plan, _LEAST_CONTEXT, limits.memory, args.prefill_step_size)
+        check_memory(plan, _LEAST_CONTEXT, args.kv_memory_limit, args.prefill_step_size)
     show_plan(plan, min(_SHOWN_TOKENS, position_limit(model) or _SHOWN_TOKENS))
     prefix_cache = None if folder is None else PrefixCache(model, plan, folder, log.warning, salt)
     return model, tokenizer, plan, limits, prefix_cache

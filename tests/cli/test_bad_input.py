@@ -76,6 +76,12 @@ def test_sizes(cli, size):
     assert f"'{size}' is not a size" in result.err
 
 
+def test_a_server_whose_memory_limit_holds_no_prompt_does_not_start(cli):
+    result = cli("server", "--port", 0, "--kv-memory-limit", "1KB")
+    assert (result.code, result.out) == (2, "")
+    assert "a context of 16 tokens needs" in result.err.splitlines()[-1]
+
+
 TEMPLATE_OPTIONS = [
     ("generate", "-p", "hi", "--chat-template-config"),
     ("chat", "--chat-template-config"),
