@@ -317,14 +317,14 @@ def one_layer() -> str:
     median = {(t["dtype"], t["tokens"], t["arm"]): t["median"] for t in timings}
     rows = []
     for dtype, tokens in dict.fromkeys((t["dtype"], t["tokens"]) for t in timings):
-        quantized, plain = (median[dtype, tokens, arm] for arm in ("kv-bits 4", "fp16"))
+        quantized, plain = (median[dtype, tokens, arm] for arm in ("kv-bits 4", "off"))
         ours = [median[dtype, tokens, arm] for arm in arms]
         rows.append([dtype, f"{tokens:,}", *(f"{plain / each:.2g}" for each in ours)])
         rows[-1] += [f"{quantized / each:.2g}" for each in ours]
     columns = [
         "type",
         "tokens",
-        *(f"{arm}, times fp16" for arm in arms),
+        *(f"{arm}, times `off`" for arm in arms),
         *(f"{arm}, times --kv-bits 4" for arm in arms),
     ]
     return table([name], columns, rows, on="no model: one layer", command="make bench")

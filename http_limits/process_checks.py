@@ -24,7 +24,7 @@ def open_standard_streams() -> None:
             setattr(sys, name, stream)
 
 
-def home_fault() -> str | None:
+def home_error() -> str | None:
     """Return what is wrong with the home folder, or None."""
     try:
         Path.home()
@@ -38,7 +38,7 @@ def is_disk_full(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def temporary_folder_fault() -> str | None:
+def temporary_folder_error() -> str | None:
     """Return why a temporary file cannot be written, or None."""
     name = next((name for name in _TEMPORARY_VARIABLES if os.environ.get(name)), None)
     folder = os.environ[name] if name else "/tmp"  # noqa: S108  where mlx compiles kernels for CPUs
@@ -51,7 +51,7 @@ def temporary_folder_fault() -> str | None:
     return None
 
 
-def open_files_fault() -> str | None:
+def open_files_error() -> str | None:
     """Return why mlx-lm cannot be imported, or None."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY or hard >= _MIN_OPEN_FILES:

@@ -43,15 +43,15 @@ class _Upload:
 
 
 class Uploads:
-    """Bodies that arrive, at most `limit` at once: the slowest is dropped for a further one. On one event loop."""
+    """Bodies that arrive, at most `limit` at a time: the slowest is dropped for a further one. On one event loop."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._arriving: set[_Upload] = set()
 
     @contextmanager
-    def counted(self, body: bytearray, deadline: asyncio.Timeout) -> Iterator[None]:
-        """Count the body as arriving in the block; its deadline passes at once if it has to make room."""
+    def track(self, body: bytearray, deadline: asyncio.Timeout) -> Iterator[None]:
+        """Count the body as arriving in the block; its deadline passes immediately if it has to make room."""
         upload = _Upload(body, deadline)
         self._arriving.add(upload)
         # Later, because a body that is here already is read before that, and needs no room.
@@ -79,7 +79,7 @@ async def read_body(
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S) as deadline:
-            with uploads.counted(body, deadline):
+            with uploads.track(body, deadline):
                 async for part in request.stream():
                     body += part
                     if len(body) > max_bytes:

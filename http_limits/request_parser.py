@@ -6,7 +6,7 @@ from httptools import HttpParserUpgrade, HttpRequestParser
 
 
 class RequestParser:
-    """Parse requests as httptools does, and also the body of one that offers to change the protocol.
+    """Parse requests as httptools does, including the body of one that offers to change the protocol.
 
     Java's HTTP client sends `Upgrade: h2c` with every request. A server may ignore that (RFC 9110, 7.8), but httptools
     stops after the head. Such a request is parsed again without the offer: its callbacks up to `on_message_complete`

@@ -34,7 +34,7 @@ def private_listener(path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         try:
-            path.chmod(0o600)  # before it listens: nobody can have connected
+            path.chmod(0o600)  # before it listens: no one can have connected
             listener.listen()
             yield listener
         finally:

@@ -11,7 +11,7 @@ with mlx_tq.compressed(model, profile="small"):
 from importlib import import_module
 from typing import Any
 
-from mlx_tq.errors import missing_backend
+from mlx_tq.errors import backend_error
 
 __version__ = "0.1.0"
 
@@ -41,7 +41,7 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(import_module(_HOMES[name]), name)
     except ImportError as error:
-        if (fault := missing_backend(error)) is None:
+        if (fault := backend_error(error)) is None:
             raise
         raise fault from error
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from mlx_tq import __version__
-from mlx_tq.cli.runner import DONE, USAGE_ERROR, guarded
+from mlx_tq.cli.runner import DONE, USAGE_ERROR, run_reporting_errors
 from mlx_tq.errors import unknown_name
 
 COMMANDS = {
@@ -27,7 +27,7 @@ def main(words: Sequence[str] | None = None) -> int:
     command, *rest = (sys.argv[1:] if words is None else words) or [""]
     if command in COMMANDS:
         return int(import_module(f"mlx_tq.{command}").main(rest))
-    return guarded(command, lambda: _answer_without_command(command))
+    return run_reporting_errors(command, lambda: _answer_without_command(command))
 
 
 def _answer_without_command(word: str) -> int:

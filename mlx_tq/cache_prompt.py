@@ -42,7 +42,14 @@ def run(args: argparse.Namespace) -> int:
     from mlx_lm.generate import generate_step
     from mlx_lm.models.cache import make_prompt_cache
 
-    from mlx_tq.cli.loading import check_memory, check_positions, free_memory, load_model, make_caches, take_source
+    from mlx_tq.cli.loading import (
+        apply_cache_source,
+        check_memory,
+        check_positions,
+        free_memory,
+        load_model,
+        make_caches,
+    )
     from mlx_tq.cli.prompts import encode_document
     from mlx_tq.cli.screen import prefill_progress, show_cache, show_plan
     from mlx_tq.config import PROFILES
@@ -55,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_replaceable(args.prompt_cache_file, conversation=False)
     if args.decode is not None:
-        take_source(args, args.decode)
+        apply_cache_source(args, args.decode)
         model, _ = load_model(args)
         caches = decode_caches(make_prompt_cache(model), load_prompt_cache(args.decode, model=model).caches)
         plan, config = None, PROFILES[OFF]

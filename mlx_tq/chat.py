@@ -3,8 +3,7 @@
 import argparse
 import sys
 
-from mlx_tq.cli.inputs import template_config
-from mlx_tq.cli.options import ON_FULL, PENALTIES, SAMPLING, Request
+from mlx_tq.cli.options import ON_FULL, PENALTIES, SAMPLING, Request, parse_json_object
 from mlx_tq.cli.parser import (
     CommandParser,
     add_cache_arguments,
@@ -18,7 +17,6 @@ from mlx_tq.cli.runner import command_main
 
 def run(args: argparse.Namespace) -> int:
     request = Request.from_args(args)
-    template_config(args)  # raises if it is not an object
 
     from mlx_tq.cli.startup import check_request
 
@@ -37,7 +35,8 @@ def build_parser() -> CommandParser:
     add_memory_arguments(group)
     add = (group := parser.add_argument_group("chat")).add_argument
     add("--system-prompt", metavar="TEXT", help="system prompt (default: none)")
-    add("--chat-template-config", metavar="JSON", help="options of the chat template (default: {})")
+    options = "options of the chat template"
+    add("--chat-template-config", type=parse_json_object, default="{}", metavar="JSON", help=options)
     add("--load", metavar="FILE", help="continue a conversation saved with /save, on its model (default: none)")
     on_full = "when the model's context is full: stop, or drop-oldest, which removes the oldest turns"
     add("--on-full", choices=ON_FULL, default=ON_FULL[0], help=on_full)

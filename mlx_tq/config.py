@@ -43,7 +43,7 @@ def parse_budget(text: int | str) -> Budget:
     except (ValueError, OverflowError):
         pass
     raise ConfigError(
-        f"budget {text!r} cannot be met; write tokens (4096), a share of the tokens seen from above 0 to 100 (90%), or "
+        f"invalid budget {text!r}; write tokens (4096), a share of the tokens seen from above 0 to 100 (90%), or "
         "bytes (800MB, 2GB)."
     )
 
@@ -56,7 +56,7 @@ class EvictConfig:
         policy: what scores the tokens. A text such as "triattention:trigger=64:warmup=512" is parsed by `parse_policy`.
         budget: what may stay in the cache: tokens (4096), a share of those seen ("50%"), or bytes of all compressed
             layers ("2GB").
-        recall: maximum number of evicted tokens that are reloaded at once from the archive when a question needs them.
+        recall: maximum number of evicted tokens that one question reloads from the archive when a question needs them.
             "auto" is a tenth of the budget and at least 128, and off where recall is not supported; "off" archives
             nothing.
         recall_every: number of decoded tokens after which the archive is searched again (more for large archives).
@@ -80,13 +80,13 @@ class EvictConfig:
         parse_budget(self.budget)
         if self.recall not in ("auto", "off") and (isinstance(self.recall, str) or self.recall < BLOCK):
             raise ConfigError(
-                f"recall is {self.recall!r}; write tokens to reload at once (256), at least a block of {BLOCK}; auto; "
-                "or off."
+                f"recall is {self.recall!r}; write tokens to reload per question (256), at least a block of {BLOCK}; "
+                "auto; or off."
             )
 
     @property
     def recalls(self) -> bool:
-        """Whether evicted rows are archived."""
+        """Return whether evicted rows are archived."""
         return self.recall != "off"
 
     @classmethod
@@ -164,9 +164,11 @@ class KVConfig:
 
     def _check_eviction(self, evict: EvictConfig) -> None:
         tokens = parse_budget(evict.budget).tokens
-        if tokens is not None and tokens <= self.sinks + self.latest:
-            recent = f" plus {self.latest - self.window} with recent keys" if self.latest > self.window else ""
-            remedy = "lower --kv-recent, or take --kv-recall off" if recent else "lower sinks or window"
+        if tokens is not None and tokens <= self.sinks + self.num_protected:
+            recent = (
+                f" plus {self.num_protected - self.window} with recent keys" if self.num_protected > self.window else ""
+            )
+            remedy = "lower --kv-recent, or use --kv-recall off" if recent else "lower sinks or window"
             raise ConfigError(
                 f"a budget of {tokens} tokens is not above sinks {self.sinks} plus window {self.window}{recent}, "
                 f"which are never evicted. Raise the budget, or {remedy}."
@@ -177,14 +179,14 @@ class KVConfig:
             )
 
     @property
-    def latest(self) -> int:
+    def num_protected(self) -> int:
         """The number of last tokens that are never evicted; with recall, those with recent keys are among them."""
         recalls = self.evict is not None and self.evict.recalls
         return self.window + (self.recent + BLOCK if recalls and COLD in self.key else 0)
 
     @property
     def is_off(self) -> bool:
-        """Whether nothing is compressed or evicted, so that mlx-lm's own cache serves."""
+        """Return whether nothing is compressed or evicted, so that mlx-lm's own cache serves."""
         return self.key == self.value == "fp16" and self.evict is None and self.mean_bits is None
 
     @classmethod

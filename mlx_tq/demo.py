@@ -6,8 +6,8 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mlx_tq.cli.options import AUTO, DEFAULT_PROFILE, OFF
-from mlx_tq.cli.parser import CommandParser, add_backend_argument, add_model_arguments, command_parser
+from mlx_tq.cli.options import AUTO, BACKEND, DEFAULT_PROFILE, OFF
+from mlx_tq.cli.parser import CommandParser, add_model_arguments, add_option, command_parser
 from mlx_tq.cli.runner import DONE, FAILED, command_main
 from mlx_tq.cli.terminal_text import readable
 from mlx_tq.errors import RescueError
@@ -28,7 +28,7 @@ def build_parser() -> CommandParser:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the fact and the text")
     budget = "what eviction keeps; less than elsewhere, so that it evicts the code word: tokens, a share, or bytes"
     parser.add_argument("--budget", default="40%", help=budget)
-    add_backend_argument(parser)
+    add_option(parser, BACKEND)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser
 
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from mlx_tq.cli.haystack import QUESTION, build_case
     from mlx_tq.cli.inputs import load_text
     from mlx_tq.cli.loading import load_model
-    from mlx_tq.cli.screen import console, human_bytes, results, table, warn
+    from mlx_tq.cli.screen import human_bytes, stderr, stdout, table, warn
     from mlx_tq.config import PROFILES, EvictConfig, KVConfig
     from mlx_tq.integration.probe import model_facts
     from mlx_tq.policies import TriAttention
@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
     }
     room = {"sinks": _SINKS, "window": _WINDOW + 64}
     case = build_case(tokenizer, load_text(), tokens=args.tokens, depth=args.depth, seed=args.seed, chat=False, **room)
-    console.print(f"A text of {case.question:,} tokens has the code word {case.answer} at token {case.needle[0]:,}.")
-    console.print(f"Then the question: {QUESTION.partition('?')[0]}?\n")
+    stderr.print(f"A text of {case.question:,} tokens has the code word {case.answer} at token {case.needle[0]:,}.")
+    stderr.print(f"Then the question: {QUESTION.partition('?')[0]}?\n")
     outcomes, left_out = [], {}
     for name, setting in settings.items():
         try:
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         sys.stdout.write(json.dumps({"expected": case.answer, "outcomes": outcomes, "left_out": left_out}) + "\n")
     else:
-        results.print()
+        stdout.print()
         rows = table("", "KV cache", "answer", "found", "live", "evicted", "rescued", "bytes", f"of {native}")
         answers = rows.columns[1]
         answers.no_wrap, answers.justify, answers.max_width = False, "left", _ANSWER_WIDTH
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
             sizes = human_bytes(outcome["nbytes"]), f"{outcome['nbytes'] / outcomes[0]['nbytes']:.0%}"
             answer = " ".join(readable(outcome["answer"]).split())
             rows.add_row(outcome["name"], answer, "yes" if outcome["found"] else "no", *counts, *sizes)
-        results.print(rows)
+        stdout.print(rows)
     for name, reason in left_out.items():
         warn(f"{name} is left out: {reason}")
     if left_out:
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 def _ask(model: Any, tokenizer: Any, case: "Case", name: str, config: "KVConfig", rescue: str) -> dict[str, Any]:
     """Send the text, then ask for the code word; return the answer and the cache behind it."""
     from mlx_tq.cli.haystack import QUESTION, Verdict, judge_answer  # loads mlx, which --help does without
-    from mlx_tq.cli.screen import console, memory_bar  # likewise
+    from mlx_tq.cli.screen import memory_bar, stderr  # likewise
     from mlx_tq.config import RescueConfig  # likewise
     from mlx_tq.rescue import START_S  # likewise
     from mlx_tq.session import Session  # likewise
@@ -103,8 +103,8 @@ def _ask(model: Any, tokenizer: Any, case: "Case", name: str, config: "KVConfig"
             session.client.ready(START_S)
         "".join(session.respond(tokenizer.decode(case.ids[: case.question]), max_tokens=8))
         answer = "".join(session.respond(QUESTION, max_tokens=32)).strip()
-        console.print(f"{name:12} {answer!r}")
-        console.print(memory_bar(session))
+        stderr.print(f"{name:12} {answer!r}")
+        stderr.print(memory_bar(session))
         stats, quoted_tokens = session.stats, session.quoted_tokens
     is_right = judge_answer(answer, case.answer) is Verdict.PASS
     return {"name": name, "answer": answer, "found": is_right, "quoted_tokens": quoted_tokens, **stats.to_dict()}

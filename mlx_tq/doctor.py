@@ -6,8 +6,8 @@ import os
 import sys
 from dataclasses import asdict
 
-from mlx_tq.cli.options import check_flags, parse_size
-from mlx_tq.cli.parser import CommandParser, add_backend_argument, add_model_arguments, command_parser
+from mlx_tq.cli.options import BACKEND, check_flags, parse_size
+from mlx_tq.cli.parser import CommandParser, add_model_arguments, add_option, command_parser
 from mlx_tq.cli.runner import DONE, FAILED, command_main
 from mlx_tq.errors import ConfigError
 
@@ -21,7 +21,7 @@ def build_parser() -> CommandParser:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     kernels = "check each GPU kernel against a reference implementation"
     parser.add_argument("--kernels", action="store_true", help=kernels)
-    add_backend_argument(parser)
+    add_option(parser, BACKEND)
     group = parser.add_argument_group("capacity")
     capacity = "show the longest context and the largest batch that fit, for each profile, instead"
     group.add_argument("--capacity", action="store_true", help=capacity)
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         return _show_capacity(args)
 
     from mlx_tq.cli.diagnostics import blas_warning, environment, run_checks, summarize
-    from mlx_tq.cli.screen import results, table, warn
+    from mlx_tq.cli.screen import stdout, table, warn
 
     checks, versions = run_checks(kernels=args.kernels), environment()
     failed = [check for check in checks if not check.passed]
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     for check in checks if args.verbose else failed:
         rows.add_row(check.name, check.measured, check.expected, "ok" if check.passed else "FAILED")
     if rows.row_count:
-        results.print(rows)
+        stdout.print(rows)
     sys.stdout.write(f"{summarize(checks, versions)}\n")
     if (warning := blas_warning()) is not None:
         warn(warning)
@@ -66,7 +66,7 @@ def _show_capacity(args: argparse.Namespace) -> int:
     import mlx.core as mx  # likewise
 
     from mlx_tq.cli.loading import outline_model  # likewise
-    from mlx_tq.cli.screen import human_bytes, results, table  # likewise
+    from mlx_tq.cli.screen import human_bytes, stdout, table  # likewise
     from mlx_tq.config import PROFILES  # likewise
     from mlx_tq.integration.probe import model_facts  # likewise
     from mlx_tq.prompt_cache.memory import capacities, context_limit, weights_nbytes  # likewise
@@ -93,12 +93,11 @@ def _show_capacity(args: argparse.Namespace) -> int:
         lengths.add_row(profile.profile, *(f"{tokens:,}" for tokens in profile.longest.values()))
         sizes = [f"{profile.streams[n]:,} x {human_bytes(profile.nbytes[n])}" for n in contexts]
         batches.add_row(profile.profile, *sizes)
-    results.print(
-        f"{human_bytes(memory)} of memory, {human_bytes(weights)} of it weights; {dtype}, at most {limit:,} tokens.\n"
-        "No weights were read: layers with very large keys take more than these bytes. Prefill does too: leave a tenth "
-        "free."
+    stdout.print(
+        f"Memory {human_bytes(memory)}, weights {human_bytes(weights)}; {dtype}, at most {limit:,} tokens.\n"
+        "Estimates: layers with outlier keys and prefill need more; keep 10 % free."
     )
-    results.print("", lengths, "", batches, sep="\n")
+    stdout.print("", lengths, "", batches, sep="\n")
     return DONE
 
 

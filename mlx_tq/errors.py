@@ -17,7 +17,7 @@ class MlxTqError(Exception):
 
 
 class ConfigError(MlxTqError, ValueError):
-    """Reports a setting, flag or argument that cannot be met (exit code 2 of commands)."""
+    """Reports an invalid setting, flag, argument or model (exit code 2 of commands)."""
 
 
 class UnsupportedModelError(MlxTqError):
@@ -53,7 +53,7 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error))))
 
 
-def missing_backend(error: ImportError) -> ConfigError | None:
+def backend_error(error: ImportError) -> ConfigError | None:
     """Return what to install if mlx lacks its backend, a package of its own on Linux; None for other errors."""
     if "libmlx" not in str(error):
         return None

@@ -3,8 +3,8 @@
 import argparse
 import sys
 
-from mlx_tq.cli.inputs import read_prompt, read_schema, template_config
-from mlx_tq.cli.options import PENALTIES, SAMPLING, Request, parse_size
+from mlx_tq.cli.inputs import read_prompt, read_schema
+from mlx_tq.cli.options import PENALTIES, SAMPLING, Request, parse_json_object, parse_size
 from mlx_tq.cli.parser import (
     CommandParser,
     add_cache_arguments,
@@ -31,9 +31,11 @@ def build_parser() -> CommandParser:
     add("--image", nargs="+", default=(), metavar="FILE", help="images for a vision model (default: none)")
     add("--system-prompt", metavar="TEXT", help="system prompt (default: none)")
     add("--prefill-response", metavar="TEXT", help="start of the response (default: none)")
-    add("--chat-template-config", metavar="JSON", help="options of the chat template (default: {})")
+    options = "options of the chat template"
+    add("--chat-template-config", type=parse_json_object, default="{}", metavar="JSON", help=options)
     add("--ignore-chat-template", action="store_true", help="use the prompt without the chat template")
-    add("--use-default-chat-template", action="store_true", help="use the tokenizer's default chat template")
+    no_effect = "accepted for compatibility with mlx_lm.generate; no effect"
+    add("--use-default-chat-template", action="store_true", help=no_effect)
     add("--prompt-cache-file", metavar="FILE", help="continue a mlx_tq.cache_prompt file, on its model (default: none)")
     _add_generation_arguments(parser)
     add = parser.add_argument_group("speed and memory").add_argument
@@ -72,12 +74,11 @@ def _is_true(text: str) -> bool:
 
 def run(args: argparse.Namespace) -> int:
     request = Request.from_args(args)
-    template_config(args)  # raises if it is not an object
 
     from mlx_tq.cli.startup import check_request
 
     request = check_request(request)
-    # Of several ranks, the first one reads, when all have joined.
+    # The first of several ranks reads, when all have joined.
     inputs = None if is_launched() else (read_prompt(args), read_schema(args))
 
     from mlx_tq.cli.answer import answer_request

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from mlx_tq.prefix_cache.folder import Folder
 
 _ACTIONS = {
-    "list": "list the checkpoints, the most recently used first",
-    "check": "read every record and remove damaged ones",
-    "clear": "remove every record",
+    "list": "list the entries, the most recently used first",
+    "check": "read every entry and remove damaged ones",
+    "clear": "remove every entry",
 }
 
 
@@ -44,13 +44,13 @@ def run(args: argparse.Namespace) -> int:
     if folder is None:
         raise ConfigError("--prefix-cache is off. Name a folder, or auto.")
 
-    from mlx_tq.cli.screen import human_bytes, results, table
+    from mlx_tq.cli.screen import human_bytes, stdout, table
 
     if args.action == "list":
         report = _list(folder)
     elif args.action == "check":
-        records, damaged = folder.check()
-        report = {"records": records, "damaged_and_removed": damaged}
+        entries, damaged = folder.check()
+        report = {"entries": entries, "damaged_and_removed": damaged}
     else:
         report = {"bytes_removed": folder.clear()}
     if args.json:
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
             shared = "shared" if entry["protected"] else ""
             rows.add_row(f"{entry['tokens']:,}", str(entry["blocks"]), size, entry["used"], entry["key"][:12], shared)
         if checkpoints:
-            results.print(rows)
+            stdout.print(rows)
     else:
         sys.stdout.write(", ".join(f"{name.replace('_', ' ')}: {value:,}" for name, value in report.items()) + "\n")
     return DONE

@@ -38,10 +38,10 @@ def build_parser() -> argparse.ArgumentParser:
     doctor = add_command("doctor", "doctor:run", "Check what works on this machine.")
     rebuild = "Build a new database from every intact span, and delete the index files."
     add_command("rebuild", "maintenance:rebuild", rebuild)
-    backup = add_command("backup", "maintenance:backup", "Copy the database, also while the service runs.")
+    backup = add_command("backup", "maintenance:backup", "Copy the database, even while the service runs.")
     backup.add_argument("folder", help="folder to create")
-    sessions = add_command("sessions", "maintenance:list_sessions", "List the sessions, also while the service runs.")
-    forget = "Delete a session for good, also while the service runs."
+    sessions = add_command("sessions", "maintenance:list_sessions", "List the sessions, even while the service runs.")
+    forget = "Delete a session for good, even while the service runs."
     add_command("forget", "maintenance:forget", forget).add_argument("session")
     launchd = add_command("install-launchd", "install_launchd:run", "Start the service at login (macOS).")
     launchd.add_argument("--print", action="store_true", dest="print_only", help="print the file and install nothing")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from http_limits.process_checks import temporary_folder_fault
+from http_limits.process_checks import temporary_folder_error
 from http_limits.service_socket import SOCKET
 from rescue_svc.errors import SettingsError, StoreUnavailableError
 from rescue_svc.index import remove_snapshots
@@ -33,7 +33,7 @@ def ephemeral_folder(settings: Settings) -> Iterator[Settings]:
     if is_given:
         folder = settings.data_dir
         _check_empty(folder)
-    elif fault := temporary_folder_fault():
+    elif fault := temporary_folder_error():
         raise SettingsError(fault)
     else:
         folder = Path(tempfile.mkdtemp(prefix="mlx-tq-rescue-"))

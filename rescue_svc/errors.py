@@ -4,7 +4,7 @@ RescueServiceError
 ├── InvalidRequestError         a request that is not valid as written
 ├── UnauthorizedError           no token, or a wrong one
 ├── ForeignOriginError          a browser page of another site, or a Host header that names another machine
-├── SessionNotFoundError        a session that was never written, or was forgotten
+├── SessionNotFoundError        a session that was never written, or was deleted
 ├── BodyTooLargeError           a body over the limit, which is not parsed
 ├── BodyTooSlowError            a body that takes too long to arrive
 ├── SessionFullError            a session at its limit of spans; nothing of the call is stored
@@ -13,7 +13,7 @@ RescueServiceError
 ├── StoreUnavailableError       the data directory or the PostgreSQL server cannot be used now
 │   └── DirectoryInUseError     another process uses the data directory
 ├── StoreDamagedError           the data on disk is not what was written
-├── EmbedderUnavailableError    no dense vectors now; BM25 answers alone
+├── EmbedderUnavailableError    no dense vectors now; only keyword search is used
 └── SettingsError               a flag, variable or file of settings that is not valid
 
 A message states the fault, the value, what would be valid, and what to do; it never contains text of a span.

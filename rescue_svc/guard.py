@@ -33,7 +33,7 @@ class Gate:
         self._hosts = {name.lower() for name in (settings.host, *settings.allowed_hosts)} - {""}
         self._max_body = settings.max_body_bytes
         self._max_in_flight = settings.max_in_flight
-        self._in_flight = 0  # requests whose body has arrived: slow clients keep nobody out
+        self._in_flight = 0  # requests whose body has arrived: slow clients block no one
         self._uploads = Uploads(settings.max_in_flight)
         self._validation = asyncio.Lock()
 
@@ -76,7 +76,9 @@ class Gate:
             request,
             self._max_body,
             too_large=BodyTooLargeError(f"the body is over {self._max_body} bytes; send fewer chunks a call"),
-            too_slow=BodyTooSlowError(f"the body took longer than {BODY_TIMEOUT_S} s, {slowest}; send it at once"),
+            too_slow=BodyTooSlowError(
+                f"the body took longer than {BODY_TIMEOUT_S} s, {slowest}; send it without pauses"
+            ),
             uploads=self._uploads,
         )
         if self._in_flight >= self._max_in_flight:

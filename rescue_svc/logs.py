@@ -39,4 +39,3 @@ def configure(level: str) -> None:
     handler.setFormatter(JsonFormatter())
     handler.addFilter(LogLimit())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    logging.getLogger("faiss").setLevel(logging.WARNING)  # it lists the CPU features that it tries

@@ -48,7 +48,7 @@ class Metrics:
             "rescue_retrievals", "Retrievals by mode, hit or miss.", ["mode", "outcome"], registry=self.registry
         )
         self.spans_written = Counter("rescue_spans_written", "Spans stored for the first time.", registry=self.registry)
-        self.sessions_forgotten = Counter("rescue_sessions_forgotten", "Sessions forgotten.", registry=self.registry)
+        self.sessions_forgotten = Counter("rescue_sessions_forgotten", "Sessions deleted.", registry=self.registry)
         self._gauges = {name: Gauge(f"rescue_{name}", help, registry=self.registry) for name, help in GAUGES.items()}
 
     def record_search(self, seconds: float) -> None:

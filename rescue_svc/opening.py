@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from rescue_svc.errors import SettingsError
-from rescue_svc.index import Residents, choose_engine, remove_snapshots
+from rescue_svc.index import Residents, remove_snapshots
 from rescue_svc.settings import Settings
 from rescue_svc.store import Index, SqliteStore, Store
 
@@ -18,7 +18,6 @@ def open_all(settings: Settings, model: str = "", dim: Callable[[], int] = int) 
         connections = postgres.Connections(settings.store.get_secret_value())
         shared = postgres.PostgresStore(connections, settings.caps(), hnsw=settings.index != "exact")
         return shared, postgres.PostgresIndex(connections, model, "exact" if settings.index == "exact" else "hnsw")
-    engine = choose_engine(settings.index)
     store = SqliteStore(settings.data_dir, settings.caps())
     try:
         # A crash may have interrupted `forget` before it deleted the snapshot.
@@ -26,4 +25,4 @@ def open_all(settings: Settings, model: str = "", dim: Callable[[], int] = int) 
     except BaseException:
         store.close()
         raise
-    return store, Residents(store, engine, model, dim, settings.max_index_mb * 2**20)
+    return store, Residents(store, model, dim, settings.max_index_mb * 2**20)

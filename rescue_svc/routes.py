@@ -55,7 +55,7 @@ def write(body: schemas.WriteRequest, service: Service, session_id: SessionInQue
 async def retrieve(
     body: schemas.RetrieveRequest, service: Service, session_id: SessionInQuery = None
 ) -> schemas.RetrieveResponse:
-    """Retrieve the spans that match a query. Without an embedder BM25 answers alone, and `degraded` says why."""
+    """Retrieve the spans that match a query. Without an embedder it searches keywords only; `degraded` says why."""
     # For a sync function FastAPI would validate the response on another thread, too.
     return await run_in_threadpool(service.retrieve, session_name(session_id, body.session_id), body)
 
@@ -108,7 +108,7 @@ def forget(session_id: SessionInPath, service: Service) -> schemas.ForgetRespons
 
 @private.post("/sessions/{session_id}/renew", responses=schemas.error_responses(404, 422, 507))
 def renew(session_id: SessionInPath, service: Service) -> schemas.RenewResponse:
-    """Let a temporary session live on for `session_lifetime_s`."""
+    """Extend the lifetime of a temporary session: `session_lifetime_s` from now."""
     return schemas.RenewResponse(session_id=session_id, expires=service.renew(session_id))
 
 

@@ -93,7 +93,7 @@ class WriteRequest(RequestBody):
     session_id: SessionId | None = None
     temporary: bool = Field(
         default=False,
-        description="forget the session `session_lifetime_s` after its last write or renewal, "
+        description="delete the session `session_lifetime_s` after its last write or renewal, "
         "as long as all writes to it say so",
     )
     chunks: Annotated[list[Chunk], Field(min_length=1, max_length=MAX_CHUNKS, fail_fast=True)]
@@ -107,8 +107,6 @@ class WriteResponse(BaseModel):
 
 
 class RetrieveRequest(RequestBody):
-    """A query, and how to search."""
-
     session_id: SessionId | None = None
     query: Text
     top_k: Annotated[int, Field(ge=1, le=64), WHOLE] = 8
@@ -185,15 +183,13 @@ class SpansResponse(BaseModel):
 
 
 class SessionInfo(BaseModel):
-    """A session in the list."""
-
     session_id: str
     session_total: int
     embedded: int = Field(description="spans with a vector of the current embedder")
     text_bytes: int
     created: float = Field(description="seconds since 1970")
     updated: float
-    expires: float | None = Field(description="when a temporary session is forgotten unless it is renewed, else null")
+    expires: float | None = Field(description="when a temporary session is deleted unless it is renewed, else null")
     resident: bool = Field(description="whether its index is in memory")
 
 
@@ -248,7 +244,7 @@ class ReadyResponse(BaseModel):
     status: Literal["ready"] = "ready"
     retrieval: Literal["hybrid", "bm25"]
     embedder: EmbedderInfo
-    index: Literal["faiss", "numpy", "hnsw", "exact"]
+    index: Literal["faiss", "hnsw", "exact"]
     sessions: int
     spans: int
 

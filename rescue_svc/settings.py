@@ -14,7 +14,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from http_limits.process_checks import home_fault
+from http_limits.process_checks import home_error
 from http_limits.request_checks import is_loopback
 from http_limits.service_socket import default_data_dir
 from rescue_svc.errors import SessionFullError, SettingsError, StoreFullError
@@ -41,7 +41,7 @@ class Caps:
         """Raise StoreFullError if there are as many sessions as may be."""
         if stored >= self.sessions:
             raise StoreFullError(
-                f"there are {self.sessions} sessions, the limit; forget some or raise RESCUE_MAX_SESSIONS"
+                f"there are {self.sessions} sessions, the limit; delete some or raise RESCUE_MAX_SESSIONS"
             )
 
     def check_spans(self, session: str, total: int, stored: int) -> None:
@@ -49,17 +49,17 @@ class Caps:
         if total > self.session_spans:
             raise SessionFullError(
                 f"session {session} would have {total} spans, the limit is {self.session_spans}; "
-                "forget it, use another, or raise RESCUE_MAX_SESSION_SPANS"
+                "delete it, use another, or raise RESCUE_MAX_SESSION_SPANS"
             )
         if stored > self.spans:
             raise StoreFullError(
                 f"the store would have {stored} spans, the limit is {self.spans}; "
-                "forget sessions or raise RESCUE_MAX_SPANS"
+                "delete sessions or raise RESCUE_MAX_SPANS"
             )
 
 
 class Settings(BaseSettings):
-    """Settings of the service; each is a flag (`--data-dir`) and a variable (`RESCUE_DATA_DIR`)."""
+    """Settings of the service. Each is a variable (`RESCUE_DATA_DIR`), and each except `token` and `store` a flag."""
 
     model_config = SettingsConfigDict(env_prefix="RESCUE_", env_ignore_empty=True, frozen=True, extra="forbid")
 
@@ -67,7 +67,7 @@ class Settings(BaseSettings):
         default_factory=default_data_dir, description="folder of the database and the index snapshots"
     )
     store: SecretStr | None = Field(
-        None, description="postgresql://USER@HOST:PORT/DATABASE for several services at once; else SQLite in data_dir"
+        None, description="postgresql://USER@HOST:PORT/DATABASE for several services; else SQLite in data_dir"
     )
     host: str = Field("127.0.0.1", description="address to listen on; any but loopback requires a token")
     port: int = Field(5054, ge=0, le=65535, description="port to listen on; 0 picks a free one")
@@ -84,7 +84,9 @@ class Settings(BaseSettings):
     embed_batch: Count = Field(16, description="batch size of background embedding")
     embed_timeout_s: Seconds = Field(30.0, description="restart the embedder if a batch takes longer")
     embed_idle_s: Seconds = Field(900.0, description="unload the embedder after this idle time")
-    query_timeout_s: Seconds = Field(0.8, description="maximum wait for the vector of a query; then BM25 answers alone")
+    query_timeout_s: Seconds = Field(
+        0.8, description="maximum wait for the vector of a query; after that, only keyword search is used"
+    )
 
     max_body_bytes: Count = Field(10 * 2**20, description="maximum request size")
     max_session_spans: Count = Field(100_000, description="maximum spans per session")
@@ -94,13 +96,13 @@ class Settings(BaseSettings):
         86_400.0,
         ge=900,  # three renewals of mlx_tq's client
         allow_inf_nan=False,
-        description="forget a temporary session after this time, 900 or more, without a write or renewal",
+        description="delete a temporary session after this time, 900 or more, without a write or renewal",
     )
     max_in_flight: Count = Field(64, description="maximum requests in progress; further ones get 429")
     max_index_mb: Count = Field(1024, description="memory for indexes; the least recently used are evicted")
-    index: Literal["auto", "faiss", "numpy", "hnsw", "exact"] = Field(
+    index: Literal["auto", "hnsw", "exact"] = Field(
         "auto",
-        description="faiss or numpy for SQLite, hnsw or exact for PostgreSQL; auto is the first that is available",
+        description="hnsw or exact for PostgreSQL; auto is hnsw there, and FAISS for SQLite",
     )
     ephemeral: bool = Field(
         False,
@@ -134,17 +136,14 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "Settings":
-        has_url = self.store is not None
         if self.store is not None and not self.store.get_secret_value().startswith(("postgresql://", "postgres://")):
             raise ValueError(
                 "store is not a PostgreSQL URL; give postgresql://USER@HOST:PORT/DATABASE, or none for SQLite"
             )
-        if has_url and self.ephemeral:
+        if self.store is not None and self.ephemeral:
             raise ValueError("an ephemeral service deletes its data, and a store is shared; give one of the two")
-        if has_url and self.index in ("faiss", "numpy"):
-            raise ValueError(f"index={self.index} is for SQLite; PostgreSQL takes hnsw, exact or auto")
-        if not has_url and self.index in ("hnsw", "exact"):
-            raise ValueError(f"index={self.index} is for PostgreSQL; SQLite takes faiss, numpy or auto")
+        if self.store is None and self.index != "auto":
+            raise ValueError(f"index={self.index} is for PostgreSQL; SQLite uses FAISS: leave index out")
         if self.token is None and not is_loopback(self.host):
             raise ValueError(
                 f"host {self.host} can be reached from other machines and no token is set; "
@@ -165,4 +164,4 @@ def load_settings(**flags: Any) -> Settings:
         faults = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors())
         raise SettingsError(faults) from None
     except RuntimeError as error:  # of the default of data_dir
-        raise SettingsError(f"{home_fault()} Or set --data-dir.") from error
+        raise SettingsError(f"{home_error()} Or set --data-dir.") from error

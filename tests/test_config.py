@@ -59,7 +59,12 @@ CHANGES = {
         (KVConfig, "evict", "v3", "^evict is 'v3'; it must be of type "),
         (EvictConfig, "policy", TriAttention, r"policy is <class .*; it must be of type Policy"),
         (EvictConfig, "budget", None, "budget is None; it must be of type"),
-        (EvictConfig, "recall", 31, r"recall is 31; write tokens to reload at once \(256\), at least a block of 32;"),
+        (
+            EvictConfig,
+            "recall",
+            31,
+            r"recall is 31; write tokens to reload per question \(256\), at least a block of 32;",
+        ),
         (EvictConfig, "recall", "some", "recall is 'some'; write tokens .* auto; or off"),
         (EvictConfig, "recall", True, "recall is True; it must be of type"),
         (EvictConfig, "archive_limit", 0, "archive_limit is 0; it must be 1 or more"),
@@ -104,7 +109,7 @@ def test_budgets():
     "text", ["101%", "0%", "-5%", "nan%", "0", "-3", "1.5", "", "GB", "2TB", "many", "1e400", "0KB", 0]
 )
 def test_refused_budgets(text):
-    with pytest.raises(ConfigError, match=r"budget .* cannot be met; write tokens \(4096\), .* \(90%\), or bytes"):
+    with pytest.raises(ConfigError, match=r"invalid budget .*; write tokens \(4096\), .* \(90%\), or bytes"):
         EvictConfig(budget=text)
 
 
@@ -170,11 +175,11 @@ def test_keys_of_two_formats():
     assert KVConfig(key="turbo4~turbo3").key == "tq4~tq3"
     assert KVConfig(key="tq4~turbo4").key == "tq4"
     for recall, latest in (("auto", 128 + 544), (256, 128 + 544), ("off", 128)):
-        assert KVConfig(key="tq4~tq3", evict=EvictConfig(recall=recall)).latest == latest
+        assert KVConfig(key="tq4~tq3", evict=EvictConfig(recall=recall)).num_protected == latest
         KVConfig(key="tq4~tq3", evict=EvictConfig(budget=128 + latest + 1, recall=recall))
         with pytest.raises(ConfigError, match=f"a budget of {128 + latest} tokens is not above sinks 128 plus window"):
             KVConfig(key="tq4~tq3", evict=EvictConfig(budget=128 + latest, recall=recall))
-    with pytest.raises(ConfigError, match=r"plus 544 with recent keys, .* lower --kv-recent, or take --kv-recall off"):
+    with pytest.raises(ConfigError, match=r"plus 544 with recent keys, .* lower --kv-recent, or use --kv-recall off"):
         KVConfig(key="tq4~tq3", evict=EvictConfig(budget=600))
 
 

@@ -17,7 +17,8 @@ LAYERS = {
     "mlx_tq": "errors < files < codec < kernels < distributed < policies < config < models < cache < integration"
     " < prompt_cache < prefix_cache < rescue < session < grammar < cli"
     " < generate chat cache_prompt calibrate doctor store demo server evaluate bench < __main__",
-    "http_limits": "log_limit process_checks request_checks request_parser service_socket < connections",
+    "http_limits": "json_body log_limit process_checks request_checks request_parser service_socket web_page"
+    " < connections",
     "rescue_svc": "errors < schemas settings metrics web < logs < store < index embed postgres < opening validation"
     " < service guard middleware < routes < app < ephemeral < commands < cli < __main__",
 }

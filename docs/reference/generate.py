@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import json
 import re
 from collections.abc import Callable
 from dataclasses import fields
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
+from pydantic.fields import FieldInfo
 
 import mlx_tq
 from mlx_tq.__main__ import COMMANDS
@@ -39,6 +41,7 @@ to run it, [troubleshooting](troubleshooting.md#rescue-service-status-codes) lis
 """
 # Groups of flags that several commands have and that the page lists once: heading and anchor.
 SHARED = {"KV cache": ("The KV cache", "the-kv-cache"), "rescue": ("Rescue", "rescue")}
+DATA_DIR = "`~/.local/share/mlx-tq-rescue`; on macOS `~/Library/Application Support/mlx-tq-rescue`"
 ATTRIBUTE = re.compile(r"^    (\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)  # of a docstring's list
 # argparse has no public way to groups, actions and metavars, hence the names with an underscore.
 
@@ -55,7 +58,7 @@ def flags_page() -> str:
     for title, (heading, _) in SHARED.items():
         group = next(group for group in parsers["chat"]._action_groups if group.title == title)  # chat has them all
         parts += [f"## {heading}", sentence(str(group.description)), table(parsers["chat"], group._group_actions)]
-    parts += ["## Options of policies", "Behind the name of a policy, as in `--kv-evict triattention:trigger=32`."]
+    parts += ["## Options of policies", "Append them to the policy's name, as in `--kv-evict triattention:trigger=32`."]
     parts += [policy_options()]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
@@ -182,20 +185,27 @@ def service_page() -> str:
     for name, schema in document["components"]["schemas"].items():
         if "properties" in schema and not name.startswith("HTTP"):
             optional = schema["properties"].keys() - set(schema.get("required", []))
+            defaults = {field: json.dumps(schema["properties"][field].get("default")) for field in optional}
             rows = [
-                f"| `{field}` | {kind(about)} | {about.get('default') if field in optional else 'required'} |"
+                f"| `{field}` | {kind(about)} | {defaults.get(field, 'required')} |"
                 for field, about in schema["properties"].items()
             ]
             bodies.append("\n".join([f"### {name}", "", "| field | type | default |", "|---|---|---|", *rows]))
     settings = ["| setting | default | what it does |", "|---|---|---|"]
     for name, field in Settings.model_fields.items():
-        settings.append(f"| `{name}` | {field.default!r} | {' '.join(str(field.description).split())} |")
+        settings.append(f"| `{name}` | {setting_default(field)} | {' '.join(str(field.description).split())} |")
     parts = [SERVICE, "## Calls", "\n".join(calls), "## Bodies", *bodies, "## Settings"]
     parts += [
-        "Each is a flag (`--data-dir`), an environment variable (`RESCUE_DATA_DIR`) or a line of the file that "
-        "`RESCUE_CONFIG` names."
+        "Each except `token` and `store` is a flag (`--data-dir`). All are environment variables (`RESCUE_DATA_DIR`) "
+        "and lines of the file that `RESCUE_CONFIG` names."
     ]
     return "\n\n".join(part.rstrip() for part in [*parts, "\n".join(settings)]) + "\n"
+
+
+def setting_default(field: FieldInfo) -> str:
+    if field.default_factory is not None:
+        return DATA_DIR
+    return "none" if field.default in (None, []) else str(field.default).lower()
 
 
 def kind(schema: dict[str, Any]) -> str:

@@ -2,8 +2,8 @@
 
 import argparse
 
-from mlx_tq.cli.options import DTYPES, NONE, OPTIONS, PROFILES, STDOUT, check_flags, check_writable
-from mlx_tq.cli.parser import CommandParser, add_backend_argument, command_parser
+from mlx_tq.cli.options import BACKEND, DTYPES, NONE, OPTIONS, PROFILES, STDOUT, check_flags, check_writable
+from mlx_tq.cli.parser import CommandParser, add_option, command_parser
 from mlx_tq.cli.runner import command_main
 from mlx_tq.errors import ConfigError
 
@@ -46,8 +46,8 @@ def build_parser() -> CommandParser:
     add = parser.add_argument
     model = "folder, hub name, .gguf file or smollm2 (default: measure the attention of one layer)"
     add("--model", help=f"measure this model: {model}")
-    add("--trust-remote-code", action="store_true", help="let the tokenizer run its own code")
-    add("--dequantize", action="store_true", help="make packed weights dense")
+    add("--trust-remote-code", action="store_true", help="allow the model and its tokenizer to run their own code")
+    add("--dequantize", action="store_true", help="dequantize the weights on load")
     tokens = "context lengths (default: 2048 8192 32768; with --model 1024 4096 16384, up to the model's limit)"
     add("--tokens", type=int, nargs="+", metavar="N", help=tokens)
     dtypes = f"types of the model: {', '.join(DTYPES)} (default: all three; with --model that of its weights)"
@@ -67,20 +67,19 @@ def build_parser() -> CommandParser:
     add = parser.add_argument_group("a model").add_argument
     add("--batches", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="batch sizes")
     add("--max-tokens", "-m", type=int, default=32, metavar="N", help="tokens to generate")
-    kv_bits = "mlx-lm's quantized caches to time: 8, 4 or none; slow for long prompts on a CPU"
+    kv_bits = "mlx-lm's quantized caches to time: 8, 4, or none (the flag alone); slow for long prompts on a CPU"
     add("--kv-bits", type=int, nargs="*", choices=KV_BITS, default=KV_BITS, metavar="N", help=kv_bits)
     add("--prefill-step-size", dest="step", type=int, default=2048, metavar="N", help="tokens per prefill step")
     defaults = {"--kv-evict": "triattention; none skips eviction", "--kv-budget": "50%%", "--kv-calibration": "auto"}
     for flag, default in defaults.items():
-        text = (
-            f"eviction on top of the last profile: {OPTIONS[flag].help.partition(' (default')[0]} (default: {default})"
-        )
-        add(flag, metavar=OPTIONS[flag].metavar, help=text)
+        text = OPTIONS[flag].help.partition(" (default")[0]
+        text = text.replace("eviction policy:", "policy to evict with on top of the last profile:")
+        add(flag, metavar=OPTIONS[flag].metavar, help=f"{text} (default: {default})")
     add = parser.add_argument_group("one layer").add_argument
     add("--query-heads", type=int, default=8, metavar="N", help="query heads")
     add("--kv-heads", type=int, default=2, metavar="N", help="KV heads")
     add("--head-dim", type=int, default=128, metavar="N", help="dimension of a head")
-    add_backend_argument(parser)
+    add_option(parser, BACKEND)
     return parser
 
 

@@ -33,7 +33,7 @@ class LayerShape(NamedTuple):
 
 
 class Timing(NamedTuple):
-    arm: str  # "fp16" (mx.fast on the model's type), "kv-bits 8", "kv-bits 4", or a profile
+    arm: str  # "off" (mx.fast on the model's dtype), "kv-bits 8", "kv-bits 4", or another profile
     dtype: str
     tokens: int
     nbytes: int  # of the cache
@@ -61,7 +61,7 @@ def measure_layer(
     shape: LayerShape, tokens: int, dtype: str, profiles: dict[str, KVConfig], rounds: int
 ) -> list[Timing]:
     mx.random.seed(0)
-    caches: dict[str, Cache] = {"fp16": KVCache()}
+    caches: dict[str, Cache] = {"off": KVCache()}
     caches |= {f"kv-bits {bits}": QuantizedKVCache(bits=bits) for bits in (8, 4)}
     for name, config in profiles.items():
         caches[name] = CompressedKVCache(CacheSpec.for_layer(config, 0, *config.formats_of(0, 1)))

@@ -18,7 +18,7 @@ from mlx_tq.cli.diagnostics import Check, environment, run_checks
 from mlx_tq.cli.inputs import load_text
 from mlx_tq.cli.loading import calibrate_model
 from mlx_tq.cli.options import OFF, STDOUT, make_eviction, read_options
-from mlx_tq.cli.screen import console, human_bytes, progress_bar, results, table
+from mlx_tq.cli.screen import human_bytes, progress_bar, stderr, stdout, table
 from mlx_tq.config import PROFILES
 from mlx_tq.errors import ConfigError
 from mlx_tq.files import atomic_write
@@ -56,7 +56,7 @@ def _measure_layers(args: argparse.Namespace) -> None:
         for tokens in args.tokens or LAYER_TOKENS:
             timings += (measured := measure_layer(shape, tokens, dtype, profiles, args.rounds))
             medians = {timing.arm: timing.median for timing in measured}
-            bases = ("fp16", "kv-bits 8", "kv-bits 4")
+            bases = ("off", "kv-bits 8", "kv-bits 4")
             columns = ("cache", "size", "ms", "low", "high", *(f"vs. {base}" for base in bases))
             shown = table(f"decode attention, {dtype}, {tokens:,} tokens", *columns)
             for timing in measured:
@@ -77,7 +77,7 @@ def _tune(args: argparse.Namespace) -> KernelThresholds:
     best = measured[-1][-1]
     path = thresholds.write(best)
     _screen(args).print(shown)
-    console.print(f"{best}\nsaved for this machine: {path}", soft_wrap=True)
+    stderr.print(f"{best}\nsaved for this machine: {path}", soft_wrap=True)
     return best
 
 
@@ -141,7 +141,7 @@ def _measure_figures(
                     _write(figures_as_dict(args.model, figures, skipped | unsupported), args.json, quiet=True)
         skipped |= unsupported
     for name, reason in skipped.items():
-        console.print(f"skipped: {name}: {reason}", soft_wrap=True, markup=False)
+        stderr.print(f"skipped: {name}: {reason}", soft_wrap=True, markup=False)
     _write(figures_as_dict(args.model, figures, skipped), args.json)
     _write(markdown_tables(figures) + "\n", args.markdown)
     return figures, skipped
@@ -171,7 +171,7 @@ def _without_unsupported(caches: list[BenchedCache], model: Any) -> tuple[list[B
 
 def _screen(args: argparse.Namespace) -> Any:
     """Return the console for tables: stderr if stdout has another output."""
-    return console if STDOUT in (args.json, args.markdown, args.report) else results
+    return stderr if STDOUT in (args.json, args.markdown, args.report) else stdout
 
 
 def _write(content: str | dict[str, Any], name: str | None, *, quiet: bool = False) -> None:
@@ -183,7 +183,7 @@ def _write(content: str | dict[str, Any], name: str | None, *, quiet: bool = Fal
         with atomic_write(name) as temporary:
             Path(temporary).write_text(text, encoding="utf-8")
         if not quiet:
-            console.print(f"written: {name}", soft_wrap=True, markup=False)
+            stderr.print(f"written: {name}", soft_wrap=True, markup=False)
 
 
 _COLUMNS = """KV is the size of the caches' arrays after the answer, active all memory beyond that before the prompt,

@@ -46,7 +46,7 @@ class KeyNormalizer:
         """Prepare for a pass of positions [start, stop); `keys` [B, H, S, Dk] are all keys up to `stop`."""
         statistics = self
         if statistics.scale is None and statistics.seen < min(start, SCALE_TOKENS):
-            statistics = statistics.with_unit_scale(keys)  # stored tokens whose queries nobody showed
+            statistics = statistics.with_unit_scale(keys)  # stored tokens whose queries are unknown
         if statistics.scale is None and start >= SCALE_TOKENS and stop >= SCALE_READY:
             statistics = statistics.learn(keys, pairs)
         return statistics.without_settled_queries(stop)

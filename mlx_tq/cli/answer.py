@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import json
-import math
 import sys
 import uuid
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_tq.cli.inputs import read_prompt, read_schema
 from mlx_tq.cli.loading import (
     PromptCache,
+    apply_cache_source,
     calibrate_model,
     check_memory,
     check_positions,
@@ -26,7 +26,6 @@ from mlx_tq.cli.loading import (
     make_caches,
     open_caches,
     open_prefix_folder,
-    take_source,
     waits_for_calibration,
 )
 from mlx_tq.cli.options import Request
@@ -45,10 +44,10 @@ from mlx_tq.cli.screen import (
     show_stats,
     warn,
 )
-from mlx_tq.cli.terminal_text import say
+from mlx_tq.cli.terminal_text import write_answer
 from mlx_tq.config import RescueConfig
 from mlx_tq.distributed.group import Ranks
-from mlx_tq.errors import ConfigError, NonFiniteError
+from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import position_limit
 from mlx_tq.models import load, ranks_of
 from mlx_tq.policies import CalibratedPolicy
@@ -56,14 +55,13 @@ from mlx_tq.policies.policy import AUTO as AUTO_CALIBRATION
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.compressed import compressed_attention
 from mlx_tq.prompt_cache.statistics import CacheStats, cache_stats, tokens_seen
-from mlx_tq.rescue import AUTO, OFF, START_S, RescueClient, open_service
+from mlx_tq.rescue import AUTO, OFF, START_S, open_client
 from mlx_tq.session.restore import take_archive_warning
 from mlx_tq.session.shadow_mode import Shadow, make_shadow
-from mlx_tq.session.text import PlainText, PromptLengthLimit
+from mlx_tq.session.text import PlainText, PromptLengthLimit, is_reasoning_open
 from mlx_tq.session.transcript import Transcript, quotation_limit
 from mlx_tq.session.turn import UNLIMITED, Turn, TurnStats
 
-_NAN = "the model's logits are NaN after the prompt. Check its weights, or load it in bfloat16 or float32."
 _NEARLY_FULL = 0.9  # of the model's context
 
 
@@ -97,8 +95,8 @@ def answer_request(request: Request, inputs: Inputs | None) -> int:
     opened = open_caches(model, request)
     if args.max_kv_size is not None and not request.changes_cache:
         warn(
-            f"--max-kv-size {args.max_kv_size} takes mlx-lm's rotating cache, which is not compressed. For a "
-            "compressed cache of limited size take --kv-evict and --kv-budget instead."
+            f"--max-kv-size {args.max_kv_size} chooses mlx-lm's rotating cache, which is not compressed. For a "
+            "compressed cache of limited size, use --kv-evict and --kv-budget instead."
         )
     plan = opened.plan
     options["max_tokens"] = _limit_tokens(opened, len(ids), limit, request)
@@ -130,7 +128,7 @@ def answer_request(request: Request, inputs: Inputs | None) -> int:
 def _load(args: argparse.Namespace, ranks: Ranks) -> tuple[Any, Any, dict[str, Any]]:
     """Return the model, by default that of the cache file, its tokenizer and its configuration."""
     if args.prompt_cache_file is not None:
-        take_source(args, args.prompt_cache_file)
+        apply_cache_source(args, args.prompt_cache_file)
     model_config = {"quantize_activations": args.quantize_activations}
     options = load_options(args)
     model, tokenizer, config = load(args.model, ranks=ranks, model_config=model_config, return_config=True, **options)
@@ -157,8 +155,8 @@ def _limit_tokens(opened: PromptCache, prompt: int, limit: int | None, request: 
     if plan.eviction is not None:
         if not plan.recalls and request.rescue.service == OFF and request.shadow is None:
             flag = "--kv-archive on" if request.values["--kv-archive"] is False else "--kv-recall auto"
-            remedy = "" if request.recall_blocker else f"; {flag} recalls them"
-            warn(f"evicted tokens are dropped, and the answer may miss what they said{remedy}.")
+            remedy = "" if request.recall_blocker else f" Add {flag}."
+            warn(f"evicted tokens are dropped, so the answer cannot use them.{remedy}")
         if limit is not None and tokens > _NEARLY_FULL * limit:
             warn(f"this run may reach {tokens:,} of {limit:,} positions. Eviction does not extend the context.")
     check_memory(plan, tokens, args.kv_memory_limit or free_memory(), args.prefill_step_size)
@@ -172,11 +170,10 @@ def _make_constraint(schema: dict[str, Any], tokenizer: Any, ids: list[int], pat
         from mlx_tq.grammar.grammar_source import GrammarError, GrammarSource  # imports llguidance, too
     except ImportError as error:
         raise ConfigError(f"--json-schema needs {error.name}: pip install 'mlx-tq[json]'.") from error
-    thinks = tokenizer.has_thinking and tokenizer.rfind_think_start(ids) > tokenizer.rfind_think_end(ids)
     grammars = Grammars(tokenizer)
     try:
         grammar = asyncio.run(grammars.compile(GrammarSource.of_schema(schema)))
-        return grammars.constraint(grammar, thinks=thinks)
+        return grammars.constraint(grammar, thinks=is_reasoning_open(tokenizer, ids))
     except GrammarError as error:
         part = ".".join(error.path) or "the schema"
         raise ConfigError(f"--json-schema {path}: {part}: {error}.") from error
@@ -218,12 +215,10 @@ def _answer(
         try:
             room = UNLIMITED if limit is None else limit - len(transcript.ids) - len(ids)
             turn.prepare(ids, query, split=query is not None, room=room)
-            for number, response in enumerate(turn.decode(**options)):
-                if number == 0 and math.isnan(response.logprobs[response.token].item()):
-                    raise NonFiniteError(_NAN)
+            for response in turn.decode(**options):
                 text += response.text
                 if not args.json:
-                    say(response.text)
+                    write_answer(response.text)
             for constraint in constraints:
                 constraint.check()
         except KeyboardInterrupt:
@@ -232,7 +227,7 @@ def _answer(
             raise ConfigError(str(error)) from error
         answer = text, turn.stats, cache_stats(caches, opened.plan)
     if not args.json:
-        say("\n")
+        write_answer("\n")
     if query is not None and ranks_of(model).is_alone and (warning := take_archive_warning(caches)):
         warn(warning)
     return answer
@@ -240,10 +235,9 @@ def _answer(
 
 @contextmanager
 def _open_transcript(model: Any, tokenizer: Any, rescue: RescueConfig) -> Iterator[Transcript]:
-    """Open the transcript of one answer; the rescue service forgets its text afterwards."""
-    client, ranks = None, ranks_of(model)
-    if rescue.service != OFF and ranks.is_first:  # which searches for all
-        client = RescueClient(open_service(rescue.service))
+    """Open the transcript of one answer; the rescue service deletes its text afterwards."""
+    ranks = ranks_of(model)
+    client = open_client(rescue.service) if ranks.is_first else None  # which searches for all
     limit = quotation_limit(rescue, position_limit(model))
     start_s = START_S if rescue.service == AUTO else 0.0
     transcript = Transcript(PlainText(tokenizer), client, rescue, uuid.uuid4().hex, limit, start_s)

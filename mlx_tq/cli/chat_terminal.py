@@ -10,30 +10,29 @@ from typing import Any
 
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_tq.cli.inputs import template_config
-from mlx_tq.cli.loading import join_ranks, load_model, open_prefix_folder, take_source
-from mlx_tq.cli.options import PENALTIES, RESCUE_FIELDS, SAMPLING, Request, SamplingOption, name_of
+from mlx_tq.cli.loading import apply_cache_source, join_ranks, load_model, open_prefix_folder
+from mlx_tq.cli.options import PENALTIES, RESCUE_FIELDS, SAMPLING, Option, Request, name_of
 from mlx_tq.cli.runner import DONE, INTERRUPTED
 from mlx_tq.cli.sampling_settings import choose_sampling, make_processors, parse_setting
 from mlx_tq.cli.screen import (
     collect_stats,
-    console,
     describe_size,
     human_bytes,
     memory_bar,
     note,
     prefill_progress,
-    results,
     show_plan,
     show_ranks,
     show_restored,
     show_shadow,
+    stderr,
+    stdout,
     table,
     warn,
 )
-from mlx_tq.cli.terminal_text import readable, say
+from mlx_tq.cli.terminal_text import readable, write_answer
 from mlx_tq.config import RescueConfig
-from mlx_tq.distributed.group import ALONE, Ranks
+from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import CacheFormatError, ConfigError, one_line, unknown_name
 from mlx_tq.prompt_cache.cache_file import check_config, with_formats
 from mlx_tq.rescue import AUTO, OFF, START_S
@@ -55,8 +54,8 @@ _SETTINGS = {
     option.flag.removeprefix("--"): option
     for option in (
         *(*SAMPLING, *PENALTIES),
-        SamplingOption("--max-tokens", "N", int, 512, "maximum tokens per answer"),
-        SamplingOption("--seed", "N", int, 0, "random seed"),
+        Option("--max-tokens", "N", int, "maximum tokens per answer", 512),
+        Option("--seed", "N", int, "random seed", 0),
     )
 }
 _HELP = f"""\
@@ -71,7 +70,7 @@ _HELP = f"""\
 /set NAME X   change one, such as /set temp 0.7
 /help         show this help
 /quit         exit (so does Ctrl-D)
- /...         a message that begins with a slash needs a space before it, unless it is a path
+ /...         to send a message that starts with /, put a space first
 {_BLOCK}           begins and ends a message of several lines
 Ctrl-C        stop the answer; press twice at the prompt to exit
 
@@ -82,7 +81,7 @@ def run_chat(request: Request) -> int:
     args, config, ranks = request.args, request.config, join_ranks(request)
     rescue = request.rescue if ranks.is_first else RescueConfig(service=OFF)  # the first one searches for all
     if args.load is not None:
-        take_source(args, args.load)
+        apply_cache_source(args, args.load)
     model, tokenizer = load_model(args, config, ranks=ranks)
     settings, sampling_line = choose_sampling(args, args.model)
     settings |= {"max_tokens": args.max_tokens, "seed": args.seed}
@@ -93,7 +92,7 @@ def run_chat(request: Request) -> int:
         config,
         rescue=rescue if config.evict or any(request.values[flag] is not None for flag in RESCUE_FIELDS) else None,
         system_prompt=args.system_prompt,
-        template=template_config(args),
+        template=args.chat_template_config,
         max_tokens=args.max_tokens,
         prefill_step_size=args.prefill_step_size,
         seed=args.seed,
@@ -121,7 +120,7 @@ def run_chat(request: Request) -> int:
 class Chat:
     """A session in a terminal, or with lines from a pipe; of several ranks the first one reads the input."""
 
-    def __init__(self, session: Session, settings: dict[str, Any], warnings: list[str], ranks: Ranks = ALONE) -> None:
+    def __init__(self, session: Session, settings: dict[str, Any], warnings: list[str], ranks: Ranks) -> None:
         self._session, self._settings, self._warnings, self._ranks = session, settings, warnings, ranks
         self._apply_settings()
         self._is_terminal = sys.stdin.isatty()
@@ -136,7 +135,7 @@ class Chat:
             "/undo": self._undo,
             "/retry": self._retry,
             "/set": self._set,
-            "/help": lambda _: console.print(_HELP, markup=False),
+            "/help": lambda _: stderr.print(_HELP, markup=False),
         }
 
     def run(self) -> int:
@@ -150,7 +149,7 @@ class Chat:
                 if was_pressed or not self._is_terminal:
                     return INTERRUPTED
                 was_pressed = True
-                console.print("\nPress Ctrl-C again to exit", style="dim")
+                stderr.print("\nPress Ctrl-C again to exit", style="dim")
                 continue
             if message is None or message[0].strip() in ("/quit", "/exit"):
                 return DONE
@@ -183,7 +182,7 @@ class Chat:
                 name, _, argument = message.strip().partition(" ")
                 if name not in self._commands:
                     valid = ", ".join([*self._commands, "/quit"])
-                    hint = "Put a space before a message that begins with a slash."
+                    hint = "To send a message that starts with /, put a space first."
                     raise ConfigError(f"unknown command {name}; valid are {valid}. {hint}")
                 self._commands[name](argument.strip())
             elif message.strip():
@@ -199,11 +198,11 @@ class Chat:
             stops = _stop_on_ctrl_c(self._session) if self._ranks.is_alone else nullcontext()
             with stops, prefill_progress() as progress:
                 for piece in self._session.respond(message, progress=progress):
-                    say(piece)
+                    write_answer(piece)
         except KeyboardInterrupt:  # the second one in a turn
             if not self._ranks.is_alone:  # ranks may be at different tokens
                 raise
-        say("\n")
+        write_answer("\n")
         if len(self._session.turns) > turns:
             turn = self._session.turns[-1]
             show_restored(turn, can_recall=turn.archived > 0)
@@ -212,8 +211,8 @@ class Chat:
                 f"{turn.generation_tps:.1f} tok/s ({turn.finish_reason})"
             )
         else:
-            note("interrupted before the answer: the message is undone")
-        console.print(memory_bar(self._session), soft_wrap=True)
+            note("interrupted before the answer: the message was removed")
+        stderr.print(memory_bar(self._session))
 
     def _read_line(self, prompt: str) -> str:
         if self._is_terminal:
@@ -238,7 +237,7 @@ class Chat:
     def _load(self, path: str) -> None:
         self._session.load(self._check_path(path, "/load"))
         self.show_conversation()
-        console.print(memory_bar(self._session), soft_wrap=True)
+        stderr.print(memory_bar(self._session))
 
     def _check_path(self, path: str, command: str) -> Path:
         if not self._ranks.is_alone:
@@ -265,7 +264,7 @@ class Chat:
     def _undo(self, _: str) -> None:
         self._remove_last_turn()
         note("removed the last message and its answer")
-        console.print(memory_bar(self._session), soft_wrap=True)
+        stderr.print(memory_bar(self._session))
 
     def _retry(self, _: str) -> None:
         message = self._remove_last_turn()
@@ -275,7 +274,7 @@ class Chat:
 
     def _remove_last_turn(self) -> str:
         stops = _stop_on_ctrl_c(self._session) if self._ranks.is_alone else nullcontext()
-        with stops, prefill_progress(title="reading the conversation") as progress:
+        with stops, prefill_progress(title="Prefilling the conversation") as progress:
             return self._session.undo(progress)
 
     def _set(self, text: str) -> None:
@@ -284,7 +283,7 @@ class Chat:
             shown = table("", "setting", "value")
             for flag, option in _SETTINGS.items():
                 shown.add_row(flag, f"{self._settings[name_of(option.flag)]}")
-            results.print(shown)
+            stdout.print(shown)
             return
         if name not in _SETTINGS:
             raise unknown_name("setting", name, _SETTINGS)
@@ -317,7 +316,7 @@ class Chat:
             if session.num_turns > 1:
                 note(f"conversation of {session.num_turns:,} turns, {session.stats.tokens:,} tokens; the last one:")
             question, answer = map(readable, session.last_exchange)
-            console.print(f"> {question}\n{answer}", markup=False, soft_wrap=True)
+            stderr.print(f"> {question}\n{answer}", markup=False)
 
     def _show_stats(self, _: str) -> None:
         session, stats = self._session, self._session.stats
@@ -344,14 +343,14 @@ class Chat:
         shown = table("", "conversation", readable(session.session_id[:8]))
         for name, value in rows.items():
             shown.add_row(name, value)
-        results.print(shown)
+        stdout.print(shown)
         if not self._ranks.is_alone:
             show_ranks(collect_stats(self._ranks, stats, take_archive_warning(session.cache)))
 
 
 @contextmanager
 def _stop_on_ctrl_c(session: Session) -> Iterator[None]:
-    """Let Ctrl-C end the answer after its next token, and a second one at once."""
+    """Let Ctrl-C end the answer after its next token, and a second one immediately."""
     was_pressed = False
 
     def stop(*_: object) -> None:

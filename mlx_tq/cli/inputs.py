@@ -23,7 +23,7 @@ def read_prompt(args: argparse.Namespace) -> str:
             prompt = sys.stdin.read()
         prompt.encode()  # bytes that are not text can also arrive as lone surrogates
     except UnicodeError as error:
-        raise ConfigError(f"the prompt is not UTF-8 text: {error}.") from error
+        raise ConfigError("the prompt is not UTF-8 text; convert it first, for example with iconv.") from error
     if not prompt.strip():
         raise ConfigError("the prompt is empty; give some text with -p, --prompt-file or on standard input.")
     return prompt
@@ -59,15 +59,3 @@ def read_schema(args: argparse.Namespace) -> dict[str, Any] | None:
     if not isinstance(schema, dict):
         raise ConfigError(f"--json-schema {path} holds {schema!r:.80}; it must be a JSON object.")
     return schema
-
-
-def template_config(args: argparse.Namespace) -> dict[str, Any]:
-    if args.chat_template_config is None:
-        return {}
-    try:
-        config = json.loads(args.chat_template_config)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"--chat-template-config is not JSON: {error}. Write it like '{{\"key\": true}}'.") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"--chat-template-config is {config!r}; it must be a JSON object.")
-    return config

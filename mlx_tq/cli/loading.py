@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache as make_native_cache
 from mlx_tq.cli.inputs import load_text
 from mlx_tq.cli.model_calibration import collect_queries, mix_queries, save_measured_losses, save_queries
 from mlx_tq.cli.options import AUTO, SINGLE_PROCESS, Request, given_models, read_options
-from mlx_tq.cli.screen import console, human_bytes, logged_progress, note, warn
+from mlx_tq.cli.screen import human_bytes, logged_progress, note, stderr, warn
 from mlx_tq.config import KVConfig
 from mlx_tq.distributed.group import ALONE, Ranks, join
 from mlx_tq.distributed.launch import is_launched
@@ -59,7 +59,7 @@ def join_ranks(request: Request) -> Ranks:
             raise ConfigError(
                 f"{flag} needs a single process, and {ranks.size} ranks were started. Drop one of the two."
             )
-    console.quiet = not ranks.is_first
+    stderr.quiet = not ranks.is_first
     return ranks
 
 
@@ -81,12 +81,14 @@ def load_model(
 
     Each of several ranks gets its part of the model.
     """
+    if stderr.is_terminal and not stderr.quiet:
+        note(f"Loading {args.model or EMBEDDED}")
     model, tokenizer = load(args.model, ranks=ranks, **load_options(args, **tokenizer_config))
     calibrate_model(model, tokenizer, *configs, name=args.model, waits=waits_for_calibration(args))
     return model, tokenizer
 
 
-def take_source(args: argparse.Namespace, path: str) -> None:
+def apply_cache_source(args: argparse.Namespace, path: str) -> None:
     """Set the model flags of `args` from a cache file; raise ConfigError for flags that contradict it."""
     header = read_header(path)
     source = header.source
@@ -132,7 +134,7 @@ def _join(words: list[str]) -> str:
 def waits_for_calibration(args: argparse.Namespace) -> bool:
     """Return whether eviction is calibrated before the first answer.
 
-    On a CPU that takes minutes, for which only a measurement waits, or who chooses `--kv-calibration auto`.
+    On a CPU this takes minutes, so commands that answer wait only with `--kv-calibration auto`.
     """
     has_chosen = read_options(args, os.environ)["--kv-calibration"] == AUTO
     return has_chosen or gpu_backend() is not None or args.command not in _ANSWERING
@@ -273,7 +275,7 @@ def _check_native_flags(path: str, model: Any, caches: list[Any], args: argparse
     return made_with
 
 
-def open_prefix_folder(request: Request, ranks: Ranks = ALONE) -> Folder | None:
+def open_prefix_folder(request: Request, ranks: Ranks) -> Folder | None:
     return open_folder(request.prefix_cache, request.values["--prefix-cache-limit"] or LIMIT, ranks)
 
 

@@ -33,11 +33,11 @@ def fit_memory(request: Request) -> Request:
     if typed:
         chosen, nbytes = request, fit.nbytes(request.config)
         fits = nbytes <= fit.available
-        line = f"{typed} ({human_bytes(nbytes)} for {fit.context}) {'fits' if fits else 'does not fit'}"
+        line = f"{typed} {'fits' if fits else 'does not fit'} ({human_bytes(nbytes)} for {fit.context})"
     else:
         chosen, line = fit.choose()
     if getattr(request.args, "verbose", True):
-        note(f"{fit.memory} of memory, {human_bytes(fit.weights)} of it weights: {line}")
+        note(f"Memory {fit.memory}, weights {human_bytes(fit.weights)}: {line}. Prefill takes more for a moment")
     return replace(chosen, args=_change_args(chosen.args, kv_memory_limit=fit.available)) if fits else chosen
 
 
@@ -70,8 +70,8 @@ class _MemoryFit:
             candidate = self._change({"--kv-profile": profile})
             nbytes = self.nbytes(candidate.config)
             if nbytes <= self.available:
-                return candidate, f"--kv-profile {profile} ({human_bytes(nbytes)} for {self.context}) fits{better}"
-            better = f"; {profile} would need {human_bytes(self.weights + nbytes)} in all"
+                return candidate, f"--kv-profile {profile} fits ({human_bytes(nbytes)} for {self.context}){better}"
+            better = f"; {profile} would need {human_bytes(self.weights + nbytes)} in total"
         return self._evict(nbytes)
 
     def _evict(self, smallest: int) -> tuple[Request, str]:
@@ -83,7 +83,7 @@ class _MemoryFit:
         def nbytes(tokens: int) -> int:
             return self.nbytes(self._change({**flags, "--kv-budget": str(tokens)}).config)
 
-        least = config.sinks + config.latest + _BUDGET_STEP
+        least = config.sinks + config.num_protected + _BUDGET_STEP
         budgets = range(least, self.tokens if args.kv_budget is None else 0, _BUDGET_STEP)
         smallest = min([smallest, *(nbytes(tokens) for tokens in budgets[:1])])
         if smallest > self.available:

@@ -39,7 +39,7 @@ from mlx_tq.prompt_cache.measurements import (
     make_folder,
     save_losses,
 )
-from mlx_tq.session.restore import prefill
+from mlx_tq.session.restore import ProgressCallback, prefill
 
 TEXT_SHARE = 0.25  # weight of the text's statistics
 TOKENS = 4096
@@ -50,14 +50,12 @@ LOSS_TOKENS = 512  # of the text on which losses are measured
 _LOSS_STEP = 64
 _SCORED_FROM = 192  # tokens after which packed ones are attended to
 _FULL = "fp16"
-_FINE = "q8"  # its loss is that of rounding in the model's type
+_FINE = "q8"  # its loss is that of rounding in the model's dtype
 _LEAST_SHARE = 0.1  # of the rounding's loss; a smaller difference from it is noise
 _CONFIG = KVConfig(sinks=32, window=32, outlier=0.0)
 _SCENE = 1024  # tokens of a text with a fact of every kind
 _ANSWER = 64  # more tokens than any answer has
 _ENDLESS = 1 << 40  # a warm-up window that does not end
-
-Progress = Callable[[int, int], None]
 
 
 class _Prefill:
@@ -66,7 +64,7 @@ class _Prefill:
     The statistics do not depend on the steps; all ranks take the same ones, those of the slowest.
     """
 
-    def __init__(self, model: Any, total: int, progress: Progress) -> None:
+    def __init__(self, model: Any, total: int, progress: ProgressCallback) -> None:
         self._model, self._total, self._progress = model, total, progress
         self._done, self._step = 0, _FIRST_STEP
         progress(0, total)
@@ -105,7 +103,7 @@ def _add_queries(mean: Queries, caches: list[Any]) -> Queries:
 
 
 def calibrate_on_text(
-    model: Any, ids: list[int], *, covariance: bool = False, progress: Progress = lambda done, total: None
+    model: Any, ids: list[int], *, covariance: bool = False, progress: ProgressCallback = lambda done, total: None
 ) -> Queries:
     """Return the statistics of the queries of these tokens; the first four do not count."""
     limit = position_limit(model)
@@ -132,7 +130,7 @@ def collect_queries(
     tokens: int = TOKENS,
     *,
     covariance: bool = False,
-    progress: Progress = lambda done, total: None,
+    progress: ProgressCallback = lambda done, total: None,
 ) -> tuple[Queries, Queries]:
     """Return the statistics of questions and answers about `tokens` of a text with planted facts, and of that text."""
     length = max(1, min(_SCENE, tokens, (position_limit(model) or 2 * _SCENE) - _ANSWER))
@@ -214,9 +212,9 @@ class QuestionScene:
         return len(self.text) + sum(map(len, self.turns))
 
 
-def build_question_scenes(tokenizer: Any, text: str, count: int, length: int, seed: int = 0) -> Iterator[QuestionScene]:
+def build_question_scenes(tokenizer: Any, text: str, count: int, length: int) -> Iterator[QuestionScene]:
     """Yield scenes with a fact of every kind; each takes `length` tokens with a question."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     for _ in range(count):
         facts = [make(rng) for make in rng.sample(KINDS, len(KINDS))]
         depths = sorted(rng.random() for _ in facts)
@@ -234,10 +232,12 @@ def save_measured_losses(model: Any, tokenizer: Any, text: str, name: str) -> No
     note(f"Saved the losses of its layers to {path}")
 
 
-def measure_losses(model: Any, tokenizer: Any, text: str, progress: Progress = lambda done, total: None) -> Losses:
+def measure_losses(
+    model: Any, tokenizer: Any, text: str, progress: ProgressCallback = lambda done, total: None
+) -> Losses:
     """Return the KL divergence from the uncompressed cache of quantizing only the keys, or the values, of one layer.
 
-    Any change makes the model's type round differently from there on; the loss of the finest format, which is nearly
+    Any change makes the model's dtype round differently from there on; the loss of the finest format, which is nearly
     only that, is subtracted.
     """
     ids = list(tokenizer.encode(text, add_special_tokens=False, verbose=False))[:LOSS_TOKENS]

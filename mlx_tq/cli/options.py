@@ -86,41 +86,35 @@ def given_models(args: argparse.Namespace) -> list[str | None]:
 
 
 class Option(NamedTuple):
-    """A flag whose default is the environment variable of its name, such as MLX_TQ_KV_KEY for --kv-key."""
+    """A flag. Without a `default`, that is the environment variable of its name: MLX_TQ_KV_KEY for --kv-key.
+
+    `config_name` is the name of a sampling flag in a model's generation_config.json, if it has one there.
+    """
 
     flag: str
     metavar: str
     parse: Callable[[str], Any]
     help: str
+    default: float | None = None
+    config_name: str | None = None
 
     @property
     def variable(self) -> str:
         return _PREFIX + name_of(self.flag).upper()
 
 
-class SamplingOption(NamedTuple):
-    """A flag of sampling; `config_name` is its name in a model's generation_config.json, if it has one there."""
-
-    flag: str
-    metavar: str
-    parse: Callable[[str], Any]
-    default: float
-    help: str
-    config_name: str | None = None
-
-
 _TOP_P = "sample from the most likely tokens of this total probability"
 _MIN_P = "minimum probability relative to the most likely token"
 _PENALTY = "penalty on the tokens that occurred recently in this prompt and answer, such as 1.1; 1 is off"
 SAMPLING = (
-    SamplingOption("--temp", "T", parse_temperature, 0.0, "sampling temperature; 0 is greedy", "temperature"),
-    SamplingOption("--top-p", "P", float, 1.0, _TOP_P, "top_p"),
-    SamplingOption("--top-k", "N", int, 0, "sample from the N most likely tokens; 0 is all", "top_k"),
-    SamplingOption("--min-p", "P", float, 0.0, _MIN_P, "min_p"),
+    Option("--temp", "T", parse_temperature, "sampling temperature; 0 is greedy", 0.0, "temperature"),
+    Option("--top-p", "P", float, _TOP_P, 1.0, "top_p"),
+    Option("--top-k", "N", int, "sample from the N most likely tokens; 0 is all", 0, "top_k"),
+    Option("--min-p", "P", float, _MIN_P, 0.0, "min_p"),
 )
 PENALTIES = (
-    SamplingOption("--repetition-penalty", "X", parse_penalty, 1.0, _PENALTY, "repetition_penalty"),
-    SamplingOption("--repetition-context-size", "N", int, 20, "recent tokens that --repetition-penalty applies to"),
+    Option("--repetition-penalty", "X", parse_penalty, _PENALTY, 1.0, "repetition_penalty"),
+    Option("--repetition-context-size", "N", int, "recent tokens that --repetition-penalty applies to", 20),
 )
 
 _KEY = "key format: q8, tq4, tq3, ... (see docs/reference/formats.md), or one per layer joined by +"
@@ -290,7 +284,7 @@ def check_environment() -> None:
     for name in os.environ:
         if name.startswith(_PREFIX) and name not in names:
             nearest = difflib.get_close_matches(name, names, n=1, cutoff=0)[0]
-            raise ConfigError(f"the environment variable {name} is unknown. Did you mean {nearest}? Else unset it.")
+            raise ConfigError(f"the environment variable {name} is unknown. Did you mean {nearest}? If not, unset it.")
 
 
 def choose_backend(args: argparse.Namespace) -> None:
@@ -413,9 +407,9 @@ class Request:
         active += ["--kv-recall auto"] if config.evict and config.evict.recalls else []
         default = AUTO if args.command == "chat" and config.evict else OFF
         given = {field: values[flag] for flag, field in RESCUE_FIELDS.items() if values[flag] is not None}
-        rescue = RescueConfig(**({} if _gives_way("--rescue", args, active) else {"service": default, **given}))
+        rescue = RescueConfig(**({} if _is_overridden("--rescue", args, active) else {"service": default, **given}))
         active += ["--rescue"] if rescue.service != OFF else []
-        prefix_cache = None if _gives_way("--prefix-cache", args, active) else values["--prefix-cache"]
+        prefix_cache = None if _is_overridden("--prefix-cache", args, active) else values["--prefix-cache"]
         prefix_cache = None if prefix_cache == OFF else prefix_cache
         active += ["--prefix-cache"] if prefix_cache else []
         mentioned = [flag for flag in ("--rescue", "--prefix-cache") if values[flag] is not None]
@@ -451,7 +445,7 @@ def _disable_recall(values: dict[str, Any], args: argparse.Namespace) -> tuple[d
     return ({**values, "--kv-recall": OFF}, blockers[0]) if blockers else (values, None)
 
 
-def _gives_way(flag: str, args: argparse.Namespace, active: Collection[str]) -> bool:
+def _is_overridden(flag: str, args: argparse.Namespace, active: Collection[str]) -> bool:
     """Return whether the environment's value of a flag does not go with what was typed."""
     in_effect = {*_in_effect(args), *active}
     required, excluded = (_rules(table, args, flag) for table in (REQUIRES, EXCLUDES))

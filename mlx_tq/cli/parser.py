@@ -15,7 +15,6 @@ from mlx_tq.cli.options import (
     SAMPLING,
     SHADOW,
     Option,
-    SamplingOption,
     parse_size,
 )
 
@@ -66,7 +65,7 @@ class _KVHelp(argparse.Action):
         for title, (text, options) in self.const.items():
             group = full.add_argument_group(title, text)
             for option in options:
-                _add_option(group, option)
+                add_option(group, option)
         full.print_help()
         parser.exit()
 
@@ -98,15 +97,11 @@ def add_cache_arguments(
     for title, (text, members) in groups.items():
         group = parser.add_argument_group(title, text)
         for option in members:
-            _add_option(group, option, "store" if option.flag in MAIN_FLAGS else _MinorFlag)
+            add_option(group, option, "store" if option.flag in MAIN_FLAGS else _MinorFlag)
 
 
-def _add_option(group: argparse._ActionsContainer, option: Option, action: Any = "store") -> None:
+def add_option(group: argparse._ActionsContainer, option: Option, action: Any = "store") -> None:
     group.add_argument(option.flag, type=option.parse, metavar=option.metavar, help=option.help, action=action)
-
-
-def add_backend_argument(parser: argparse._ActionsContainer) -> None:
-    _add_option(parser, BACKEND)
 
 
 def add_model_arguments(parser: argparse._ActionsContainer, *, adapter: bool = True, several: bool = False) -> None:
@@ -118,7 +113,7 @@ def add_model_arguments(parser: argparse._ActionsContainer, *, adapter: bool = T
     add("--model", action="append" if several else "store", help=f"{names} (default: needle, the bundled model)")
     if adapter:
         add("--adapter-path", metavar="DIR", help="folder of LoRA adapters from mlx_lm.lora (default: none)")
-    add("--trust-remote-code", action="store_true", help="allow the tokenizer to run its own code")
+    add("--trust-remote-code", action="store_true", help="allow the model and its tokenizer to run their own code")
     add("--dtype", choices=DTYPES, help="compute type (default: that of the model's weights)")
     add("--dequantize", action="store_true", help="dequantize the weights on load; faster on a CPU")
 
@@ -132,7 +127,7 @@ def add_memory_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def add_sampling_arguments(
-    group: argparse._ActionsContainer, options: tuple[SamplingOption, ...] = SAMPLING, *, from_model: bool = False
+    group: argparse._ActionsContainer, options: tuple[Option, ...] = SAMPLING, *, from_model: bool = False
 ) -> None:
     """Add flags of sampling; `from_model` says whether the model's generation_config.json has their defaults."""
     for option in options:

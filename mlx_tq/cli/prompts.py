@@ -7,7 +7,6 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.processors import load_processor
 
-from mlx_tq.cli.inputs import template_config
 from mlx_tq.errors import ConfigError
 from mlx_tq.session.text import TEMPLATE_ERRORS, PromptLengthLimit
 
@@ -32,7 +31,7 @@ def _apply_template(tokenizer: Any, prompt: str, args: argparse.Namespace) -> st
     if has_response:
         messages.append({"role": "assistant", "content": args.prefill_response})
     options = {"continue_final_message": has_response, "add_generation_prompt": not has_response}
-    options |= template_config(args)
+    options |= args.chat_template_config
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     except TEMPLATE_ERRORS as error:
@@ -47,7 +46,7 @@ def encode(tokenizer: Any, text: str, args: argparse.Namespace) -> list[int]:
     templated = tokenizer.has_chat_template and not args.ignore_chat_template
     ids = list(tokenizer.encode(text, add_special_tokens=not templated))
     if not ids:
-        raise ConfigError("the tokenizer returned no tokens for the prompt. Check that the model has tokenizer.json.")
+        raise ConfigError("the prompt has no tokens. Check that the model has tokenizer.json.")
     return ids
 
 

@@ -12,15 +12,15 @@ from pathlib import Path
 from threading import current_thread, main_thread
 
 from http_limits.process_checks import (
-    home_fault,
-    open_files_fault,
+    home_error,
+    open_files_error,
     open_standard_streams,
-    temporary_folder_fault,
+    temporary_folder_error,
 )
 from mlx_tq.cli.options import check_environment, choose_backend
 from mlx_tq.cli.terminal_text import readable
 from mlx_tq.distributed.launch import exit_now, exit_on_sigterm, is_launched, launched_rank, write_last_line
-from mlx_tq.errors import ConfigError, MlxTqError, RankError, RescueError, is_out_of_memory, missing_backend, one_line
+from mlx_tq.errors import ConfigError, MlxTqError, RankError, RescueError, backend_error, is_out_of_memory, one_line
 
 Run = Callable[[argparse.Namespace], int]
 DONE, FAILED, USAGE_ERROR, INTERRUPTED = 0, 1, 2, 130
@@ -44,7 +44,7 @@ def run_command(parser: argparse.ArgumentParser, run: Run, words: Sequence[str] 
             if launched_rank():
                 sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  as long as the process
             if command not in _DISTRIBUTED:
-                several = f"{', '.join(_DISTRIBUTED)} run in several"
+                several = "only generate, chat and server can run under mlx.launch"
                 raise ConfigError(f"{command} runs in one process; {several}. Start it without mlx.launch.")
             if "--pipeline" in (sys.argv[1:] if words is None else words):
                 reason = "mlx_tq divides a model by its heads, not its layers"
@@ -63,17 +63,17 @@ def run_command(parser: argparse.ArgumentParser, run: Run, words: Sequence[str] 
         finally:
             warnings.formatwarning = format_warning
 
-    return guarded(command, parse_and_run)
+    return run_reporting_errors(command, parse_and_run)
 
 
-def guarded(command: str, run: Callable[[], int]) -> int:
+def run_reporting_errors(command: str, run: Callable[[], int]) -> int:
     """Call `run` and return the exit code; an error of ours becomes one line on stderr."""
     open_standard_streams()
     try:
         try:
             return run()
         except ImportError as error:
-            if (fault := missing_backend(error)) is None:
+            if (fault := backend_error(error)) is None:
                 raise
             raise fault from error
         finally:
@@ -130,15 +130,15 @@ def _exit_on_signals() -> Iterator[None]:
 
 def _check_process(command: str) -> None:
     """Raise ConfigError if the process lacks what the command needs."""
-    fault = home_fault()
+    fault = home_error()
     if command != "store":  # which computes nothing, and can make room on a full disk
-        fault = fault or temporary_folder_fault() or open_files_fault()
+        fault = fault or temporary_folder_error() or open_files_error()
     if fault is not None:
         raise ConfigError(fault)
 
 
 def end_rank(command: str, error: Exception) -> None:
-    """End this process at once, from any thread, with a line that says why; other ranks would wait for it forever."""
+    """End this process now, from any thread, with a line that says why; other ranks would wait for it forever."""
     exit_now(_line(command, _describe_failure(error)))
 
 
@@ -150,7 +150,7 @@ def _describe_failure(error: Exception) -> str:
     if _is_rank_failure(error):
         return f"another rank has ended or cannot be reached ({error})."
     if is_out_of_memory(error):
-        return f"the machine has too little memory ({one_line(error)}). Take a smaller model, or a shorter context."
+        return f"the machine has too little memory ({one_line(error)}). Use a smaller model, or a shorter context."
     return str(error) if isinstance(error, MlxTqError) else repr(error)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_lm.sample_utils import make_logits_processors
 
-from mlx_tq.cli.options import PENALTIES, SAMPLING, SamplingOption, check_numbers, name_of
+from mlx_tq.cli.options import PENALTIES, SAMPLING, Option, check_numbers, name_of
 from mlx_tq.cli.screen import warn
 from mlx_tq.errors import ConfigError
 from mlx_tq.models import GENERATION_CONFIG, read_generation_config
@@ -37,7 +37,7 @@ def choose_sampling(args: argparse.Namespace, model: str | None) -> tuple[dict[s
     return settings, f"Sampling: {'; '.join(parts)}"
 
 
-def parse_setting(option: SamplingOption, text: str) -> Any:
+def parse_setting(option: Option, text: str) -> Any:
     """Return the value of an option that `text` writes; raise ConfigError if it is not valid."""
     name = option.flag.removeprefix("--")
     try:

@@ -34,8 +34,8 @@ def make_console(*, stderr: bool) -> Console:
     return made
 
 
-console = make_console(stderr=True)
-results = make_console(stderr=False)  # for commands whose answer is a table
+stderr = make_console(stderr=True)
+stdout = make_console(stderr=False)  # for commands whose answer is a table
 
 
 def human_bytes(count: float) -> str:
@@ -56,12 +56,12 @@ def table(title: str, *columns: str) -> Table:
 
 
 def warn(message: str) -> None:
-    console.print(Text.assemble(("warning:", "yellow"), f" {readable(message)}"), soft_wrap=not console.is_terminal)
+    stderr.print(Text.assemble(("warning:", "yellow"), f" {readable(message)}"), soft_wrap=not stderr.is_terminal)
 
 
 def note(text: str) -> None:
     """Print a remark that an answer does not depend on; a terminal breaks it between words."""
-    console.print(text, style="dim", soft_wrap=not console.is_terminal)
+    stderr.print(text, style="dim", soft_wrap=not stderr.is_terminal)
 
 
 class _TokenRate(ProgressColumn):
@@ -73,19 +73,19 @@ class _TokenRate(ProgressColumn):
 def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show a progress bar on a terminal; yield the function that advances it by units of work."""
     columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
         task = progress.add_task(title, total=total)
         yield lambda done: progress.advance(task, done)
 
 
 @contextmanager
-def prefill_progress(*, title: str = "reading the prompt", show: bool = True) -> Iterator[Callable[[int, int], None]]:
+def prefill_progress(*, title: str = "Prefilling", show: bool = True) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on a terminal; yield mlx-lm's progress callback (processed, total)."""
-    if not show or not console.is_terminal:
+    if not show or not stderr.is_terminal:
         yield lambda processed, total: None
         return
     columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), _TokenRate(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=stderr, transient=True) as progress:
         task = progress.add_task(title, total=None)
 
         def advance(processed: int, total: int) -> None:
@@ -99,7 +99,7 @@ def prefill_progress(*, title: str = "reading the prompt", show: bool = True) ->
 @contextmanager
 def logged_progress(title: str) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on a terminal; elsewhere, as in the log of a server, a line for each tenth of the work."""
-    if console.is_terminal:
+    if stderr.is_terminal:
         with prefill_progress(title=title) as advance:
             yield advance
         return
@@ -120,7 +120,8 @@ def logged_progress(title: str) -> Iterator[Callable[[int, int], None]]:
 
 def show_plan(plan: Plan, tokens: int, recall_blocker: str | None = None) -> None:
     """Print how each group of layers is stored, and the bytes of a context of `tokens`."""
-    native = f"{plan.native_dtype} cache"
+    # Before tokens are compressed, the sizes differ by what each cache reserves.
+    native = f"{plan.native_dtype} cache" if tokens >= plan.compressed_from else ""
     rows = table(f"KV cache of {plan.name}, {tokens:,} tokens", "layers", "keys", "values", "bytes", native, "")
     rows.columns[-1].no_wrap, rows.columns[-1].justify = False, "left"  # a long note must not squeeze the figures
     sized = zip(plan.layers, plan.layers_at(tokens), strict=True)
@@ -129,13 +130,13 @@ def show_plan(plan: Plan, tokens: int, recall_blocker: str | None = None) -> Non
         size = sum(layer.allocated for layer in nbytes)
         native_size = sum(layer.native_nbytes(tokens) for layer in layers)
         spec, indices = layers[0].spec, sorted({layers[0].slot.index, layers[-1].slot.index})
-        sizes = human_bytes(size), human_bytes(native_size)
+        sizes = human_bytes(size), human_bytes(native_size) if native else ""
         rows.add_row("-".join(map(str, indices)), spec.keys, spec.value, *sizes, layers[0].note)
     compressed = {layer.slot.index for layer in plan.layers}
     others = [name for index, name in enumerate(plan.classes) if index not in compressed]
     for name in sorted(set(others)):
         rows.add_row(f"{others.count(name)} others", "unchanged", "", "", "", name)
-    console.print(rows)
+    stderr.print(rows)
     for line in _describe_plan(plan, tokens, recall_blocker):
         note(line)
 
@@ -191,32 +192,32 @@ def show_restored(turn: TurnStats, *, can_recall: bool) -> None:
     """Print how many tokens were recalled for a turn, and quoted as text if any were."""
     if can_recall:
         recalled = f"Recalled {len(turn.recalled):,} of {turn.archived:,} archived tokens ({turn.recall_seconds:.1f} s)"
-        partial = "; partial: ends inside a sentence" if turn.recall_is_partial else ""
-        console.print(f"{recalled}{partial}", style="cyan")
+        partial = "; partial: a recalled sentence is incomplete" if turn.recall_is_partial else ""
+        stderr.print(f"{recalled}{partial}", style="cyan")
     if turn.quotation.ids:
         quoted = f"Quoted {len(turn.quotation.ids):,} tokens of evicted text ({turn.rescue_seconds:.1f} s)"
-        console.print(quoted, style="cyan")
+        stderr.print(quoted, style="cyan")
 
 
 def show_shadow(report: ShadowReport, native_dtype: str) -> None:
-    """Print what a compressed cache would have changed, against mlx-lm's own of type `native_dtype`."""
+    """Print what a compressed cache would have changed, against mlx-lm's own in `native_dtype`."""
     if not report.layers:
         note("Shadow mode: the answer was too short to compare")
         return
     packed = f"{report.packed:,} tokens packed in the last one"
     against = f"against mlx-lm's {native_dtype} cache in {report.comparisons} comparisons"
-    console.print(f"Shadow mode: the compressed cache {against}, {packed}")
+    stderr.print(f"Shadow mode: the compressed cache {against}, {packed}")
     rows = table("", "layer", "cosine", "lowest", "KLD of weights", "highest")
     for layer in report.layers:
         cosines = f"{layer.cosine:.5f}", f"{layer.least_cosine:.5f}"
         rows.add_row(str(layer.index), *cosines, f"{layer.kld:.2g}", f"{layer.most_kld:.2g}")
-    console.print(rows)
+    stderr.print(rows)
     if report.kld is None:
         note("Next tokens were not compared: caches of this model cannot be trimmed")
         return
     worst = ", ".join(f"{token.text!r} at {token.position:,} ({token.kld:.2g})" for token in report.worst)
     same = f"the same most likely token in {report.top1:.1f} %; largest KLD: {readable(worst)}"
-    console.print(f"Next token, {len(report.tokens)} tokens: KLD {report.kld:.2g}, {same}")
+    stderr.print(f"Next token, {len(report.tokens)} tokens: KLD {report.kld:.2g}, {same}")
 
 
 def show_cache(cache: CacheStats) -> None:
@@ -226,10 +227,10 @@ def show_cache(cache: CacheStats) -> None:
         compared += f", {cache.ratio:.2f}x as much" if cache.ratio > 1 else ""
     elif cache.tokens < cache.compressed_from:
         compared = f"; compression starts at {cache.compressed_from:,} tokens"
-    console.print(f"KV cache: {cache.tokens:,} tokens in {human_bytes(cache.nbytes)}{compared}")
+    stderr.print(f"KV cache: {cache.tokens:,} tokens in {human_bytes(cache.nbytes)}{compared}")
     if cache.rounds:
-        console.print(describe_tokens(cache))
-        console.print(f"eviction: {cache.rounds} round{'s' * (cache.rounds > 1)}, {cache.evict_seconds:.2f} s")
+        stderr.print(describe_tokens(cache))
+        stderr.print(f"eviction: {cache.rounds} round{'s' * (cache.rounds > 1)}, {cache.evict_seconds:.2f} s")
     if cache.clamped:
         warn(f"{cache.clamped:,} vectors exceeded the range of fp16 and were clamped. Use --kv-profile off.")
 
@@ -239,12 +240,13 @@ def show_stats(stats: TurnStats, cache: CacheStats) -> None:
     if generated:
         cached = f", {stats.cached_tokens:,} from the prefix cache ({stats.restore_seconds:.2f} s)"
         prompt += cached if stats.cached_tokens else ""
-        console.print(f"{prompt}, {stats.prompt_tps:.1f} tok/s, first token after {stats.ttft:.2f} s")
-        console.print(f"generation: {generated:,} tokens, {stats.generation_tps:.1f} tok/s ({reason})")
+        stderr.print(f"{prompt}, {stats.prompt_tps:.1f} tok/s, first token after {stats.ttft:.2f} s")
+        rate = f", {stats.generation_tps:.1f} tok/s" if generated > 1 else ""
+        stderr.print(f"generation: {generated:,} token{'s' * (generated > 1)}{rate} ({reason})")
     else:
-        console.print(f"{prompt}, {reason} before the first token")
+        stderr.print(f"{prompt}, {reason} before the first token")
     show_cache(cache)
-    console.print(f"peak memory: {human_bytes(stats.peak_memory)}")
+    stderr.print(f"peak memory: {human_bytes(stats.peak_memory)}")
 
 
 def collect_stats(ranks: Ranks, cache: CacheStats, warning: str | None) -> list[dict[str, Any]]:
@@ -259,7 +261,7 @@ def show_ranks(stats: list[dict[str, Any]]) -> None:
     for rank in stats:
         sizes = human_bytes(rank["nbytes"]), human_bytes(rank["native_nbytes"])
         rows.add_row(str(rank["rank"]), *sizes, *(f"{rank[name]:,}" for name in ("evicted", "calls", "call_nbytes")))
-    console.print(rows)
+    stderr.print(rows)
     for rank in stats:
         if rank["warning"] is not None:
             warn(f"rank {rank['rank']}: {rank['warning']}")
@@ -283,8 +285,8 @@ def memory_bar(session: Session, width: int | None = None) -> Text:
         (f"  {session.quoted_tokens:,} rescued", "cyan"),
         *([(f"  {stats.archived:,} archived", "cyan")] if stats.archived else []),
     ]
-    if width is None and console.is_terminal:
-        width = console.width
+    if width is None and stderr.is_terminal:
+        width = stderr.width
     if width is not None:
         ends = accumulate(len(text) for text, _ in parts)
         parts = [part for part, end in zip(parts, ends, strict=True) if end + _SHORTEST_BAR <= width]

@@ -56,9 +56,9 @@ def check_rescue(request: Request) -> Request:
         ConfigError: --rescue is not an address.
         RescueError: --rescue auto was chosen, and its extra is missing.
     """
-    if request.rescue.service == OFF or launched_rank():  # of several ranks, the first has the service
+    if request.rescue.service == OFF or launched_rank():  # the first of several ranks has the service
         return request
-    fault = open_service(request.rescue.service).find_fault()
+    fault = open_service(request.rescue.service).missing_package_error()
     if fault is None:
         return request
     if request.values["--rescue"] is not None:

@@ -21,7 +21,7 @@ def readable(text: str) -> str:
     return text.translate(_PICTURES)
 
 
-def say(text: str) -> None:
+def write_answer(text: str) -> None:
     """Write to stdout and flush; on a terminal, the text is made readable first."""
     sys.stdout.write(readable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()

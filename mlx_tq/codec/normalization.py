@@ -101,7 +101,7 @@ def normalize(keys: mx.array, normalization: KeyNormalization, rotation: Rotatio
 
 
 def denormalize(normalized: mx.array, normalization: KeyNormalization, rotation: Rotation | None) -> mx.array:
-    """Invert `normalize`, also for vectors that another codec stored since: fp32 [B, H, S, D]."""
+    """Invert `normalize`, even for vectors that another codec has stored since: fp32 [B, H, S, D]."""
     means = _unrotated_row_means(normalization, rotation, normalized.shape[2])
     return (normalized + means) / normalization.scale[:, :, None]
 

@@ -18,7 +18,7 @@ class Rows(NamedTuple):
 
 
 class RowLayout:
-    """Places the words of a key codec and a value codec in rows. Immutable, so caches share it, also when copied."""
+    """Places the words of a key codec and a value codec in rows. Immutable, so caches share it, even copied ones."""
 
     def __init__(self, key: Codec, value: Codec) -> None:
         self.key = key

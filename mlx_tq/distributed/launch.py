@@ -28,7 +28,7 @@ def write_last_line(line: str) -> None:
 
 
 def exit_now(line: str) -> None:
-    """Write the last line and end the process at once, from any thread."""
+    """Write the last line and end the process immediately, from any thread."""
     write_last_line(line)
     os._exit(1)
 

@@ -68,7 +68,7 @@ def build_parser() -> CommandParser:
     keys = "key formats, such as tq4 or tq4:raw, separated by commas (default: tq4 with --values)"
     add("--keys", metavar="A,B,...", help=keys)
     add("--values", metavar="A,B,...", help="value formats; all pairs are measured (default: tq4 with --keys)")
-    add("--pairs", metavar="A/B,...", help="pairs such as q8/tq4,tq35/tq3 (default: the sensible ones)")
+    add("--pairs", metavar="A/B,...", help="pairs such as q8/tq4,tq35/tq3 (default: a curated list of pairs)")
     needles = {"needles": (0, "needles at each of three depths"), "needle_length": (1000, "tokens around a needle")}
     _add_numbers(parsers["formats"], **needles)
     add = parsers["needle"].add_argument
@@ -88,9 +88,8 @@ def add_arm_arguments(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument(
         "--profiles",
         metavar="A,B,...",
-        help="what to compare: profiles, or pairs such as q8/tq4; with a scale rule as in tq4:raw/fp16, without "
-        "normalized keys as in tq4:plain/tq4, with eviction to a budget as in off@90%% (the others then keep all "
-        f"tokens) (default: {default}, or the --kv flags)",
+        help="profiles or KEY/VALUE pairs to compare, such as q8/tq4. Suffixes: tq4:raw (scale rule), tq4:plain (no "
+        f"key normalization), @90%% (evict to this budget) (default: {default}, or the --kv flags)",
     )
     parser.set_defaults(default_profiles=default)
 

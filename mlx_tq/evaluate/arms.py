@@ -104,7 +104,7 @@ def sensible_pairs() -> list[str]:
 
 
 def parse_pairs(keys: str | None, values: str | None, pairs: str | None = None, **changes: Any) -> list[Arm]:
-    """Return the pairs of a list, or all pairs of two lists of formats (default: tq4), or the sensible ones."""
+    """Return the pairs of a list, or all pairs of two lists of formats (default: tq4), or the curated ones."""
     if pairs and (keys or values):
         raise ConfigError("--pairs and --keys or --values both choose formats. Drop one of them.")
     if keys or values:

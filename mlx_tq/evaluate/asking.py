@@ -107,7 +107,7 @@ def ask_samples(
         if not (arm.config.is_off or samples[0].needle or any(record["packed"] for record in of_arm)):
             raise ConfigError(
                 f"{arm.name} packed none of the prompts' tokens with sinks {arm.config.sinks} and window "
-                f"{arm.config.window}, so there is nothing to compare. Take a smaller --kv-sinks and --kv-window."
+                f"{arm.config.window}, so there is nothing to compare. Use a smaller --kv-sinks and --kv-window."
             )
         records += of_arm
     return records
@@ -118,7 +118,7 @@ def _check_positions(model: Any, longest: int, max_tokens: int) -> None:
     if limit is not None and longest + max_tokens > limit:
         raise ConfigError(
             f"a prompt and an answer of {max_tokens:,} tokens exceed the model's {limit:,} positions: they take "
-            f"{longest + max_tokens:,}. Take smaller --lengths, fewer --shots or a smaller --max-tokens."
+            f"{longest + max_tokens:,}. Use smaller --lengths, fewer --shots or a smaller --max-tokens."
         )
 
 

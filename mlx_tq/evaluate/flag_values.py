@@ -1,4 +1,4 @@
-"""Parse the lists in flags; this imports no model code, so that a typing error is told at once."""
+"""Parse the lists in flags; this imports no model code, so that a typing error is reported immediately."""
 
 import argparse
 

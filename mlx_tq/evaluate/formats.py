@@ -51,7 +51,7 @@ def _measure_storage(model: Any, arm: Arm, recorded: list[Attended]) -> Record:
         earlier.attend(layer.earlier_queries, layer.scale, "causal", layer.sinks)  # keys are normalized by queries
         if not cache.packed_tokens:
             raise ConfigError(
-                f"{past} tokens with sinks {planned.spec.sinks} and window {planned.spec.window} pack none. Take a "
+                f"{past} tokens with sinks {planned.spec.sinks} and window {planned.spec.window} pack none. Use a "
                 f"longer --length, or a smaller --kv-sinks or --kv-window.{normalization_hint(planned.spec, past)}"
             )
         nbytes += cache.packed_nbytes / (layer.keys.shape[0] * cache.packed_tokens)

@@ -46,7 +46,7 @@ def check_evicted(name: str, caches: list[Any]) -> None:
         warmup = f", a warm-up of {policy.warmup:,} tokens" if isinstance(policy, CalibratedPolicy) else ""
         raise ConfigError(
             f"{name} evicted nothing in {tokens_seen(caches):,} tokens, with a budget of {config.budget}{warmup} and a "
-            f"trigger of {policy.trigger}. Take a longer text or a smaller budget, warm-up or trigger."
+            f"trigger of {policy.trigger}. Use a longer text or a smaller budget, warm-up or trigger."
         )
 
 

@@ -74,7 +74,7 @@ def problem_samples(
     worked, questions = problems[:shots], problems[shots : shots + count]
     if not questions:
         raise ConfigError(
-            f"the file has {len(problems)} problems; {shots} are shown worked, and none is left. Take fewer --shots."
+            f"the file has {len(problems)} problems; {shots} are shown worked, and none is left. Use fewer --shots."
         )
     samples = []
     for seed in range(seeds):

@@ -113,7 +113,7 @@ def _listed(
         return list(tokenizer.encode(rendered, add_special_tokens=False))
 
     if (least := len(prompt(0))) > length:
-        raise ConfigError(f"{length} tokens are too few for this task; it needs {least}. Take longer --lengths.")
+        raise ConfigError(f"{length} tokens are too few for this task; it needs {least}. Use longer --lengths.")
     low, high = 0, limit
     while low < high:  # find the largest count whose prompt fits into the length
         middle = (low + high + 1) // 2

@@ -53,7 +53,7 @@ def cut_chunks(tokenizer: Any, text: str, chunks: int, length: int) -> list[list
 def check_length(model: Any, length: int) -> None:
     limit = position_limit(model)
     if limit is not None and length > limit:
-        raise ConfigError(f"the length is {length:,}; the model allows {limit:,} positions. Take a smaller --length.")
+        raise ConfigError(f"the length is {length:,}; the model allows {limit:,} positions. Use a smaller --length.")
 
 
 def check_steps(model: Any, length: int, step: int, arms: Sequence[Arm]) -> None:
@@ -64,7 +64,7 @@ def check_steps(model: Any, length: int, step: int, arms: Sequence[Arm]) -> None
     if length < 2 or length - 1 <= step:
         raise ConfigError(
             f"{length} tokens in steps of {step} leave none to score, for those of the first step attend to nothing "
-            f"packed. Take a --length above {step + 1} or a smaller --step."
+            f"packed. Use a --length above {step + 1} or a smaller --step."
         )
     last = (length - 2) // step * step
     for arm in arms:
@@ -73,7 +73,7 @@ def check_steps(model: Any, length: int, step: int, arms: Sequence[Arm]) -> None
         if not config.is_off and spec.packed_until(last) == config.sinks:
             raise ConfigError(
                 f"{length} tokens in steps of {step} never read a packed one with sinks {config.sinks} and window "
-                f"{config.window}. Take a longer --length, or a smaller --step, --kv-sinks or --kv-window."
+                f"{config.window}. Use a longer --length, or a smaller --step, --kv-sinks or --kv-window."
                 f"{normalization_hint(spec, last)}"
             )
 

@@ -52,7 +52,7 @@ def choose_parser(tokenizer: Any, name: str | None) -> ToolParser:
         return ToolParser(module.tool_call_start, module.tool_call_end, module.parse_tool_call)
     if not tokenizer.has_tool_calling:
         raise ConfigError(
-            "the model's chat template does not support functions. Take another model, or --tool-parser json_tools, "
+            "the model's chat template does not support functions. Use another model, or --tool-parser json_tools, "
             "which describes the functions in the system prompt."
         )
     return ToolParser(tokenizer.tool_call_start, tokenizer.tool_call_end, tokenizer.tool_parser)
@@ -83,7 +83,7 @@ def tool_samples(tokenizer: Any, path: str | None, *, shots: int, count: int, pa
     parser = choose_parser(tokenizer, parser_name)
     examples, questions = cases[:shots], cases[shots : shots + count]
     if not questions:
-        raise ConfigError(f"the file has {len(cases)} cases; {shots} are shown, and none is left. Take fewer --shots.")
+        raise ConfigError(f"the file has {len(cases)} cases; {shots} are shown, and none is left. Use fewer --shots.")
     turns_before = []
     if parser_name is not None:
         described = "\n".join(json.dumps(function["function"]) for function in functions)
@@ -130,4 +130,4 @@ def _render(tokenizer: Any, turns: list[dict[str, str]], options: dict[str, Any]
     try:
         return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **options))
     except TEMPLATE_ERRORS as error:
-        raise ConfigError(f"the model's chat template refuses these turns: {error}. Take --shots 0.") from error
+        raise ConfigError(f"the model's chat template refuses these turns: {error}. Use --shots 0.") from error

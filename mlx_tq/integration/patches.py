@@ -84,7 +84,7 @@ def _replace_function(original: Callable[..., Any], replacement: Callable[..., A
                 setattr(module, old.__name__, new)
 
     rebind(original, replacement)
-    return lambda: rebind(replacement, original)  # also in modules that were imported meanwhile
+    return lambda: rebind(replacement, original)  # modules that were imported meanwhile included
 
 
 _mlx_lm_attention = base.scaled_dot_product_attention

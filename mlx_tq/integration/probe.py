@@ -123,7 +123,7 @@ class _ProbeView:
         if not calls:
             reason = "its attention has no RoPE"
         elif nearby is None:
-            reason = "RoPE turns a part of each query that is joined to the rest afterwards, as in MLA"
+            reason = "RoPE rotates only a part of each query, which is joined to the rest afterwards, as in MLA"
         module: dict[str, Any] = {"no_rope": reason} if call is None else {"rope": call.module}
         self.rope = {**module, "nearby_rope": nearby}
 

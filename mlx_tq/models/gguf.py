@@ -68,7 +68,7 @@ class _Architecture:
     """How a GGUF file of one architecture maps to mlx-lm's model."""
 
     layer: Mapping[str, str]  # names of a layer's tensors in the file, and in mlx-lm
-    own_config: Callable[[GgufFile, Config], Config]  # the part of the configuration that only this architecture has
+    extra_config: Callable[[GgufFile, Config], Config]  # the part of the configuration that only this architecture has
     interleaved: bool = False  # rows of q and k are in pairs (x0, x64, x1, x65 ...); mlx-lm has halves
     norm_offset: float = 0.0  # added to the weights of norms in the file, which mlx-lm's model adds itself
 
@@ -121,8 +121,8 @@ def _architecture_of(file: GgufFile) -> _Architecture:
     name = file.architecture
     if name not in _ARCHITECTURES:
         raise UnsupportedModelError(
-            f"the model {str(file.path)!r} cannot be loaded: its architecture is {short(name)!r}; GGUF files of "
-            f"{', '.join(_ARCHITECTURES)} can. Convert it for mlx-lm, or take a folder from mlx-community on the hub."
+            f"the model {str(file.path)!r} cannot be loaded: architecture {short(name)!r} is not supported; supported "
+            f"are {', '.join(_ARCHITECTURES)}. Convert it for mlx-lm, or use a folder from mlx-community on the hub."
         )
     architecture = _ARCHITECTURES[name]
     for tensor in file.tensors:
@@ -164,7 +164,7 @@ def make_config(file: GgufFile) -> Config:
         "max_position_embeddings": file.integer("context_length"),
         "rope_theta": file.number("rope.freq_base", 10_000.0),
     }
-    return config | {"rope_scaling": _rope_scaling(file, config)} | architecture.own_config(file, config)
+    return config | {"rope_scaling": _rope_scaling(file, config)} | architecture.extra_config(file, config)
 
 
 def _rope_scaling(file: GgufFile, config: Config) -> Config | None:

@@ -33,7 +33,7 @@ _ALIGNMENT, _MAX_DIMS = 32, 4
 _MAX_INTEGER = 2**31 - 1  # of mlx's shapes
 _MAX_QUOTED = 60  # characters of a value in a message
 _PART_NAME = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")  # as llama.cpp names the parts of a split file
-# ggml's numbers of kinds.
+# ggml's numbers of types.
 _F32, _F16, _BF16, _Q4_0, _Q4_1, _Q8_0 = 0, 1, 30, 2, 3, 8
 _DENSE: dict[int, tuple[type, mx.Dtype]] = {
     _F32: (np.float32, mx.float32),
@@ -65,7 +65,7 @@ class Tensor:
 
     @property
     def dense_dtype(self) -> mx.Dtype | None:
-        """The type of a tensor that is not quantized, else None."""
+        """The dtype of a tensor that is not quantized, else None."""
         return _DENSE[self.kind][1] if self.kind in _DENSE else None
 
 
@@ -99,7 +99,7 @@ class GgufFile:
             if any(number != value[0] for number in value):
                 raise UnsupportedModelError(
                     f"the model {str(self.path)!r} has {name} = {short(value)}, and mlx-lm's {self.architecture} has "
-                    "one number for all layers. Take another model."
+                    "one number for all layers. Use another model."
                 )
             value = value[0]
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
@@ -138,7 +138,7 @@ class GgufFile:
         return {"weight": (dense.astype(mx.float32) - minus if minus else dense).reshape(tensor.shape).astype(dtype)}
 
     def outline(self, tensor: Tensor, dtype: mx.Dtype) -> dict[str, mx.array]:
-        """Return arrays of the shapes and types that `read` returns; they take no memory until they are evaluated."""
+        """Return arrays of the shapes and dtypes that `read` returns; they take no memory until they are evaluated."""
         bits = tensor.packed_bits
         if bits is None:
             return {"weight": mx.zeros(tensor.shape, dtype)}
@@ -178,7 +178,7 @@ class GgufFile:
         except (ValueError, NotImplementedError) as error:
             raise UnsupportedModelError(
                 f"{short(tensor.name)} of {str(self.path)!r} cannot be dequantized by the gguf package: {error}. "
-                "Take a file of a more common kind, such as Q4_K_M or Q8_0."
+                "Use a file of a more common kind, such as Q4_K_M or Q8_0."
             ) from error
 
 

@@ -93,7 +93,9 @@ def load(
         check_heads(source, ranks)
     with report_panics(f"the tokenizer of {source!r} cannot be loaded"):
         if Path(source).suffix == _GGUF:  # where dense weights are rounded once
-            loaded, tokenizer, config = _load_file(source, {**options, "dtype": "float32" if dequantize else dtype})
+            with _file_errors(source):
+                rounded = "float32" if dequantize else dtype
+                loaded, tokenizer, config = load_gguf(Path(source), **{**options, "dtype": rounded})
         else:
             loaded, tokenizer, config = _load_folder(source, {**options, "lazy": not ranks.is_alone})
     if dequantize:
@@ -120,13 +122,13 @@ def source_name(model: str | Path | None) -> str:
 
 
 def short_name(model: str | Path | None) -> str:
-    """Return the name under which a model is shown: of a folder or file its last part, without its place."""
+    """Return the name under which a model is shown; a folder or file is shown by its last part."""
     name = str(model or EMBEDDED)
     return Path(name).resolve().name if Path(name).exists() else name
 
 
 def loaded_name(model: Any) -> str:
-    """Return the name under which a model was loaded; of one that mlx-lm loaded, its architecture."""
+    """Return the name under which a model was loaded; a model that mlx-lm loaded has the name of its architecture."""
     source = source_of(model)
     return str(getattr(model, "model_type", type(model).__name__)) if source is None else short_name(source.model)
 
@@ -167,7 +169,7 @@ def load_outline(
     dequantize: bool = False,
     trust_remote_code: bool = False,
 ) -> Any:
-    """Return a model of which only the shapes and types of its weights are known, as `load` would return it.
+    """Return a model of which only the shapes and dtypes of its weights are known, as `load` would return it.
 
     No weights are read, and those of a hub name are not downloaded. Nothing can be computed with it. Raises as `load`.
     """
@@ -280,11 +282,6 @@ def _check_config(source: str, folder: Path) -> None:
             raise _not_loaded(source, f"its config.json has rope_theta = {base!r}, not a number or a list of numbers")
 
 
-def _load_file(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    with _file_errors(source):
-        return load_gguf(Path(source), **options)
-
-
 @contextmanager
 def _file_errors(source: str) -> Iterator[None]:
     """Raise an error of ours for what reading a GGUF file raises."""
@@ -310,7 +307,7 @@ def _report_hub_errors(source: str) -> Iterator[None]:
     except (HTTPError, OSError) as error:
         reason = one_line(str(error).strip().partition("\n")[0])
         if not Path(source).exists():
-            reason = f"there is no such folder, and the hub did not give it ({reason})"
+            reason = f"there is no such folder, and it could not be downloaded from the hub ({reason})"
         raise _not_loaded(source, reason) from error
 
 
@@ -361,7 +358,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def _make_dense(model: Any) -> None:
-    """Dequantize in float32, and round the result to the type that the model had."""
+    """Dequantize in float32, and round the result to the dtype that the model had."""
     from mlx_lm.utils import dequantize_model  # imports transformers, which takes a second
 
     weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
@@ -384,8 +381,8 @@ def check_heads(source: str, ranks: Ranks) -> None:
     if isinstance(heads, int) and heads > 0 and heads % ranks.size:
         valid = [str(count) for count in range(1, heads + 1) if heads % count == 0]
         raise ConfigError(
-            f"{Path(source).name} ({config.get('model_type')}) has {heads} KV heads, which {ranks.size} ranks do not "
-            f"divide. Start {' or '.join(valid)} with mlx.launch -n."
+            f"{Path(source).name} ({config.get('model_type')}): cannot split {heads} KV heads across {ranks.size} "
+            f"ranks. Use mlx.launch -n {' or '.join(valid)}."
         )
 
 

@@ -39,7 +39,7 @@ def report_panics(message: str) -> Iterator[None]:
         if type(error).__name__ != "PanicException":
             raise
         raise UnsupportedModelError(
-            f"{message} ({str(error)[:200]}). Repair its tokenizer.json, or take another copy of the model."
+            f"{message} ({str(error)[:200]}). Repair its tokenizer.json, or use another copy of the model."
         ) from error
 
 

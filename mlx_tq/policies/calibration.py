@@ -175,7 +175,7 @@ class Calibration:
         if covariance and any(stats.moment is None for stats in self.layers):
             raise CacheFormatError(
                 f"{self.path} has no covariance, which expected_attention needs. Make it again with mlx_tq.calibrate "
-                "--covariance, let the run calibrate itself, or take another policy."
+                "--covariance, let the run calibrate itself, or use another policy."
             )
         return self.layers
 
@@ -203,7 +203,7 @@ class Calibration:
 def save_calibration(path: str | Path, model: str, ropes: Sequence[Rope], layers: Sequence[QueryStats]) -> None:
     """Write the statistics of each layer to exactly `path`.
 
-    `model` is the fingerprint of the model, or several separated by spaces, as of one model in several types.
+    `model` is the fingerprint of the model, or several separated by spaces, as of one model in several dtypes.
     """
     check_replaceable(path)
     arrays = {}

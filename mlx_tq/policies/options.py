@@ -37,7 +37,7 @@ def check_options(settings: Any) -> None:
         choices, minimum, maximum = map(field_.metadata.get, ("choices", "minimum", "maximum"))
         if choices and value not in choices:
             raise unknown_name(name, value, choices)
-        if minimum is not None and not minimum <= value <= (value if maximum is None else maximum):  # also for NaN
+        if minimum is not None and not minimum <= value <= (value if maximum is None else maximum):  # NaN included
             valid = f"{minimum} or more" if maximum is None else f"from {minimum} to {maximum:,}"
             raise ConfigError(f"{name} is {value}; it must be {valid}.")
 

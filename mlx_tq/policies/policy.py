@@ -115,7 +115,7 @@ class Policy(ABC):
 
     @property
     def can_evict_sinks(self) -> bool:
-        """Whether the first tokens are scored like all others, which requires a cache without sink tokens."""
+        """Return whether the first tokens are scored like all others, which requires a cache without sink tokens."""
         return False
 
     def segment_numbers(self, positions: np.ndarray, start: int, stop: int) -> np.ndarray:
@@ -141,8 +141,8 @@ class CalibratedPolicy(Policy):
     Attributes:
         warmup: number of tokens of the prompt whose queries calibrate if `calibration` is "text"; nothing is evicted
             before that, unless a question follows.
-        calibration: "auto", questions and a text, run through the model once and cached (if there are none, as "text");
-            "text", the prompt itself; or a file from mlx_tq.calibrate.
+        calibration: "auto": statistics measured once per model and cached, else as "text"; "text": measured on the
+            prompt; or a file from mlx_tq.calibrate.
     """
 
     needs_covariance: ClassVar[bool] = False
@@ -152,12 +152,12 @@ class CalibratedPolicy(Policy):
 
     @property
     def recalibrates(self) -> bool:
-        """Whether the statistics change while a text is read, after the warm-up."""
+        """Return whether the statistics change during the prefill, after the warm-up."""
         return False
 
     @property
     def uses_auto_calibration(self) -> bool:
-        """Whether to use the cached calibration of the model."""
+        """Return whether to use the cached calibration of the model."""
         return self.calibration == AUTO and not self.recalibrates
 
     @property

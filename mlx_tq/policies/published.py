@@ -27,11 +27,11 @@ class Published(TriAttention):
         pooling: score of a block: "mean", "max", or "top", the mean of its highest eighth.
         ema: weight of every later `warmup` tokens in an exponential mean of the prompt's queries; 0 is off.
         recalibrate: number of tokens after which the prompt's queries calibrate again; 0 is off.
-        evict: whether the "lowest" or the "highest" scores are evicted; some published ports have the latter sign.
+        evict: whether the "lowest" or the "highest" scores are evicted; some published ports evict the highest scores.
         aggregation: how scores are combined over heads and layers: "weight", as `triattention`; "paper", with unit
             deviation in each query head, the maximum over the query heads of a KV head, the mean over KV heads and
             layers; "v3", with one mean query for each KV head, the sum over KV heads, the mean over layers.
-        score_unrotated_dims: whether the dims that RoPE leaves alone count.
+        score_unrotated_dims: whether to score dimensions without RoPE.
         skip_layers: number of first compressed layers that are not scored.
     """
 

@@ -17,10 +17,10 @@ class TriAttention(CalibratedPolicy):
     """Keep the tokens that later queries are expected to attend to.
 
     The mean query of a head, rotated by the model's RoPE to the positions of later queries and averaged, is a virtual
-    query w: <w, K> is the expected logit of a key K, times sqrt(D). What the queries scatter around their center c adds
-    sum over f of (a_f - |c_f|)+ |K_f|, so that a token is not lost because its queries point everywhere. Dims that RoPE
-    leaves alone do not count. A token's score is its softmax weight times the norm of its value, averaged over query
-    heads and layers.
+    query w: <w, K> is the expected logit of a key K, times sqrt(D). The spread of the
+    queries around their mean c adds sum_f (a_f - |c_f|)+ |K_f|, which keeps tokens whose queries have no common
+    direction. Dims without RoPE do not count. A token's score is its softmax weight times the norm of its value,
+    averaged over query heads and layers.
 
     Source: TriAttention (Mao et al., arXiv 2604.04921), sections 3 and 4, and TriAttention V3 (T. Turney); heads and
     layers are combined as in Expected Attention (Devoto et al., kvpress).

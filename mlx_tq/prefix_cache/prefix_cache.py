@@ -33,13 +33,13 @@ from mlx_tq.errors import CacheFormatError
 from mlx_tq.kernels import backend, thresholds
 from mlx_tq.models import exact_fingerprint
 from mlx_tq.prefix_cache.folder import BLOCKS, CHECKPOINTS, Folder
-from mlx_tq.prompt_cache.cache_file import CacheParts, join_caches, split_caches
+from mlx_tq.prompt_cache.cache_file import CacheState, join_caches, split_caches
 from mlx_tq.prompt_cache.layer_group import layer_group_of
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.statistics import tokens_seen
 
 FORMAT = 1  # of the records
-_SHARED_BY = 4  # continuations that protect a checkpoint; with fewer, much is kept that nobody asks for again
+_SHARED_BY = 4  # continuations that protect a checkpoint; with fewer, much is kept that is never requested again
 _MAX_REMEMBERED = 100_000  # checkpoints whose continuations are counted
 ROWS = 256  # packed tokens of a block
 
@@ -89,7 +89,7 @@ def decode_checkpoint(data: bytes, read_block: Callable[[str], bytes | None]) ->
         blocks = [_from_bytes(read_block(key) or b"")[0] for key in header["blocks"]]
         for name in header["growing"] if blocks else ():
             arrays[name] = mx.concatenate([*(block[name] for block in blocks), arrays[name]], axis=2)
-        return join_caches(CacheParts(header["classes"], header["scalars"], arrays)), header["blocks"]
+        return join_caches(CacheState(header["classes"], header["scalars"], arrays)), header["blocks"]
     except Exception as error:
         raise CacheFormatError(f"a checkpoint is incomplete ({error!r}). Its tokens are prefilled again.") from error
 
@@ -156,7 +156,7 @@ def step_keys(root: str, segments: list[list[int]], step: int) -> dict[int, str]
 class RestoredCheckpoint:
     """A checkpoint from the disk. While somebody has it, prompts that restore it share its rows."""
 
-    caches: list[Any]  # nobody prefills into these
+    caches: list[Any]  # never prefilled into
     block_keys: list[str]
 
 

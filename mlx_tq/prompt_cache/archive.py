@@ -1,7 +1,7 @@
-"""The archive: packed rows of evicted tokens, in a file that nobody else can open.
+"""The archive: packed rows of evicted tokens, in a file that no other process can open.
 
 The file has no name, or on systems that cannot do that loses it as soon as it is open: nothing is left behind, however
-the process ends. A thread writes; nobody waits for it, as a block that is not written yet is read from memory. What it
+the process ends. A thread writes; no reader waits, as a block that is not written yet is read from memory. What it
 cannot take (a full disk, or a queue longer than the disk is fast) is lost to recall, counted, and reported once. At the
 limit the least recalled blocks are deleted, the oldest first.
 
@@ -45,7 +45,7 @@ def default_limit(folder: Path) -> int:
 
 
 class ArchivedBlock:
-    """A block in the archive. Its slot is free again once the block is deleted, or nobody holds this object."""
+    """A block in the archive. Its slot is free again once the block is deleted, or nothing refers to this object."""
 
     def __init__(
         self, positions: np.ndarray, nbytes: int, start: int, number: int, on_free: Callable[[], None]
@@ -226,15 +226,16 @@ class Archive:
 
     def warn_of_damage(self, count: int) -> None:
         if count:
-            what = "1 block is damaged: what it" if count == 1 else f"{count} blocks are damaged: what they"
-            self.warn(f"of the archive {what} held cannot be recalled. The conversation continues.")
+            what = "1 block of the archive is damaged: what it"
+            what = what if count == 1 else f"{count} blocks of the archive are damaged: what they"
+            self.warn(f"{what} held cannot be recalled. The conversation continues.")
 
     def warn(self, message: str) -> None:
         """Add a warning behind those that were not taken yet."""
         self.warning = message if self.warning is None else f"{self.warning} {message}"
 
     def take_warning(self) -> str | None:
-        """Return the warnings, once."""
+        """Return the pending warnings and clear them."""
         warning, self.warning = self.warning, None
         return warning
 

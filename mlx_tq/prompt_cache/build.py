@@ -82,7 +82,7 @@ def decode_caches(fresh: list[Any], caches: list[Any]) -> list[Any]:
 
 
 def _layer_maker(plan: Plan, *, shadow: bool = False) -> Callable[[LayerPlan], CompressedKVCache]:
-    """Return what makes the caches of one sequence."""
+    """Return a function that creates each layer's cache for one sequence."""
     eviction = plan.eviction
     if eviction is None:
         return lambda layer: make_cache(layer.spec, shadow=shadow)

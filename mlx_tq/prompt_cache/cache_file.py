@@ -32,13 +32,19 @@ from mlx_tq.integration.probe import model_facts, native_caches
 from mlx_tq.models import ModelSource, fingerprint, ranks_of, source_of
 from mlx_tq.policies.policy import CalibratedPolicy
 from mlx_tq.prompt_cache.compressed import compressed_attention, plan_caches
-from mlx_tq.prompt_cache.layer_group import cache_parts, compressed_caches, evicting_layers, layer_group_of
+from mlx_tq.prompt_cache.layer_group import (
+    cache_arrays,
+    cache_parts,
+    compressed_caches,
+    evicting_layers,
+    layer_group_of,
+)
 from mlx_tq.prompt_cache.plan import learn_ropes
 
 CONVERSATION = "session"  # a metadata key that only conversations have
 VERSION = "1"
 _FORMAT = "mlx_tq prompt cache"
-_REMEDY = "Take another copy of it, or start again without it."  # it may hold a prompt or a conversation
+_REMEDY = "Use another copy of it, or start again without it."  # it may hold a prompt or a conversation
 _HEADER_KEY = "mlx_tq"  # in the metadata of a file that mlx-lm can read
 _CHECKED_FIELDS = ("version", "model", "source", "config", "classes", "scalars", "metadata")
 _MAX_INDEX = 10_000  # of a layer, or in a list of a state; as many elements are made
@@ -50,13 +56,13 @@ _BLOCKS = "attached"  # the array of archived blocks, and the metadata key of th
 
 
 class Header(NamedTuple):
-    """The writer of a cache file."""
+    """Origin of a cache file: its writer and its model."""
 
     is_ours: bool  # else mlx-lm
     source: ModelSource | None  # None if the model was not loaded by name
 
 
-class CacheParts(NamedTuple):
+class CacheState(NamedTuple):
     """The classes, scalars and arrays of caches; the latter by their path in the list of the caches' states."""
 
     classes: list[str]
@@ -136,7 +142,7 @@ def load_prompt_cache(path: str | Path, *, model: Any, config: KVConfig | None =
 
     Raises:
         CacheFormatError: no such file, a damaged or foreign one, another version, model or configuration.
-        ConfigError: `mean_bits` of `config` cannot be met.
+        ConfigError: `mean_bits` of `config` is invalid.
     """
     loaded = _read(Path(path), model)
     if config is not None:
@@ -181,7 +187,7 @@ def _read(path: Path, model: Any) -> LoadedCache:
         raise CacheFormatError(f"{path} was made with {other}. Load that model.")
     with refuse_damaged(path):
         config = KVConfig.from_dict(json.loads(header["config"]))
-        caches = join_caches(CacheParts(json.loads(header["classes"]), json.loads(header["scalars"]), arrays))
+        caches = join_caches(CacheState(json.loads(header["classes"]), json.loads(header["scalars"]), arrays))
         metadata = json.loads(header["metadata"])
         if not all(isinstance(text, str) for text in metadata.values()):
             raise CacheFormatError("its metadata are not texts")
@@ -199,7 +205,7 @@ def try_out(caches: list[Any], model: Any) -> None:
     parts = cache_parts(caches)
     if all(isinstance(part, CompressedKVCache) for part in parts) or not ranks_of(model).is_alone:
         return
-    batch = next((leaf.shape[0] for part in parts for leaf in _arrays(part) if leaf.ndim > 2), 1)
+    batch = next((leaf.shape[0] for part in parts for leaf in cache_arrays(part) if leaf.ndim > 2), 1)
     lengths = {part.offset for part in parts if isinstance(getattr(part, "offset", None), int)}
     if not 0 < batch <= _MAX_BATCH or len(lengths) > 1:
         raise CacheFormatError(f"its caches are of {batch} sequences, and hold {sorted(lengths)[:4]} tokens")
@@ -213,22 +219,17 @@ def _copy_beginning(caches: list[Any]) -> list[Any]:
     arrays: dict[int, mx.array] = {}  # what `deepcopy` takes as the copies of arrays, by their ids
     for part in cache_parts(caches):
         if type(part) in _GROWING:
-            rows = min((leaf.shape[-2] for leaf in _arrays(part)), default=0)
+            rows = min((leaf.shape[-2] for leaf in cache_arrays(part)), default=0)
             if not 0 <= part.offset <= rows:
                 raise CacheFormatError(f"it has {part.offset} tokens, and arrays of {rows}")
-            arrays |= {id(leaf): leaf[..., :_TRIED_TOKENS, :] for leaf in _arrays(part)}
+            arrays |= {id(leaf): leaf[..., :_TRIED_TOKENS, :] for leaf in cache_arrays(part)}
         elif not isinstance(part, CompressedKVCache):  # whose copies share arrays
-            arrays |= {id(leaf): leaf[...] for leaf in _arrays(part)}
+            arrays |= {id(leaf): leaf[...] for leaf in cache_arrays(part)}
     copies = copy.deepcopy(caches, arrays)
     for part in cache_parts(copies):
         if type(part) in _GROWING:
             part.trim(max(0, part.offset - _TRIED_TOKENS))
     return copies
-
-
-def _arrays(cache: Any) -> list[mx.array]:
-    leaves: list[tuple[str, Any]] = tree_flatten(cache.state)  # type: ignore[assignment]
-    return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
 
 
 def _check_classes(caches: Sequence[Any], natives: Sequence[Any]) -> None:
@@ -243,15 +244,15 @@ def _check_classes(caches: Sequence[Any], natives: Sequence[Any]) -> None:
             _check_classes(cache.caches, expected.caches)
 
 
-def split_caches(caches: list[Any]) -> CacheParts:
+def split_caches(caches: list[Any]) -> CacheState:
     """Split caches of any class into plain parts, from which `join_caches` makes equal ones."""
     leaves: list[tuple[str, Any]] = tree_flatten([cache.state for cache in caches])  # type: ignore[assignment]
     arrays = {name: leaf for name, leaf in leaves if isinstance(leaf, mx.array)}
     scalars = {name: leaf for name, leaf in leaves if not isinstance(leaf, mx.array)}
-    return CacheParts([type(cache).__name__ for cache in caches], scalars, arrays)
+    return CacheState([type(cache).__name__ for cache in caches], scalars, arrays)
 
 
-def join_caches(parts: CacheParts) -> list[Any]:
+def join_caches(parts: CacheState) -> list[Any]:
     """Return the caches that were split, evaluated; parts of a file may raise any exception."""
     indices = (int(part) for name in (*parts.scalars, *parts.arrays) for part in name.split(".") if part.isdecimal())
     if max(indices, default=0) > _MAX_INDEX:
@@ -318,9 +319,7 @@ def _load(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
     arrays: Any
     header: Any
     if not path.is_file():
-        raise CacheFormatError(
-            f"there is no cache file {path}. Make one with mlx_tq.cache_prompt, or with /save in mlx_tq.chat."
-        )
+        raise CacheFormatError(f"there is no cache file {path}. Make one with mlx_tq.cache_prompt.")
     try:
         arrays, header = mx.load(str(path), format="safetensors", return_metadata=True)
     except (RuntimeError, ValueError) as error:
@@ -366,7 +365,7 @@ def _read_blocks(path: Path) -> Iterator[bytes]:
         start, stop = header[_BLOCKS]["data_offsets"]
         sizes = json.loads(header["__metadata__"][_BLOCKS])
         if not all(type(size) is int and 0 <= size <= stop - start for size in sizes):
-            raise CacheFormatError("the sizes of its archived blocks")
+            raise CacheFormatError("its archived blocks have invalid sizes")
         file.seek(start, 1)
         for size in sizes:
             yield file.read(size)

@@ -28,7 +28,7 @@ from mlx_tq.prompt_cache.plan import Plan, make_plan
 def compressed(
     model: Any, config: KVConfig | None = None, *, profile: str | None = None, **settings: Any
 ) -> Iterator[None]:
-    """Run `model` on compressed caches until the context ends; then mlx-lm is as it was.
+    """Run `model` on compressed caches inside a `with` block; mlx-lm is restored on exit.
 
     Every cache that mlx-lm makes for the model meanwhile (in its generate, batch generation, speculative decoding and
     server) is compressed. Caches that you pass in, of `make_prompt_cache` or `load_prompt_cache`, keep their own
@@ -42,7 +42,7 @@ def compressed(
 
     Raises:
         UnsupportedModelError: the model cannot run on compressed caches; the message names it and the reason.
-        ConfigError: `model` is not a model, or a setting cannot be met.
+        ConfigError: `model` is not a model, or a setting is invalid.
         CacheFormatError: calibration statistics that are damaged or of another model.
     """
     config = _choose_config(config, profile, settings)
@@ -56,7 +56,7 @@ def compressed(
 
 @contextmanager
 def compressed_attention(model: Any) -> Iterator[None]:
-    """Let `model` run on the compressed caches that you pass in, until the context ends.
+    """Run `model` on the compressed caches that you pass in, inside a `with` block; mlx-lm is restored on exit.
 
     Unlike in `compressed`, the caches that mlx-lm makes for the model meanwhile are its own. Contexts nest, also across
     threads.

@@ -39,7 +39,7 @@ class RegionBytes:
 
 @dataclass(frozen=True)
 class Evicted:
-    """The facts of evictions that bound the bytes of a layer."""
+    """The known facts of earlier evictions, for an upper bound on the bytes of a layer."""
 
     seen: int | None  # tokens that the layer has seen; None for any number
     granularity: int  # tokens that are evicted together
@@ -60,7 +60,7 @@ def native_row_bytes(slot: SlotFacts, tokens: int) -> int:
 
 
 def native_capacity(tokens: int) -> int:
-    """Return the tokens that a cache of mlx-lm's has room for once it has read `tokens` tokens in one go."""
+    """Return the tokens that a cache of mlx-lm's has room for after prefilling `tokens` tokens."""
     step: int = KVCache.step
     return -(-tokens // step) * step
 

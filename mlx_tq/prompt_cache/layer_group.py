@@ -6,8 +6,8 @@ A round of eviction, on the positions of one layer (budget B tokens, trigger T):
             |   [pinned]    [recalled]                 |
     `-------------------- size --------------------------------'
 
-    counted = size - pinned - recalled       a round is due if  counted > max(B, latest + 1) + T
-    num_evicted = counted - max(B, latest + 1)
+    counted = size - pinned - recalled       a round is due if  counted > max(B, protected + 1) + T
+    num_evicted = counted - max(B, protected + 1)
 
 Sinks and window are never evicted. Pinned positions (a quotation that a question needs) and recalled ones are exempt
 for as long as they are needed, and do not count.
@@ -25,6 +25,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList
 
 from mlx_tq.cache.batch import BatchCompressedKVCache
@@ -78,7 +79,7 @@ class EvictionPlan:
         return self.budget.tokens if self.budget.tokens is not None else int((self.budget.share or 1.0) * seen)
 
     def max_recalled(self, seen: int) -> int:
-        """Return how many archived tokens may be recalled at once after `seen` tokens."""
+        """Return how many archived tokens may be recalled for one question after `seen` tokens."""
         recall = self.config.recall
         if isinstance(recall, int):
             return recall
@@ -91,7 +92,7 @@ class EvictionPlan:
 
             | sinks, and the block that they end in | evictable blocks | a block in part | latest, and not yet packed |
         """
-        size, recent = self.config.policy.granularity, config.latest - config.window
+        size, recent = self.config.policy.granularity, config.num_protected - config.window
         sizes = RegionSizes(sinks=config.sinks, window=max(config.window, 1), normalize=config.normalize)
         end = sizes.packed_until(seen) - recent
         evictable = max(0, end // size * size - -(-config.sinks // size) * size)
@@ -144,7 +145,7 @@ class LayerGroup:
         if limit is not None and first.offset + count > limit:
             raise ConfigError(
                 f"the conversation has {first.offset:,} tokens and {count:,} more would exceed the model's {limit:,} "
-                "positions; evicted tokens keep theirs. Start a new conversation, or take a model with more positions."
+                "positions; evicted tokens keep theirs. Start a new conversation, or use a model with more positions."
             )
         if len(layers) < self.plan.layers:
             raise CacheFormatError(
@@ -161,14 +162,14 @@ class LayerGroup:
         return any(calibrator.is_gathering for calibrator in self.calibrators.values())
 
     def evict_if_due(self, layers: list[CompressedKVCache], count: int) -> None:
-        """Hold the round that `count` more tokens make due.
+        """Run the eviction round that `count` more tokens make due.
 
-        Before a question (`count` > 0), incomplete query statistics have to do: a round that waited for more would be
-        held after the search of the archive, too late to recall what it evicts.
+        Before a question (`count` > 0), incomplete query statistics have to do: a round that waited for more would
+        run after the search of the archive, too late to recall what it evicts.
         """
         first = layers[0]
-        latest, window_start = self._latest(layers), first.offset - first.spec.window
-        allowed = max(self.plan.allowed(first.offset + count), latest + 1)
+        protected, window_start = self._num_protected(layers), first.offset - first.spec.window
+        allowed = max(self.plan.allowed(first.offset + count), protected + 1)
         pinned = self.pinned or PositionRange(0, 0)
         num_pinned = max(0, min(pinned.stop, window_start) - pinned.start)
         counted = first.size() + count - num_pinned - len(self.recalled)
@@ -215,8 +216,8 @@ class LayerGroup:
             candidates = np.flatnonzero(is_free)
         return candidates[~np.isin(positions[candidates], self.recalled)]
 
-    def _latest(self, layers: list[CompressedKVCache]) -> int:
-        """Return the number of last tokens that are never evicted; see `KVConfig.latest`."""
+    def _num_protected(self, layers: list[CompressedKVCache]) -> int:
+        """Return the number of last tokens that are never evicted; see `KVConfig.num_protected`."""
         recent = max(layer.spec.recent for layer in layers) if self.plan.config.recalls else 0
         return layers[0].spec.window + (recent + BLOCK if recent else 0)
 
@@ -250,9 +251,9 @@ class LayerGroup:
         self.archived = tuple(blocks_on_all_ranks(self.archived, self.ranks))
 
     def capture_queries(self, numbers: Iterable[int], *, rounds: bool) -> None:
-        """Keep the queries of these layers in later passes, for a search; of none, stop.
+        """Keep the queries of these layers in later passes, for a search; without layers, stop.
 
-        `rounds` says whether rounds are held meanwhile.
+        `rounds` says whether eviction rounds run meanwhile.
         """
         self._buffers = {number: QueryBuffer() for number in numbers}
         self._is_paused = not rounds
@@ -415,10 +416,10 @@ class LayerGroup:
     def part(self, *numbers: int) -> "LayerGroup":
         """Return a copy with the calibrators of these layers alone, for copies of these."""
         calibrators = {number: self.calibrators[number].copy() for number in numbers if number in self.calibrators}
-        twin = LayerGroup(self.plan, calibrators, self.stats, self.ranks)
-        twin.pinned, twin.announced, twin.archive = self.pinned, self.announced, self.archive
-        twin.archived, twin.recalled, twin.evicted = self.archived, self.recalled, self.evicted
-        return twin
+        part = LayerGroup(self.plan, calibrators, self.stats, self.ranks)
+        part.pinned, part.announced, part.archive = self.pinned, self.announced, self.archive
+        part.archived, part.recalled, part.evicted = self.archived, self.recalled, self.evicted
+        return part
 
     def part_state(self, number: int) -> dict[str, Any]:
         """Return the part of layer `number` as arrays and text, without the archive."""
@@ -480,8 +481,18 @@ def cache_parts(caches: Sequence[Any]) -> list[Any]:
     return [part for cache in caches for part in (cache.caches if isinstance(cache, CacheList) else [cache])]
 
 
+def cache_offsets(caches: Sequence[Any]) -> list[int]:
+    """Return the tokens that each cache has seen, of those that count them."""
+    return [part.offset for part in cache_parts(caches) if hasattr(part, "offset")]
+
+
+def cache_arrays(cache: Any) -> list[mx.array]:
+    leaves: list[tuple[str, Any]] = tree_flatten(cache.state)  # type: ignore[assignment]
+    return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
+
+
 def compressed_caches(caches: Sequence[Any]) -> list[CompressedKVCache]:
-    """Return the compressed caches of a prompt cache, also those inside a CacheList."""
+    """Return the compressed caches of a prompt cache, including those inside a CacheList."""
     return [part for part in cache_parts(caches) if isinstance(part, CompressedKVCache)]
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
+from mlx.utils import tree_reduce
 
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.codec.formats import get_format
@@ -15,7 +15,7 @@ from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import SlotFacts, model_facts, native_caches
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.layer_bytes import native_cache_bytes, native_capacity, native_row_bytes
-from mlx_tq.prompt_cache.layer_group import EvictionPlan
+from mlx_tq.prompt_cache.layer_group import EvictionPlan, cache_arrays
 from mlx_tq.prompt_cache.plan import LayerPlan, Plan, budget_in_tokens, choose_formats
 
 _PROBE_TOKENS = 8
@@ -63,7 +63,7 @@ def memory_report(
     """Return the bytes of `seq_len` tokens of a 16-bit model whose layers all have plain KV caches.
 
     Raises:
-        ConfigError: a size below 1, a head_dim that a format does not support, or a budget that cannot be met.
+        ConfigError: a size below 1, a head_dim that a format does not support, or an invalid budget.
     """
     for name, size in (("seq_len", seq_len), ("num_layers", num_layers), ("num_kv_heads", num_kv_heads)):
         if size < 1:
@@ -119,8 +119,8 @@ def capacities(
 
 
 def weights_nbytes(model: Any) -> int:
-    weights: list[tuple[str, mx.array]] = tree_flatten(model.parameters())  # type: ignore[assignment]
-    return sum(weight.nbytes for _, weight in weights)
+    total = tree_reduce(lambda total, weight: total + weight.nbytes, model.parameters(), 0)  # type: ignore[no-untyped-call]
+    return int(total)
 
 
 def context_limit(model: Any) -> int:
@@ -157,8 +157,7 @@ def other_bytes(model: Any) -> Bytes:
     for part in others:
         if part.empty():
             continue
-        leaves: list[tuple[str, Any]] = tree_flatten(part.state)  # type: ignore[assignment]
-        nbytes = sum(leaf.nbytes for _, leaf in leaves if isinstance(leaf, mx.array))
+        nbytes = sum(array.nbytes for array in cache_arrays(part))
         window = getattr(part, "max_size", None) or getattr(part, "chunk_size", None)
         if window is None:
             fixed += nbytes

@@ -49,10 +49,6 @@ class LayerPlan:
         """Whether the GPU kernels have all formats at these sizes; else attention reads decoded rows."""
         return not self.spec.cold and can_run(layer_layout(self.slot, self.spec))
 
-    def bytes_at(self, tokens: int, evicted: Evicted | None = None) -> RegionBytes:
-        """Return the bytes of `tokens` stored tokens; an upper bound if others were evicted."""
-        return layer_bytes(self.slot, self.spec, tokens, evicted)
-
     @property
     def row_nbytes(self) -> int:
         """Bytes of a packed token and KV head; with two key formats, in the smaller."""
@@ -99,7 +95,7 @@ class Plan:
 
     @property
     def warmup(self) -> int:
-        """Tokens of the prompt before which no round is held, as their queries calibrate the policy."""
+        """Tokens of the prompt before which no eviction round runs, as their queries calibrate the policy."""
         policy: Any = None if self.eviction is None else self.eviction.config.policy
         calibrates = isinstance(policy, CalibratedPolicy) and any(layer.queries is None for layer in self.layers)
         return SKIP + policy.warmup if calibrates else 0
@@ -121,7 +117,7 @@ class Plan:
         if self.eviction is not None and live < tokens:
             evicted = Evicted(tokens, self.eviction.config.policy.granularity, recalled)
         stored = min(tokens, max(live, self.live(tokens - extra)) + extra + recalled)
-        return [layer.bytes_at(stored, evicted) for layer in self.layers]
+        return [layer_bytes(layer.slot, layer.spec, stored, evicted) for layer in self.layers]
 
     def bytes_at(self, tokens: int, extra: int = 0, recalled: int = 0) -> RegionBytes:
         """Return the sum of `layers_at`."""
@@ -141,11 +137,10 @@ class Plan:
         return max(self.bytes_at(length, step, recalled).allocated for length in lengths)
 
     def _local_peaks(self, tokens: int, step: int) -> set[int]:
-        """Return the lengths behind which bytes may shrink, and `tokens`.
+        """Return `tokens` and the lengths where the byte count can drop afterwards.
 
-        That is where a block is packed: of the first ones, more originals are kept; later, only a round can take more
-        than is added, of up to two blocks. And where the queries that gave the scale of keys are dropped, and where the
-        first round is held.
+        Those are the end of each block, the token at which the key scale is learned, and the first eviction round.
+        Later blocks count only near the end: only a round frees more there than is added, up to two blocks.
         """
         peaks = {tokens, SCALE_READY + BLOCK - 1, self.warmup + step - 1}
         for sinks, window in {(layer.spec.sinks, layer.spec.window) for layer in self.layers}:
@@ -268,7 +263,7 @@ def _with_eviction(plan: Plan, facts: ModelFacts, config: EvictConfig, calibrati
     if len(plan.layers) < policy.min_layers:
         raise ConfigError(
             f"the policy {policy} needs {policy.min_layers} compressed layers, and {name} has {len(plan.layers)}. "
-            "Skip fewer of them, or take another policy."
+            "Skip fewer of them, or use another policy."
         )
     if isinstance(policy, CalibratedPolicy):
         ropes = learn_ropes(facts)
@@ -278,7 +273,7 @@ def _with_eviction(plan: Plan, facts: ModelFacts, config: EvictConfig, calibrati
             queries = list(calibration.check(ropes, covariance=policy.needs_covariance))
             source = policy.file or f"questions and text ({calibration.path})"
         elif policy.uses_auto_calibration:
-            source += ", blind to what a question will ask for"
+            source += " (no calibration file: evicts without knowledge of later questions)"
         layers = [
             replace(layer, rope=rope, queries=stats)
             for layer, rope, stats in zip(plan.layers, ropes, queries, strict=True)
@@ -308,18 +303,19 @@ def learn_ropes(facts: ModelFacts) -> list[Rope]:
 def budget_in_tokens(plan: Plan, config: EvictConfig, positions: int | None = None) -> Budget:
     """Convert a budget in bytes to the tokens that it holds at any length, with those that gather before a round.
 
-    Of bytes, each rank has its share. `positions` are those that the model allows, if known.
+    Each rank has its share of bytes. `positions` are those that the model allows, if known.
     """
     budget = parse_budget(config.budget)
     if budget.nbytes is None:
         return budget
     available = budget.nbytes // plan.ranks.size
     gathering = config.policy.trigger + BLOCK
-    fewest = plan.config.sinks + plan.config.latest + 1
+    fewest = plan.config.sinks + plan.config.num_protected + 1
     evicted = Evicted(positions, config.policy.granularity)
 
     def nbytes(tokens: int) -> int:
-        return sum(layer.bytes_at(tokens + gathering, evicted).allocated for layer in plan.layers)
+        stored = tokens + gathering
+        return sum(layer_bytes(layer.slot, layer.spec, stored, evicted).allocated for layer in plan.layers)
 
     if nbytes(fewest) > available:
         raise ConfigError(

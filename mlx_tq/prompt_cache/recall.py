@@ -26,7 +26,7 @@ PassageAt = Callable[[int], PositionRange]  # the text that a position belongs t
 
 MAX_QUESTION = 256  # last tokens of a question whose queries search the archive
 TILE = 2048  # archived tokens scored at a time, per layer: with twice as many, a CPU takes half as long again for each
-# Of a larger archive, a quarter of the layers lists 2048 tokens for the others, or an eighth if that is more.
+# A quarter of the layers lists 2048 tokens of a larger archive for the others, or an eighth if that is more.
 SHORTLIST = 2048
 SAMPLE_WEIGHT = 16  # in the other layers' softmax sums, one block stands for 16 that are not on the list
 # A block below this part of the best score is not reloaded: it misleads more often than it helps. Where the best block
@@ -160,7 +160,9 @@ class Search:
         starts = np.flatnonzero(np.diff((positions - self.sinks) // BLOCK, prepend=-1))
         sizes = np.diff(starts, append=len(positions))
         weights = self._live_log_weights(0, sizes.tolist())
-        scores = single_out(self.ranks.mean(sum(np.exp(4 * w).sum(axis=(0, 1)) for w in weights)) * self.ranks.size)
+        scores = score_by_specificity(
+            self.ranks.mean(sum(np.exp(4 * w).sum(axis=(0, 1)) for w in weights)) * self.ranks.size
+        )
         best = int(scores.argmax())
         if scores[best] < least:
             return None
@@ -197,7 +199,7 @@ class Search:
         others = [number for number in self.queries if number not in scouts]
         powers, largest = self._sum_powers(scouts, blocks, [])
         if room < num_archived:  # on all ranks, even if a layer searches alone
-            order = np.argsort(-single_out(powers), kind="stable")
+            order = np.argsort(-score_by_specificity(powers), kind="stable")
             count = int(np.searchsorted(np.cumsum(sizes[order]), room, side="right"))
             listed, sample = np.sort(order[:count]), order[count + SAMPLE_WEIGHT // 2 :: SAMPLE_WEIGHT]
             scored = np.concatenate([listed, sample])
@@ -205,7 +207,7 @@ class Search:
             powers[:, scored] += more
             largest = np.pad(largest, [(0, len(others)), (0, 0)])
             largest[len(scouts) :, scored] = more_largest
-        scores, leading = single_out(powers), {*powers.argmax(axis=1).tolist()}
+        scores, leading = score_by_specificity(powers), {*powers.argmax(axis=1).tolist()}
         layers = np.array([*scouts, *others])[largest.argmax(axis=0)]
         order = np.lexsort(([block.positions[0] for block in blocks], -scores))
         return [BlockScore(blocks[i], float(scores[i]), int(layers[i]), i in leading) for i in order]
@@ -317,7 +319,7 @@ def deciding_layers(ranked: Sequence[BlockScore]) -> set[int]:
 # Scores and selection.
 
 
-def single_out(powers: np.ndarray) -> np.ndarray:
+def score_by_specificity(powers: np.ndarray) -> np.ndarray:
     """Score each block by the token of the question that singles it out most: float64 [N].
 
     For a token, a block counts by how much its weight, as the fourth power sums it over heads, exceeds its mean weight

@@ -5,11 +5,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import QuantizedKVCache
 
 from mlx_tq.codec.formats.base import dtype_name
-from mlx_tq.prompt_cache.layer_group import EvictionStats, cache_parts, compressed_caches, layer_group_of
+from mlx_tq.prompt_cache.layer_group import (
+    EvictionStats,
+    cache_arrays,
+    cache_offsets,
+    cache_parts,
+    compressed_caches,
+    layer_group_of,
+)
 from mlx_tq.prompt_cache.plan import Plan
 
 
@@ -23,7 +29,7 @@ class CacheStats:
         tokens: tokens that the cache has seen.
         nbytes: bytes of its arrays, allocated ones that are not in use included.
         native_nbytes: bytes of the arrays that mlx-lm's own cache would hold for all tokens, evicted ones included.
-        native_dtype: type of mlx-lm's own cache, such as "bfloat16"; "" while that is not known.
+        native_dtype: dtype of mlx-lm's own cache, such as "bfloat16"; "" while that is not known.
         compressed_from: tokens from which a cache compresses any.
         clamped: vectors that exceeded fp16's range and were clamped to it.
         evicted: tokens that were evicted and are not in the cache.
@@ -69,7 +75,7 @@ class CacheStats:
 
     @property
     def is_comparable(self) -> bool:
-        """Whether the cache is long enough to be compressed, and not mlx-lm's own."""
+        """Return whether the cache is long enough to be compressed, and not mlx-lm's own."""
         return self.tokens >= self.compressed_from and self.nbytes != self.native_nbytes
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,7 +104,7 @@ def predict_stats(plan: Plan, tokens: int) -> CacheStats:
 
 def tokens_seen(caches: Sequence[Any]) -> int:
     """Return how many tokens a prompt cache has seen, evicted ones included."""
-    return max((int(part.offset) for part in cache_parts(caches) if hasattr(part, "offset")), default=0)
+    return max(map(int, cache_offsets(caches)), default=0)
 
 
 def cache_stats(caches: Sequence[Any], plan: Plan | None) -> CacheStats:
@@ -137,7 +143,6 @@ def _dequantized_nbytes(cache: QuantizedKVCache) -> int:
 
 
 def _native_dtype(caches: Sequence[Any]) -> str:
-    """Return the type of the keys and values of mlx-lm's own caches; "" if they are empty."""
-    leaves: list[tuple[str, Any]] = tree_flatten([cache.state for cache in caches])  # type: ignore[assignment]
-    arrays = (leaf for _, leaf in leaves if isinstance(leaf, mx.array))
+    """Return the dtype of the keys and values of mlx-lm's own caches; "" if they are empty."""
+    arrays = (array for cache in caches for array in cache_arrays(cache))
     return next((dtype_name(array.dtype) for array in arrays if mx.issubdtype(array.dtype, mx.floating)), "")

@@ -1,6 +1,6 @@
 """Client of the rescue service, which stores the text of evicted tokens and retrieves it over HTTP."""
 
-from mlx_tq.rescue.client import RescueClient, RescueStats
+from mlx_tq.rescue.client import RescueClient, RescueStats, open_client
 from mlx_tq.rescue.locator import AUTO, OFF, START_S, open_service
 from mlx_tq.rescue.wire import MAX_TEXT, RetrievedSpan, TextSpan
 
@@ -13,5 +13,6 @@ __all__ = [
     "RescueStats",
     "RetrievedSpan",
     "TextSpan",
+    "open_client",
     "open_service",
 ]

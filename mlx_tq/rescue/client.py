@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from mlx_tq.errors import RescueError, one_line
 from mlx_tq.rescue import wire
-from mlx_tq.rescue.locator import TOKEN_VARIABLE, Address, ServiceLocator, run_in_thread
+from mlx_tq.rescue.locator import OFF, TOKEN_VARIABLE, Address, ServiceLocator, open_service, run_in_thread
 from mlx_tq.rescue.wire import Embeddings, Range, RetrievedSpan, TextSpan
 
 T = TypeVar("T")
@@ -106,9 +106,9 @@ class RescueClient(AbstractContextManager["RescueClient"]):
         threading.Thread(target=self._run, name="mlx_tq rescue", daemon=True).start()
 
     def write(self, session_id: str, spans: Sequence[TextSpan], *, temporary: bool = False) -> None:
-        """Queue spans for the service and return at once.
+        """Queue spans for the service and return immediately.
 
-        The service forgets a temporary session some time after this process has ended without forgetting it. A write
+        The service deletes a temporary session some time after this process has ended without deleting it. A write
         that is not temporary makes the session permanent.
         """
         dropped = 0
@@ -281,7 +281,7 @@ class RescueClient(AbstractContextManager["RescueClient"]):
             return self._sending, batch
 
     def _renew_sessions(self) -> None:
-        """Tell the service that this process still uses its temporary sessions; warn of one that it has forgotten."""
+        """Tell the service that this process still uses its temporary sessions; warn of one that it has deleted."""
         self._next_renewal = time.monotonic() + RENEW_S
         with self._changed:
             session_ids = [session_id for session_id, is_stored in self._temporary.items() if is_stored]
@@ -292,7 +292,7 @@ class RescueClient(AbstractContextManager["RescueClient"]):
                 with self._changed:
                     if not is_stored and session_id in self._temporary:
                         self._temporary[session_id] = False
-                        self._warning = "the rescue service has forgotten the text evicted so far; it keeps later text."
+                        self._warning = "the rescue service has deleted the text evicted so far; it keeps later text."
 
     def _send(self, session_id: str, batch: list[TextSpan]) -> bool:
         """Write spans; return whether they are settled, so that they leave the queue."""
@@ -402,6 +402,11 @@ class RescueClient(AbstractContextManager["RescueClient"]):
     def _count(self, **more: int) -> None:
         with self._changed:
             self._counts.update(more)
+
+
+def open_client(location: str) -> RescueClient | None:
+    """Return a client of the service at a location, as `open_service` finds it, or None for "off"."""
+    return None if location == OFF else RescueClient(open_service(location))
 
 
 def _late(seconds: float) -> RescueError:

@@ -1,7 +1,7 @@
 """Finds the rescue service: at a URL, by the socket of this user's own, or a private one that this process starts.
 
 A private service is a child process on a free loopback port, with a token and a folder of its own. It ends with this
-process, also if that is killed: it watches a pipe that only this process holds open. It deletes its folder; this
+process, even if that is killed: it watches a pipe that only this process holds open. It deletes its folder; this
 process does if the service was killed. Its log goes to an unlinked file.
 """
 
@@ -39,7 +39,7 @@ _RESERVED = (_FOLDER_VARIABLE, "RESCUE_STORE", "RESCUE_HOST", "RESCUE_PORT", TOK
 START_S = 60.0  # that a private service may take to start
 _STOP_S, _PROBE_S, _POLL_S = 5.0, 0.5, 0.02
 # What the service imports and mlx_tq itself does not; the extra `rescue` installs it.
-_PACKAGES = ("fastapi", "starlette", "uvicorn", "httptools", "pydantic_settings", "prometheus_client")
+_PACKAGES = ("fastapi", "starlette", "uvicorn", "httptools", "pydantic_settings", "prometheus_client", "faiss")
 
 
 class Address(NamedTuple):
@@ -62,12 +62,12 @@ class Address(NamedTuple):
         return httpx2.Client(transport=transport, trust_env=False)
 
 
-def open_service(location: str, token: str | None = None) -> "ServiceLocator":
+def open_service(location: str) -> "ServiceLocator":
     """Return the service at a URL; "auto" is this user's own in the default folder if it runs, else a private one.
 
-    The folder is RESCUE_DATA_DIR if that is set. The token defaults to RESCUE_TOKEN.
+    The folder is RESCUE_DATA_DIR if that is set, the token RESCUE_TOKEN.
     """
-    token = token or os.environ.get(TOKEN_VARIABLE) or None
+    token = os.environ.get(TOKEN_VARIABLE) or None
     parts = urlsplit(location)
     is_url = parts.scheme in ("http", "https") and parts.hostname
     if location != AUTO and (not is_url or parts.username or parts.query or parts.fragment):
@@ -104,7 +104,7 @@ class ServiceLocator:
             self._address = self._start()
         return self._address
 
-    def find_fault(self) -> str | None:
+    def missing_package_error(self) -> str | None:
         """Return what a private service lacks, if no other one can be used; None if nothing is missing."""
         missing = next((name for name in _PACKAGES if find_spec(name) is None), None)
         if missing is None or self._address is not None or _answers(Address(_LOCAL, self._token, _own_socket())):
@@ -112,7 +112,7 @@ class ServiceLocator:
         return f"the private rescue service needs {missing}: pip install 'mlx-tq[rescue]'."
 
     def stop(self) -> None:
-        """Stop a private service, also while it starts."""
+        """Stop a private service, even while it starts."""
         self._is_stopped = True  # first: `_start` looks at it after it has set `_end`
         if self._end is not None:
             self._end()
@@ -134,7 +134,7 @@ class ServiceLocator:
         """Return the process of a private service, and its log."""
         if self._folder is None or not self._folder.exists():  # one that ended regularly has deleted it
             self._folder = Path(tempfile.mkdtemp(prefix="mlx-tq-rescue-"))
-        # A query waits this long for its vector; then BM25 alone answers, within the timeout of a turn.
+        # A query waits this long for its vector; then keywords alone are searched, within the timeout of a turn.
         environment = {"RESCUE_QUERY_TIMEOUT_S": "0.4"}
         environment |= {name: value for name, value in os.environ.items() if name not in _RESERVED}
         environment |= {
@@ -171,7 +171,7 @@ def _own_socket() -> Path | None:
 
 
 def _answers(address: Address) -> bool:
-    """Return whether this user's own service runs and accepts the token, which nobody else gets."""
+    """Return whether this user's own service runs and accepts the token, which no other program gets."""
     if address.socket is None:
         return False
     try:

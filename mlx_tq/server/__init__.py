@@ -36,7 +36,7 @@ def build_parser() -> CommandParser:
     add_memory_arguments(group)
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="address to listen on; any but loopback needs an API key")
-    add("--port", type=int, default=8080, metavar="N", help="port to listen on; 0 takes a free one")
+    add("--port", type=int, default=8080, metavar="N", help="port to listen on; 0 picks a free one")
     add("--api-key", metavar="KEY", help=f"key that clients must send; {API_KEY_VARIABLE} is safer (default: none)")
     add(
         "--allowed-origins",
@@ -66,8 +66,8 @@ def build_parser() -> CommandParser:
 def _add_limit_arguments(parser: CommandParser) -> None:
     add = parser.add_argument_group("limits").add_argument
     size: Any = {"type": parse_size, "metavar": "SIZE"}
-    add("--decode-concurrency", type=int, default=32, metavar="N", help="answers generated at once")
-    add("--prompt-concurrency", type=int, default=8, metavar="N", help="prompts prefilled at once")
+    add("--decode-concurrency", type=int, default=32, metavar="N", help="answers generated concurrently")
+    add("--prompt-concurrency", type=int, default=8, metavar="N", help="prompts prefilled concurrently")
     add("--prefill-step-size", type=int, default=2048, metavar="N", help="prompt tokens per prefill step")
     add("--max-queue", type=int, default=64, metavar="N", help="waiting requests; more are refused with status 429")
     add(

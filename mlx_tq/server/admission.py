@@ -23,8 +23,8 @@ from mlx_tq.server.stored_prompts import StoredPrompts
 class EngineLimits:
     """Limits of the engine. `memory` is the bytes of all caches, or None where caches are not compressed."""
 
-    concurrency: int  # answers generated at once
-    prompt_concurrency: int  # prompts prefilled at once
+    concurrency: int  # answers generated concurrently
+    prompt_concurrency: int  # prompts prefilled concurrently
     queue: int  # waiting jobs
     prefill_step_size: int
     prompt_cache_size: int
@@ -108,7 +108,7 @@ class Admission:
         """Return the bytes of the first `stop` tokens that `job` can share."""
         return 0 if self._plan is None else self._plan.shared_nbytes(stop, job.max_total_tokens)
 
-    def reserved_nbytes(self, running: Iterable[RunningJob], joining: Iterable[Job] = ()) -> int:
+    def reserved_nbytes(self, running: Iterable[RunningJob], joining: Iterable[Job]) -> int:
         """Return the peak bytes of running jobs, their followers and joining jobs; shared rows count once."""
         total, buffers = sum(map(self._peak_nbytes, joining)), set()
         for other in running:

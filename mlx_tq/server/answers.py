@@ -206,10 +206,6 @@ class Answer:
         self.first_token_at = self.last_token_at = 0.0  # by `time.perf_counter`
         self.session: Object | None = None  # report of the session, once that is known
 
-    def may_end_call(self, event: Event) -> bool:
-        """Return whether `add` may parse a tool call, which can take long."""
-        return isinstance(event, Piece) and self.choices[event.index].is_in_call
-
     def add(self, event: Event) -> list[Object]:
         """Add an event; return what a stream shows of it."""
         if isinstance(event, Started):

@@ -55,7 +55,7 @@ class QueueFullError(ApiError):
 
 
 class ClientDisconnectedError(ApiError):
-    """Nobody receives this response; it appears in logs and metrics only."""
+    """No client receives this response; it appears in logs and metrics only."""
 
     status, code = 499, "client_disconnected"
 

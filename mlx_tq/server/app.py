@@ -33,7 +33,7 @@ from mlx_tq.server.api_errors import (
 )
 from mlx_tq.server.embeddings import embed, embedder_objects
 from mlx_tq.server.guard import Guard, LargeRequests
-from mlx_tq.server.job import Event, Job, Piece, Progress
+from mlx_tq.server.job import Event, Job, Piece, PrefillProgress
 from mlx_tq.server.metrics import ServerMetrics
 from mlx_tq.server.model_pool import DEFAULT_MODEL, ModelPool
 from mlx_tq.server.model_service import ModelService
@@ -59,7 +59,7 @@ class Api:
         self._unfinished: set[asyncio.Queue[Event]] = set()  # of answers
 
     def stop(self) -> None:
-        """End all answers with an error, also while an engine step takes long. Only the event loop may call this."""
+        """End all answers with an error, even during a long engine step. Only the event loop may call this."""
         self._pool.stop()
         for events in self._unfinished:
             events.put_nowait(UnavailableError("the server is stopping"))
@@ -94,7 +94,7 @@ class Api:
             ],
             lifespan=lifespan,
             middleware=[cors] if origins else [],
-            exception_handlers={HTTPException: _refused_by_starlette},
+            exception_handlers={HTTPException: _handle_http_error},
         )
         app.router.redirect_slashes = False  # a redirect would go to any host that the request names, before the guard
         return app
@@ -118,6 +118,15 @@ class Api:
         if not isinstance(response, AnswerStream):  # which logs its end
             _log_end(request, response.status_code)
         return response
+
+    @asynccontextmanager
+    async def _acquire(self, request: Request, model: str | None) -> AsyncIterator[ModelService]:
+        """Yield a model, which is loaded if need be and stays loaded in the block."""
+        service = await _run_until_disconnect(request, self._pool.acquire(model))
+        try:
+            yield service
+        finally:
+            self._pool.release(service)
 
     # Routes without generation.
 
@@ -148,11 +157,8 @@ class Api:
             raise
 
     async def _plan(self, request: Request) -> Response:
-        service = await _run_until_disconnect(request, self._pool.acquire(request.query_params.get("model")))
-        try:
+        async with self._acquire(request, request.query_params.get("model")) as service:
             return JSONResponse(service.report())
-        finally:
-            self._pool.release(service)
 
     async def _drop_session(self, request: Request) -> Response:
         """Drop the sessions of a name; each model that is loaded may have one."""
@@ -197,69 +203,57 @@ class Api:
     async def _generate(
         self, request: Request, body: ChatRequest | CompletionRequest, make_answer: Callable[..., Answer]
     ) -> Response:
-        service = await _run_until_disconnect(request, self._pool.acquire(body.model))
-        try:
-            return await self._generate_by(service, request, body, make_answer)
-        finally:
-            self._pool.release(service)
+        """Generate the answer. A stream starts when the job joins the batch, so that refusals have an HTTP status."""
+        async with self._acquire(request, body.model) as service:
+            session_name = request.headers.get(HEADER)
+            grammar = session = finishing = None
+            if session_name is not None:
+                session = await _run_until_disconnect(request, service.sessions.enter(session_name))
+            try:
+                if isinstance(body, ChatRequest):
+                    client = request.client.host if request.client else ""
+                    grammar = await _run_until_disconnect(request, service.response_formats.compile(body, client))
+                preparation = (service.prepare, body, make_answer, session, grammar)
+                work = self._large_requests.run(request.state.nbytes, *preparation)
+                jobs, answer, turn = await _run_until_disconnect(request, work)
+                request.state.answer = answer
+                service.engine.submit(*jobs)
+            except BaseException:
+                if session is not None:
+                    service.sessions.leave(session)
+                raise
+            if turn is not None:
+                finishing = self._spawn(self._finish_turn(service, turn, jobs[0], answer))
+            max_tokens = min(job.max_tokens for job in jobs)
+            headers = {"X-Max-Tokens": str(max_tokens)} if max_tokens < (body.answer_tokens or 0) else {}
+            events = self._events(service, jobs)
 
-    async def _generate_by(
-        self,
-        service: ModelService,
-        request: Request,
-        body: ChatRequest | CompletionRequest,
-        make_answer: Callable[..., Answer],
-    ) -> Response:
-        """Generate the answer. A stream starts when the job leaves the queue, so that refusals have an HTTP status."""
-        session_name = request.headers.get(HEADER)
-        grammar = session = settled = None
-        if session_name is not None:
-            session = await _run_until_disconnect(request, service.sessions.enter(session_name))
-        try:
-            if isinstance(body, ChatRequest):
-                client = request.client.host if request.client else ""
-                grammar = await _run_until_disconnect(request, service.response_formats.compile(body, client))
-            preparation = (service.prepare, body, make_answer, session, grammar)
-            work = self._large_requests.run(request.state.nbytes, *preparation)
-            jobs, answer, turn = await _run_until_disconnect(request, work)
-            request.state.answer = answer
-            service.engine.submit(*jobs)
-        except BaseException:
-            if session is not None:
-                service.sessions.leave(session)
-            raise
-        if turn is not None:
-            settled = self._spawn(self._settle(service, turn, jobs[0], answer))
-        max_tokens = min(job.max_tokens for job in jobs)
-        headers = {"X-Max-Tokens": str(max_tokens)} if max_tokens < (body.answer_tokens or 0) else {}
-        events = self._events(service, jobs)
+            async def respond() -> Response:
+                await _add(answer, await anext(events))
+                if body.stream:
+                    stream = self._stream(request, events, finishing, usage=body.wants_usage)
+                    return AnswerStream(request, stream, {"Cache-Control": "no-cache", **headers})
+                async for event in events:
+                    await _add(answer, event)
+                if finishing is not None:
+                    await asyncio.shield(finishing)
+                return JSONResponse(answer.body(), headers=headers)
 
-        async def respond() -> Response:
-            await _add(answer, await anext(events))
-            if body.stream:
-                stream = self._stream(request, events, settled, usage=body.wants_usage)
-                return AnswerStream(request, stream, {"Cache-Control": "no-cache", **headers})
-            async for event in events:
-                await _add(answer, event)
-            if settled is not None:
-                await asyncio.shield(settled)
-            return JSONResponse(answer.body(), headers=headers)
+            try:
+                return await _run_until_disconnect(request, respond())
+            except BaseException:
+                await events.aclose()
+                raise
 
-        try:
-            return await _run_until_disconnect(request, respond())
-        except BaseException:
-            await events.aclose()
-            raise
-
-    async def _settle(self, service: ModelService, turn: SessionTurn, job: Job, answer: Answer) -> None:
-        """End a session's turn when its job has left the engine and its events were read."""
+    async def _finish_turn(self, service: ModelService, turn: SessionTurn, job: Job, answer: Answer) -> None:
+        """End a session's turn when its job is removed from the engine and its events were read."""
         sessions = service.sessions
         self._pool.retain(service)
         try:
             result = await job.session_result.get()
             await job.events_closed.wait()
             if result.caches is not None and answer.is_complete:
-                await run_in_threadpool(sessions.settle, turn, result, answer.message())
+                await run_in_threadpool(sessions.commit_turn, turn, result, answer.message())
                 answer.session = service.session_report(result)
         except Exception:
             log.exception("cannot continue a session")  # its next request continues from the answer before
@@ -303,7 +297,7 @@ class Api:
                 metrics.disconnects.inc()
 
     async def _stream(
-        self, request: Request, events: AsyncGenerator[Event], settled: asyncio.Task[None] | None, *, usage: bool
+        self, request: Request, events: AsyncGenerator[Event], finishing: asyncio.Task[None] | None, *, usage: bool
     ) -> AsyncIterator[str]:
         """Yield server-sent events; during the prefill, comments with its progress."""
         answer: Answer = request.state.answer
@@ -311,12 +305,12 @@ class Api:
             for value in answer.start_events():
                 yield _sse(value)
             async for event in events:
-                if isinstance(event, Progress):
+                if isinstance(event, PrefillProgress):
                     yield f": prefill {event.done} of {event.total} tokens\n\n"
                 for value in await _add(answer, event):
                     yield _sse(value)
-            if settled is not None:
-                await asyncio.shield(settled)
+            if finishing is not None:
+                await asyncio.shield(finishing)
             for value in answer.end_events(usage=usage):
                 yield _sse(value)
             yield answer.stream_end
@@ -332,7 +326,7 @@ class Api:
 
 
 class AnswerStream(StreamingResponse):
-    """The stream of an answer. Its end is logged, also if the client leaves before."""
+    """The stream of an answer. Its end is logged, even if the client disconnects earlier."""
 
     def __init__(self, request: Request, stream: AsyncIterator[str], headers: dict[str, str]) -> None:
         super().__init__(stream, media_type="text/event-stream", headers=headers)
@@ -371,7 +365,7 @@ def _error_response(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body(), error.status, ERROR_HEADERS.get(error.status))
 
 
-async def _refused_by_starlette(request: Request, error: Exception) -> Response:
+async def _handle_http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 404
     message = f"this route does not support {request.method}" if status == 405 else "unknown route"
     return _error_response(InvalidRequestError(message, status=status))
@@ -395,12 +389,13 @@ async def _run_until_disconnect(request: Request, work: Coroutine[Any, Any, Resu
         task.cancel()
         await asyncio.wait({task})
         if not task.cancelled():
-            task.exception()  # marks it as seen, if the client left
+            task.exception()  # marks it as seen, if the client disconnected
 
 
 async def _add(answer: Answer, event: Event) -> list[Object]:
-    """Add an event to an answer, in a thread where that may parse a tool call."""
-    return await run_in_threadpool(answer.add, event) if answer.may_end_call(event) else answer.add(event)
+    """Add an event to an answer, in a thread where that may parse a tool call, which can take long."""
+    may_parse = isinstance(event, Piece) and answer.choices[event.index].is_in_call
+    return await run_in_threadpool(answer.add, event) if may_parse else answer.add(event)
 
 
 def _sse(value: Object) -> str:

@@ -80,7 +80,7 @@ class OrderBroadcast:
     def _job(
         self, prompt: dict[str, Any], max_tokens: list[int], samplers: list[int], session: dict[str, Any] | None
     ) -> Job:
-        """Return a job whose tokens the first rank samples, and whose events nobody receives."""
+        """Return a job whose tokens the first rank samples, and whose events no client receives."""
         start = None
         if session is not None:
             hits = SearchHits(tuple(map(tuple, session["hit_ranges"])), session["hit_limit"])

@@ -37,7 +37,7 @@ async def embed(request: EmbeddingRequest, client: RescueClient | None, default_
                 raise InvalidRequestError(f"the embedder's vectors have {dimensions} dimensions", "dimensions")
             vectors += batch
     except RescueError as error:
-        raise UnavailableError(f"there are no embeddings: {error}; `mlx-tq-rescue doctor` says what helps") from error
+        raise UnavailableError(f"embeddings are unavailable: {error}; run `mlx-tq-rescue doctor`") from error
     embeddings: list[Any] = vectors
     if request.encoding_format == "base64":
         embeddings = [base64.b64encode(np.array(vector, "<f4").tobytes()).decode() for vector in vectors]

@@ -27,10 +27,10 @@ from mlx_tq.prompt_cache.statistics import cache_stats
 from mlx_tq.server.admission import Admission, EngineLimits
 from mlx_tq.server.api_errors import ApiError, ModelFailedError, QueueFullError, UnavailableError
 from mlx_tq.server.broadcast import OrderBroadcast, Orders
-from mlx_tq.server.job import Event, Job, Piece, Progress, Quoted, RunningJob, SessionResult, Started
+from mlx_tq.server.job import Event, Job, Piece, PrefillProgress, Quoted, RunningJob, SessionResult, Started
 from mlx_tq.server.job_recall import JobRecall
 from mlx_tq.server.metrics import Metrics
-from mlx_tq.server.sampling import Guarded
+from mlx_tq.server.sampling import ErrorGuard
 from mlx_tq.server.sessions import Sessions
 from mlx_tq.server.stored_prompts import MIN_STORED, PromptSource, StoredPrompts
 from mlx_tq.session.restore import evict_before_question, release
@@ -83,12 +83,12 @@ class Engine:
         # Only the engine's thread uses what follows.
         self._running: dict[int, RunningJob] = {}  # by mlx-lm's uid
         self._events: list[tuple[Job, Event | SessionResult]] = []  # of this step
-        self._finished: list[int] = []  # uids of jobs that leave before the next step
+        self._finished: list[int] = []  # uids of jobs to remove before the next step
         self._stop_sequences = make_stop_sequences(tokenizer)
         step = limits.prefill_step_size
         self._stored_prompts = StoredPrompts(limits.prompt_cache_size, limits.prompt_cache_bytes, prefix_cache, step)
         self._admission = Admission(plan, limits, self._stored_prompts, sessions)
-        self._samplers: MutableMapping[int, Guarded] = WeakValueDictionary()  # by id of the job's sampler
+        self._samplers: MutableMapping[int, ErrorGuard] = WeakValueDictionary()  # by id of the job's sampler
         self._recall = JobRecall(model, tokenizer, plan, step)
         self._measured_at = 0.0
         self._native_nbytes = None if plan is None else sequence_bytes(model, PROFILES["off"], other_bytes(model))
@@ -101,7 +101,7 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """End running answers with an error and refuse further jobs. Returns at once."""
+        """End running answers with an error and refuse further jobs. Returns immediately."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -136,7 +136,7 @@ class Engine:
             self._changed.notify()
 
     def cancel(self, job: Job) -> None:
-        """Cancel a job and the other answers to its prompt; running ones leave the batch before the next token."""
+        """Cancel a job and the other answers to its prompt; running ones are removed before the next token."""
         for answer in job.answers:
             answer.cancelled.set()
 
@@ -185,7 +185,7 @@ class Engine:
         self._events += [(job, event) for event in events]
 
     def _send_events(self) -> None:
-        """Deliver the events of a step to the event loop, all at once."""
+        """Deliver the events of a step to the event loop in one call."""
         events, self._events = self._events, []
 
         def deliver() -> None:
@@ -198,7 +198,7 @@ class Engine:
         if events and self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(deliver)
 
-    # Before a step: jobs leave and join the batch, as the first rank decides.
+    # Before a step: jobs are removed and admitted, as the first rank decides.
 
     def _update_batch(self) -> bool:
         """Remove and admit jobs; return False to end the thread."""
@@ -212,7 +212,7 @@ class Engine:
         return orders.keep_running
 
     def _decide(self) -> Orders:
-        """Wait until there is work; return which jobs leave and which join."""
+        """Wait until there is work; return which jobs to remove and which to admit."""
         with self._changed:
             while not (self._stopping or self._waiting or self._running):
                 self._step_started = None
@@ -301,8 +301,8 @@ class Engine:
     ) -> RunningJob:
         sampler = self._samplers.get(id(job.sampler))
         if sampler is None:
-            # mlx-lm samples rows that have the same sampler at once, so jobs that share a sampler share its guard.
-            sampler = self._samplers[id(job.sampler)] = Guarded(job.sampler, partial(mx.argmax, axis=-1))
+            # mlx-lm samples rows that have the same sampler together, so jobs that share a sampler share its guard.
+            sampler = self._samplers[id(job.sampler)] = ErrorGuard(job.sampler, partial(mx.argmax, axis=-1))
         return RunningJob(job, cached_tokens, kinds, self._tokenizer.detokenizer, sampler, stored)
 
     def _insert(
@@ -358,7 +358,7 @@ class Engine:
             running, (done, total) = self._running[response.uid], response.progress
             before, running.prefilled = running.prefilled, len(running.prompt_ids) - total + done
             self.metrics.prefill_tokens.inc(running.prefilled - before)
-            self._emit(running.job, Progress(done, total))
+            self._emit(running.job, PrefillProgress(done, total))
             if response.end_of_prompt:
                 with self._fail_job_on_error(response.uid):
                     self._recall.begin_answer(running, batch_row(passes[0], begun))
@@ -370,8 +370,8 @@ class Engine:
     def _use_prefilled(self, response: Any) -> None:
         """Store what a job has prefilled, let others continue from it, and recall before the question."""
         uid, running = response.uid, self._running[response.uid]
-        unread = len(running.prompt_ids) - running.prefilled
-        is_at_question = running.question and unread == len(running.question)
+        num_remaining = len(running.prompt_ids) - running.prefilled
+        is_at_question = running.question and num_remaining == len(running.question)
         stored, prefilled = running.stored, running.prefilled
         if stored is not None and prefilled - stored.last_checkpoint >= MIN_STORED and stored.can_store(prefilled):
             stored.store(prefilled, self._extract(uid)[0])
@@ -384,7 +384,7 @@ class Engine:
             self._stored_prompts.insert(tokens, caches, running.cached_kinds.pop())
         if is_at_question:
             self._recall_for_question(uid, running)
-        if unread == 1 and running.pending and uid in self._running:
+        if num_remaining == 1 and running.pending and uid in self._running:
             caches, tokens = self._extract(uid)
             for other in self._take_others(running):
                 self._insert(other, [running.prompt_ids[-1:]], caches, tokens)
@@ -424,7 +424,7 @@ class Engine:
     def _process_token(self, running: RunningJob, response: Any) -> None:
         running.close_stored()
         finish_reason = response.finish_reason
-        # All ranks search, also for a job that will end.
+        # All ranks search, even for a job that will end.
         if finish_reason is None and running.decode_recall is not None:
             running.decode_recall.count_token()
         event = running.next_event(response)
@@ -457,7 +457,7 @@ class Engine:
         self._emit(job, error, SessionResult())
 
     def _report_failure(self, running: RunningJob, error: ApiError) -> None:
-        """Send an error to the client; the job leaves the batch before the next step."""
+        """Send an error to the client; the job is removed before the next step."""
         if not running.failed:
             running.failed = True
             self._emit(running.job, error)

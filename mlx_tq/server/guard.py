@@ -45,7 +45,7 @@ class Guard:
             raise InvalidRequestError(message, status=403)
         if self._api_key is None:
             if not is_loopback(host_name(host)):
-                message = "without an API key the server answers to localhost only; use that name"
+                message = "without an API key, only requests to localhost are accepted; use that host name"
                 raise InvalidRequestError(message, status=403)
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
@@ -53,11 +53,11 @@ class Guard:
             raise InvalidRequestError("the API key is missing or wrong; send `Authorization: Bearer KEY`", status=401)
 
     async def read_body(self, request: Request) -> bytes:
-        """Read a body. Only requests whose body has arrived count in the queue: slow clients keep nobody out."""
+        """Read a body. Only requests whose body has arrived count in the queue: slow clients block no one."""
         message = f"the body is over {self._max_body} bytes; shorten it, or raise --max-body"
         too_large = InvalidRequestError(message, status=413)
         slow = f"took longer than {BODY_TIMEOUT_S:.0f} s to arrive, or was the slowest of {self._max_bodies}"
-        too_slow = InvalidRequestError(f"the body {slow}; send it at once", status=408)
+        too_slow = InvalidRequestError(f"the body {slow}; send it without pauses", status=408)
         return await read_body(request, self._max_body, too_large=too_large, too_slow=too_slow, uploads=self._uploads)
 
 
@@ -69,7 +69,7 @@ class LargeRequests:
         self._nbytes = 0
 
     async def run(self, nbytes: int, prepare: Callable[..., Result], *args: Any) -> Result:
-        """Run `prepare(*args)` in a thread: at once for a small request, else when it is this request's turn."""
+        """Run `prepare(*args)` in a thread: immediately for a small request, else when it is this request's turn."""
         if nbytes <= LARGE_REQUEST_BYTES:
             return await _run_to_end(prepare, *args)
         if self._nbytes and self._nbytes + nbytes > _MAX_QUEUED_BYTES:
@@ -92,5 +92,5 @@ async def _run_to_end(prepare: Callable[..., Result], *args: Any) -> Result:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
         await asyncio.wait({work})
-        work.exception()  # marks it as seen: the client left
+        work.exception()  # marks it as seen: the client disconnected
         raise

@@ -19,7 +19,7 @@ from mlx_tq.prefix_cache.prefix_cache import CachedPrompt
 from mlx_tq.prompt_cache.statistics import CacheStats
 from mlx_tq.server.api_errors import ApiError, InvalidRequestError, ModelFailedError
 from mlx_tq.server.prompt_builder import Prompt
-from mlx_tq.server.sampling import Guarded, Sampler, guarded_processors
+from mlx_tq.server.sampling import ErrorGuard, Sampler, guard_processors
 from mlx_tq.session.restore import RecallDuringDecode, RecallResult
 from mlx_tq.session.transcript import NO_HITS, NO_QUOTATION, Quotation, SearchHits
 
@@ -34,7 +34,7 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Progress:
+class PrefillProgress:
     """`done` of the `total` prompt tokens to prefill were processed."""
 
     done: int
@@ -56,7 +56,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Piece:
-    """A generated token, with the text that is certain now: none while it could still become a stop sequence."""
+    """A generated token, with the text that cannot become part of a stop sequence any more."""
 
     text: str
     logprob: TokenLogprob | None = None
@@ -66,7 +66,7 @@ class Piece:
     recalled: RecallResult | None = None  # with the last token
 
 
-Event = Started | Progress | Quoted | Piece | ApiError
+Event = Started | PrefillProgress | Quoted | Piece | ApiError
 
 
 class SessionCaches(list[Any]):
@@ -81,7 +81,7 @@ class SessionStart:
 
     caches: SessionCaches | None  # of the first `cached_tokens`, never changed; None for a new session
     cached_tokens: int
-    user_start: int = 0  # index, among the new tokens, of the user's words; the quotation goes there
+    user_start: int = 0  # index, among the new tokens, of the last user message; the quotation goes there
     search_hits: SearchHits = NO_HITS
     # Makes the quotation from the live positions, int64 [N], and the number of tokens recalled by search.
     quote: Callable[[np.ndarray, int], Quotation] = lambda live, recalled_tokens: NO_QUOTATION
@@ -115,8 +115,8 @@ class Job:
     others: "tuple[Job, ...]" = ()  # further answers with the same `events`; they start when the prompt is prefilled
     session: SessionStart | None = None
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)  # an error is the last
-    session_result: asyncio.Queue[SessionResult] = field(default_factory=asyncio.Queue)  # one, also after an error
-    events_closed: asyncio.Event = field(default_factory=asyncio.Event)  # nobody reads events any more
+    session_result: asyncio.Queue[SessionResult] = field(default_factory=asyncio.Queue)  # one, even after an error
+    events_closed: asyncio.Event = field(default_factory=asyncio.Event)  # no one reads the events any more
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -147,8 +147,8 @@ class RunningJob:
         cached_tokens: int,
         cached_kinds: list[str],
         detokenizer: Any,
-        sampler: Guarded,
-        stored: CachedPrompt | None = None,
+        sampler: ErrorGuard,
+        stored: CachedPrompt | None,
     ) -> None:
         self.job, self.prompt_ids = job, job.prompt.ids  # with the quotation once that is made
         self.prefilled, self.generated = cached_tokens, 0  # numbers of tokens
@@ -165,10 +165,10 @@ class RunningJob:
         self.decode_recall: RecallDuringDecode | None = None
         self.quotation, self.quotation_start = NO_QUOTATION, 0
         processors = [*job.processors] if job.constraint is None else [*job.processors, job.constraint]
-        self.processors = [guarded_processors(processors)] if processors else []
+        self.processors = [guard_processors(processors)] if processors else []
         self.sampler, self._detokenizer = sampler, detokenizer
         self._stop_state = TextStateMachine({"normal": [(stop, None) for stop in job.stops]}).make_state()
-        self.failed = False  # the client has the error; the job leaves the batch before the next step
+        self.failed = False  # the client has the error; it is removed before the next step
 
     @property
     def is_decoding(self) -> bool:

@@ -31,7 +31,7 @@ class JobRecall:
     def question(self, job: Job) -> list[int]:
         """Return the end of the prompt that serves as the question, or [] if nothing can be recalled.
 
-        A session's turn is a question as a whole unless it is long: then its document is prefilled first.
+        A session's whole turn is the question, unless it is long; then only its end is.
         """
         last_segment = job.prompt.segments[-1]
         if job.continues_session and not (self._recalls and len(last_segment) > MAX_QUESTION):
@@ -41,7 +41,7 @@ class JobRecall:
     def split_question(
         self, running: RunningJob, question: list[int], segments: list[list[int]], caches: list[Any] | None
     ) -> tuple[list[list[int]], list[Any] | None]:
-        """Split the segments before the question. If nothing precedes it, recall at once, into copies of `caches`.
+        """Split the segments before the question. If nothing precedes it, recall immediately, into copies of `caches`.
 
         Returns the segments to prefill, and the caches to start from.
         """
@@ -60,7 +60,7 @@ class JobRecall:
     def before_question(self, running: RunningJob, caches: list[Any]) -> list[int]:
         """Recall what the question needs into `caches`. Return the rest of the prompt, with the quotation.
 
-        The quotation precedes the user's words, or the question that ends a long turn. It repeats no recalled row.
+        The quotation precedes the last user message, or the question that ends a long turn. It repeats no recalled row.
         """
         start, question = running.job.session, list(running.question)
         running.question = []

@@ -44,7 +44,7 @@ class Metrics:
         )
 
     def clear_gauges(self) -> None:
-        """Set what an unloaded model has to zero; counters go on when it is loaded again."""
+        """Reset the gauges of an unloaded model; counters keep their values."""
         for gauge in (self.waiting, self.running, self.kv_bytes, self.kv_native_bytes):
             gauge.set(0)
         self.prompt_cache_bytes.set(0)

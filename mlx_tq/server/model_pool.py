@@ -1,4 +1,4 @@
-"""`ModelPool`: the models of a server. A request that names one loads it; the least recently used one makes room."""
+"""`ModelPool`: the models of a server. Models load on demand; the least recently used one is unloaded."""
 
 import asyncio
 import gc
@@ -58,8 +58,8 @@ class ModelPool:
     """Loads models, one at a time, and unloads them; on one event loop. The first model is the default.
 
     All loaded models take at most `limit` bytes, weights and KV caches together; None is no limit. A model that is
-    unloaded first finishes the requests that it has, while later ones wait for their turn to load it again. So models
-    that do not fit together alternate, and none waits for long. At most `max_waiting` requests wait.
+    unloaded first finishes the requests that it has, while later ones wait for their turn to load it again. Models
+    that do not fit together take turns; no model is starved. At most `max_waiting` requests wait.
     """
 
     def __init__(self, models: Sequence[PooledModel], limit: int | None = None, max_waiting: int = 1) -> None:
@@ -266,7 +266,7 @@ class ModelPool:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Result] = loop.create_future()
 
-        def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
+        def set_result(set_outcome: Callable[[Any], None], outcome: Any) -> None:
             if not done.done():
                 set_outcome(outcome)
 
@@ -281,7 +281,7 @@ class ModelPool:
             finally:
                 mx.clear_streams()  # the thread's own; see `Engine`
             with suppress(RuntimeError):  # the event loop has ended
-                loop.call_soon_threadsafe(settle, *outcome)
+                loop.call_soon_threadsafe(set_result, *outcome)
 
         self._thread = Thread(target=run, name="model loader", daemon=True)
         self._thread.start()

@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 from http_limits.connections import ListeningServer, server_config, url_of
-from mlx_tq.cli.loading import free_memory, load_model
+from mlx_tq.cli.loading import check_memory, free_memory, load_model
 from mlx_tq.cli.options import Request
-from mlx_tq.cli.screen import console, show_plan
+from mlx_tq.cli.screen import show_plan, stderr
 from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import position_limit
@@ -23,7 +23,7 @@ from mlx_tq.prefix_cache.folder import Folder
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.plan import Plan
-from mlx_tq.rescue import OFF, RescueClient, open_service
+from mlx_tq.rescue import RescueClient, open_client
 from mlx_tq.server.admission import EngineLimits
 from mlx_tq.server.app import Api
 from mlx_tq.server.engine import Engine
@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 _GRACE_S = 5
 _MIN_CACHE_SHARE = 8  # at least this part of the memory is for caches, where weights would take more
+_LEAST_CONTEXT = 16  # tokens that a cache must hold at least for the server to start
 _SHOWN_TOKENS = 8192  # context for which the bytes of the cache are shown
 
 
@@ -60,14 +61,15 @@ def serve(
     ranks: Ranks,
 ) -> None:
     """Load the first model and serve all until a signal comes; of several ranks, this is the first."""
-    rescue_service = request.rescue.service
-    rescue = ranks.run_on_first(lambda: None if rescue_service == OFF else RescueClient(open_service(rescue_service)))
+    rescue = ranks.run_on_first(lambda: open_client(request.rescue.service))
     with rescue or nullcontext():
         salt = salt_of(api_key, shared=request.args.prefix_cache_share)
-        pool = _make_pool(
-            request, served_models, partial(_make_service, folder=folder, salt=salt, rescue=rescue, ranks=ranks)
-        )
-        console.print(f"loading {served_models[0].name}; requests are accepted when it is ready")
+
+        def make_service(of_model: Request, metrics: Metrics) -> ModelService:
+            return ModelService(of_model, *_load(of_model, folder, salt, ranks), rescue, metrics)
+
+        pool = _make_pool(request, served_models, make_service)
+        stderr.print(f"loading {served_models[0].name}; requests are accepted when it is ready")
         pool.load_default()
         _serve_pool(pool, rescue, request.args, api_key, listener)
 
@@ -85,13 +87,13 @@ def _serve_pool(
     max_body = args.max_body or max(default_max_body(model.positions) for model in pool.models)
     api = Api(pool, Guard(api_key, args.allowed_origins, max_body, slots), rescue)
     config = server_config(api.app(args.allowed_origins), slots, timeout_graceful_shutdown=_GRACE_S)
-    server = Server(config, lambda: console.print(f"listening on {url_of(listener)} (chat page; API at /v1)"))
+    server = Server(config, lambda: stderr.print(f"listening on {url_of(listener)} (chat page; API at /v1)"))
 
     def end(*_: object) -> None:
         server.should_exit = True
 
     # While it runs, uvicorn handles SIGTERM itself. Before and after, this raises nothing, so that the end below is
-    # complete, also after a second signal.
+    # complete, even after a second signal.
     signal.signal(signal.SIGTERM, end)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
@@ -125,12 +127,6 @@ def _request_of(request: Request, served: ServedModel, cache_nbytes: int | None)
     return replace(request, args=args)
 
 
-def _make_service(
-    request: Request, metrics: Metrics, *, folder: Folder | None, salt: str, rescue: RescueClient | None, ranks: Ranks
-) -> ModelService:
-    return ModelService(request, *_load(request, folder, salt, ranks), rescue, metrics)
-
-
 def _load(
     request: Request, folder: Folder | None, salt: str, ranks: Ranks
 ) -> tuple[Any, Any, Plan | None, EngineLimits, PrefixCache | None]:
@@ -157,7 +153,9 @@ def _load(
     if request.config.is_off:
         return model, tokenizer, None, limits, None
     plan = plan_caches(model, request.config)
-    show_plan(plan, min(_SHOWN_TOKENS, position_limit(model) or _SHOWN_TOKENS))
     limits = replace(limits, memory=ranks.min(args.kv_memory_limit or free_memory()))
+    if args.kv_memory_limit:
+        check_memory(plan, _LEAST_CONTEXT, args.kv_memory_limit, args.prefill_step_size)
+    show_plan(plan, min(_SHOWN_TOKENS, position_limit(model) or _SHOWN_TOKENS))
     prefix_cache = None if folder is None else PrefixCache(model, plan, folder, log.warning, salt)
     return model, tokenizer, plan, limits, prefix_cache

@@ -15,7 +15,7 @@ from mlx_tq.errors import ConfigError
 from mlx_tq.server import schemas
 from mlx_tq.server.api_errors import ContextLengthError, InvalidRequestError
 from mlx_tq.server.schemas import ChatRequest
-from mlx_tq.session.text import TEMPLATE_ERRORS, PlainText, PromptLengthLimit, unescape
+from mlx_tq.session.text import TEMPLATE_ERRORS, PlainText, PromptLengthLimit, is_reasoning_open, unescape
 
 Message = dict[str, Any]  # as templates expect it
 
@@ -25,7 +25,7 @@ _RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_t
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, also in segments at whose ends the cache is worth storing.
+    """Token ids, and their segments, at whose ends the cache is worth storing.
 
     `kinds` of the segments are mlx-lm's "system", "user" or "assistant". `state` is "reasoning" where the template has
     opened the model's reasoning, else "normal".
@@ -73,7 +73,7 @@ class PromptBuilder:
     def completion_prompt(self, prompt: str | list[int]) -> Prompt:
         ids = self._encode(prompt, "prompt", special=True) if isinstance(prompt, str) else prompt
         if not ids:
-            raise InvalidRequestError("the tokenizer makes no tokens of the prompt", "prompt")
+            raise InvalidRequestError("the prompt has no tokens", "prompt")
         if not 0 <= min(ids) <= max(ids) < self.vocabulary:
             raise InvalidRequestError(f"the prompt has tokens outside of 0 to {self.vocabulary - 1}", "prompt")
         return Prompt(ids, [ids], ["assistant"])
@@ -94,7 +94,7 @@ class PromptBuilder:
             text = self._render(messages, options, add_generation_prompt=True)
         ids = self._encode(text, "messages")
         if not ids:
-            raise InvalidRequestError("the tokenizer makes no tokens of the messages", "messages")
+            raise InvalidRequestError("the prompt has no tokens", "messages")
         reasoning_start = len(ids)  # where the template opens the reasoning, which later turns leave out
         if self.tokenizer.has_thinking:
             start = int(self.tokenizer.rfind_think_start(ids, start=len(ids) - _TAIL))
@@ -142,15 +142,15 @@ class PromptBuilder:
     ) -> tuple[list[int], str, list[int], str] | None:
         """Split what follows the first `cached_messages`, the last of which is an answer without tool calls.
 
-        Returns the tokens before the user's last words, these words, the tokens after them, and the state at the end;
-        or None if the template does not show that answer unchanged. Without words of the user, the first part has all.
+        Returns the tokens before the last user message, that message, the tokens after it, and the state at the end;
+        or None if the template does not show that answer unchanged. Without a user message, the first part has all.
         """
-        marker, words = secrets.token_hex(8), ""  # no template trims it and no message contains it
+        marker, user_message = secrets.token_hex(8), ""  # no template trims it and no message contains it
         marked = list(messages)
         if cached_messages:
             marked[cached_messages - 1] = {**marked[cached_messages - 1], "content": f"Q{marker}H"}
         if messages[-1]["role"] == "user":
-            words = messages[-1]["content"]
+            user_message = messages[-1]["content"]
             marked[-1] = {**marked[-1], "content": f"Q{marker}W"}
         text = self._render(marked, options, add_generation_prompt=True)
         if cached_messages:
@@ -160,9 +160,9 @@ class PromptBuilder:
         before, separator, after = text.partition(f"Q{marker}W")
         if messages[-1]["role"] == "user" and not separator:
             raise InvalidRequestError("the model's chat template does not show the last user message", "messages")
-        self._check_length(len(text) + len(words), "messages")
+        self._check_length(len(text) + len(user_message), "messages")
         before_ids, after_ids = (self._encode(part, "messages") for part in (before, after))
-        return before_ids, words, after_ids, self._state(before_ids + after_ids)
+        return before_ids, user_message, after_ids, self._state(before_ids + after_ids)
 
     def _check_length(self, characters: int, param: str) -> None:
         try:
@@ -197,9 +197,8 @@ class PromptBuilder:
         return next((n for n, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), 0)
 
     def _state(self, ids: list[int]) -> str:
-        tokenizer = self.tokenizer
-        thinks = tokenizer.has_thinking and tokenizer.rfind_think_start(ids) > tokenizer.rfind_think_end(ids)
-        return "reasoning" if thinks else tokenizer.response_initial_state or "normal"
+        is_open = is_reasoning_open(self.tokenizer, ids)
+        return "reasoning" if is_open else self.tokenizer.response_initial_state or "normal"
 
 
 def _template_message(message: schemas.Message, index: int) -> Message:

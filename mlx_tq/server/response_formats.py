@@ -13,7 +13,7 @@ from mlx_tq.server.api_errors import InvalidRequestError, QueueFullError
 from mlx_tq.server.schemas import ChatRequest, GrammarFormat, ObjectFormat, SchemaFormat, TextFormat
 
 _PARAM = "response_format"
-_SLOTS = 4  # grammars compiled at once
+_SLOTS = 4  # grammars compiled concurrently
 _SLOTS_PER_CLIENT = 2  # of these; a client's further requests wait for its own
 _MAX_MEMORY = 2**30  # bytes of all compiled grammars
 _MAX_KEY = 100  # characters of a schema's key that an error repeats

@@ -84,7 +84,7 @@ def logits_processors(request: GenerationRequest, sampling: Sampling, vocabulary
     )
 
 
-class Guarded:
+class ErrorGuard:
     """A sampler, or logits processors, whose errors do not reach the batch: `fallback` takes its place.
 
     `error` is the latest one. The row continues with harmless values until the engine, which reads it after each step,
@@ -107,7 +107,7 @@ class Guarded:
         return result
 
 
-def guarded_processors(processors: Sequence[Any]) -> Guarded:
+def guard_processors(processors: Sequence[Any]) -> ErrorGuard:
     """Return one logits processor for all; it falls back to the logits [1, V] of the token after `tokens` [N]."""
 
     def process(tokens: mx.array, logits: mx.array) -> mx.array:
@@ -115,4 +115,4 @@ def guarded_processors(processors: Sequence[Any]) -> Guarded:
             logits = processor(tokens, logits)
         return logits
 
-    return Guarded(process, lambda tokens, logits: logits[:])
+    return ErrorGuard(process, lambda tokens, logits: logits[:])

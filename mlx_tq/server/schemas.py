@@ -1,6 +1,5 @@
 """Request bodies. Unknown arguments are refused, as OpenAI does: nothing is silently ignored."""
 
-import gc
 from collections.abc import Sequence
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -17,8 +16,8 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import from_json
 
+from http_limits.json_body import parse_json
 from mlx_tq.cli.options import LOWEST_PENALTY
 from mlx_tq.rescue import MAX_TEXT
 from mlx_tq.server.api_errors import ApiError, InvalidRequestError
@@ -28,12 +27,12 @@ _MAX_NAME = 100  # characters of a name from the request that an error repeats
 _ABSENT = object()
 # Replacements for pydantic messages that name Python types.
 _MESSAGES = {
-    "extra_forbidden": "this server has no such argument; leave it out",
+    "extra_forbidden": "unsupported parameter; remove it",
     "list_type": "Input should be a valid array",
     "dict_type": "Input should be an object",
     "model_type": "Input should be an object",
     "model_attributes_type": "Input should be an object",
-    "none_required": "Input should be null",
+    "none_required": "not supported here; leave it out",
 }
 
 Element = TypeVar("Element")
@@ -280,8 +279,8 @@ class EmbeddingRequest(Strict):
     def _refuse_tokens(cls, value: Any) -> Any:
         if isinstance(value, list) and any(isinstance(part, int | list) for part in value):
             raise ValueError(
-                "tokens are of another model than the embedder; send texts (LangChain's OpenAIEmbeddings does so with "
-                "check_embedding_ctx_length=False)"
+                "token ids are not supported, because the embedder has its own tokenizer; send strings (LangChain's "
+                "OpenAIEmbeddings does so with check_embedding_ctx_length=False)"
             )
         return value
 
@@ -450,13 +449,10 @@ Body = TypeVar("Body", bound=Strict)
 
 def parse(kind: type[Body], body: bytes) -> Body:
     """Parse and validate a request body; raise `InvalidRequestError` if it is not valid."""
-    gc.disable()  # with a million lists, it takes most of the time and holds the GIL
     try:
-        value = from_json(body)
+        value = parse_json(body)
     except ValueError as error:
         raise InvalidRequestError(f"Invalid JSON: {error}") from error
-    finally:
-        gc.enable()
     try:
         return kind.model_validate(value)
     except ValidationError as error:

@@ -18,7 +18,7 @@ _CONFIG, _WEIGHTS, _GGUF = "config.json", "*.safetensors", ".gguf"
 class ServedModel:
     """A model of `--model`, by the `name` that requests use; `path` is what `models.load` takes.
 
-    With one model, the server loads it at once, so that nothing is known of it before.
+    A single model is loaded immediately, so its size and context length stay unset.
     """
 
     name: str
@@ -28,7 +28,7 @@ class ServedModel:
 
 
 def find_models(request: Request, ranks: Ranks) -> list[ServedModel]:
-    """Return the models of `--model`, the default first; several are looked at, and downloaded where that is needed.
+    """Return the models of `--model`, the default first; several are inspected, and downloaded if needed.
 
     Raises ConfigError for several models where one is needed, one that does not exist, and two of one name.
     """
@@ -44,15 +44,15 @@ def find_models(request: Request, ranks: Ranks) -> list[ServedModel]:
         name = short_name(path)
         if name in models:
             raise ConfigError(
-                f"two models are named {name!r}: {models[name].path} and {path}. Requests choose by that name; "
-                "rename one of them, or drop one."
+                f"two models are named {name!r}: {models[name].path} and {path}. Requests select a model by "
+                "name; rename one of them, or drop one."
             )
         models[name] = _inspect(name, path)
     return list(models.values())
 
 
 def _check_several(request: Request, count: int, ranks: Ranks) -> None:
-    """Raise ConfigError for what several models cannot have."""
+    """Raise ConfigError for flags that support only one model."""
     args = request.args
     if not ranks.is_alone:
         raise ConfigError(f"{count} models need a single process, and {ranks.size} ranks were started. Name one model.")

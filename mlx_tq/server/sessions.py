@@ -35,7 +35,7 @@ HEADER = "X-Session-Id"
 
 @dataclass(eq=False)
 class ServerSession:
-    """A session. Its requests take turns, in the order in which they came."""
+    """Caches and transcript of a session, whose requests take turns in the order in which they came."""
 
     transcript: Transcript
     caches: SessionCaches | None = None  # of the transcript's tokens; None before the first answer
@@ -127,19 +127,19 @@ class Sessions:
             return self.begin(session, request, restart=True)
         transcript = session.transcript if count else self._new_transcript()
         caches = session.caches if count else None
-        before, words, after, state = parts
+        before, user_message, after, state = parts
         if count and before[:1] == transcript.ids[-1:]:  # the answer generated the end of its turn itself
             del before[0]
         search_hits = NO_HITS
         if caches is not None:
-            search_hits = transcript.search(words, live_positions(caches, len(transcript.ids)))
-        ids = [*before, *self._plain.encode(words), *after]
+            search_hits = transcript.search(user_message, live_positions(caches, len(transcript.ids)))
+        ids = [*before, *self._plain.encode(user_message), *after]
         prompt = Prompt([*transcript.ids, *ids], [transcript.ids, ids], ["assistant", "user"], state)
         quote, max_quotation = partial(transcript.quote, search_hits), transcript.max_quotation_tokens(search_hits)
         start = SessionStart(caches, len(transcript.ids), len(before), search_hits, quote, max_quotation)
         return SessionTurn(session, transcript, messages, options, prompt, start)
 
-    def settle(self, turn: SessionTurn, result: SessionResult, answer: Message | None) -> None:
+    def commit_turn(self, turn: SessionTurn, result: SessionResult, answer: Message | None) -> None:
         """Continue the session after a complete answer; `answer` is None if no request can continue from it."""
         session, transcript = turn.session, turn.transcript
         assert result.caches is not None  # noqa: S101 - tells the type checker
@@ -185,7 +185,7 @@ class Sessions:
             self._sessions.clear()
         self.forget_dropped()
 
-    # Memory, also for the engine's thread.
+    # Memory; the engine's thread calls these, too.
 
     @property
     def nbytes(self) -> int:
@@ -204,7 +204,7 @@ class Sessions:
             self._discard(self._sessions.pop(name).transcript)
 
     def _new_transcript(self) -> Transcript:
-        # The rescue service gets ids of ours: nobody can read another's text by guessing the name of a session.
+        # The rescue service gets ids of ours: no client can read another's text by guessing a session's name.
         return Transcript(self._plain, self._client, self._rescue, uuid.uuid4().hex, self._quotation_limit)
 
     def _discard(self, transcript: Transcript) -> None:

@@ -23,7 +23,7 @@ MIN_STORED = 32  # prefilling fewer tokens than this is faster than storing them
 
 @dataclass(frozen=True)
 class PromptSource:
-    """The start of a prompt: caches in memory, or a prompt in the prefix cache that has more of it."""
+    """The origin of a prompt's cached prefix: memory, or the prefix cache if that holds more of it."""
 
     caches: list[Any] | None
     cached_tokens: int
@@ -43,17 +43,17 @@ class StoredPrompts:
         log_archive_warning(caches)
         self.memory.insert_cache(_MODEL_KEY, list(tokens), caches, cache_type=kind)
 
-    def find(self, job: Job, unread: int, *, alone: bool = False) -> PromptSource:
-        """Return the best source of a prompt except for its last `unread` tokens.
+    def find(self, job: Job, num_remaining: int, *, alone: bool = False) -> PromptSource:
+        """Return the best source of a prompt except for its last `num_remaining` tokens.
 
         The caches belong to others; the batch copies them. Unless `alone`, all ranks search together.
         """
         if job.session is not None and job.session.caches is not None:
             return PromptSource(job.session.caches, job.session.cached_tokens)
-        caches, cached_tokens = self._find_in_memory(job.prompt.ids, unread)
+        caches, cached_tokens = self._find_in_memory(job.prompt.ids, num_remaining)
         if self._prefix_cache is not None:
             # A prompt that continues from memory does not follow the prefix cache's steps, so it is not stored.
-            stored = _stored_prompt(self._prefix_cache, job.prompt, unread, self._step)
+            stored = _stored_prompt(self._prefix_cache, job.prompt, num_remaining, self._step)
             length, restorable = len(job.prompt.ids), stored.find(alone=alone)
             if length - restorable + _RESTORE_COST * restorable <= (1 + _MAX_DELAY) * (length - cached_tokens):
                 return PromptSource(None, stored.cached_tokens, stored)
@@ -66,8 +66,8 @@ class StoredPrompts:
         stored = _stored_prompt(self._prefix_cache, prompt, 1, self._step)
         return stored if stored.follow(leader, stop) else None
 
-    def _find_in_memory(self, ids: list[int], unread: int) -> tuple[list[Any] | None, int]:
-        lookup = ids[: len(ids) - unread + 1]  # mlx-lm leaves at least one token to prefill
+    def _find_in_memory(self, ids: list[int], num_remaining: int) -> tuple[list[Any] | None, int]:
+        lookup = ids[: len(ids) - num_remaining + 1]  # mlx-lm leaves at least one token to prefill
         if len(lookup) <= 1:
             return None, 0
         try:
@@ -82,10 +82,10 @@ class StoredPrompts:
         return caches, len(lookup) - 1
 
 
-def _stored_prompt(prefix_cache: PrefixCache, prompt: Prompt, unread: int, step: int) -> CachedPrompt:
+def _stored_prompt(prefix_cache: PrefixCache, prompt: Prompt, num_remaining: int, step: int) -> CachedPrompt:
     segments = prompt.segments
     system = len(segments[0]) if len(segments) > 1 and prompt.kinds[0] == "system" else 0
-    return prefix_cache.prompt([*segments[:-1], segments[-1][:-unread]], step, system)
+    return prefix_cache.prompt([*segments[:-1], segments[-1][:-num_remaining]], step, system)
 
 
 def salt_of(api_key: str | None, *, shared: bool) -> str:

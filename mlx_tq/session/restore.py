@@ -36,6 +36,8 @@ SHORTEST_QUESTION = 32  # tokens
 _SCORED_PER_TOKEN = 25
 _EMPTY_LINE, _EMPTY_LINE_TOKENS = re.compile(r"\n\s*\n[^\S\n]*$"), 6
 
+ProgressCallback = Callable[[int, int], None]  # the number of tokens prefilled, and the total
+
 
 @dataclass(frozen=True)
 class RecallResult:
@@ -74,7 +76,7 @@ def split_question(tokenizer: Any, ids: list[int]) -> tuple[list[int], list[int]
 
 
 def prefill(
-    model: Any, caches: list[Any], ids: list[int], step: int, progress: Callable[[int, int], None] = lambda *_: None
+    model: Any, caches: list[Any], ids: list[int], step: int, progress: ProgressCallback = lambda *_: None
 ) -> None:
     """Run tokens through the model as mlx-lm does, `step` at a time."""
     for start in range(0, len(ids), step):
@@ -92,10 +94,10 @@ def live_positions(caches: list[Any], tokens: int) -> np.ndarray:
 
 
 def evict_before_question(caches: list[Any], count: int) -> bool:
-    """Hold the eviction round that a question of `count` tokens makes due; return whether anything is archived.
+    """Run the eviction round that a question of `count` tokens would trigger; return whether anything is archived.
 
-    The forward passes of question and answer would hold it too late: what they evict could not be recalled. It is held
-    with and without an archive, so that an archive that fails changes no token.
+    During the question's own pass it would be too late to recall what it evicts. It runs without an archive too, so
+    that a failing archive changes no token.
     """
     sequence = layer_group_of(caches)
     if sequence is None:
@@ -121,8 +123,8 @@ def recall_rows(
 ) -> RecallResult:
     """Reload the archived blocks that a question needs; `release` drops them again.
 
-    The question is run over a copy of the caches, and its queries score the archive. Of a longer message only the last
-    256 tokens are run. `limit` bounds the tokens that the queries select; by default the configuration says it. A
+    The question is run over a copy of the caches, and its queries score the archive. Only the last 256 tokens of a
+    longer message are run. `limit` bounds the tokens that the queries select; by default the configuration says it. A
     block that cuts the passage of its best token comes with its neighbors, as far as `limit` allows.
     """
     began = time.perf_counter()
@@ -156,11 +158,11 @@ def restore_context(
     question: list[int],
     step: int,
     *,
-    hits: SearchHits = NO_HITS,
-    quote: Callable[[np.ndarray, int], Quotation] | None = None,
-    prefilled: int = 0,
-    quote_at: int = 0,
-    passage_at: PassageAt = single_position,
+    hits: SearchHits,
+    quote: Callable[[np.ndarray, int], Quotation] | None,
+    prefilled: int,
+    quote_at: int,
+    passage_at: PassageAt,
 ) -> tuple[RecallResult, Quotation]:
     """Recall rows and quote text for a question, before its prefill; the quotation is pinned until `release`.
 
@@ -186,7 +188,7 @@ def release(caches: list[Any]) -> None:
 
 
 def take_archive_warning(caches: list[Any]) -> str | None:
-    """Return what a user should know of the archive, once."""
+    """Return the archive's pending warning and clear it."""
     sequence = layer_group_of(caches)
     return None if sequence is None or sequence.archive is None else sequence.archive.take_warning()
 
@@ -262,5 +264,7 @@ class RecallDuringDecode:
     def _tokens_to_next_search(self, sequence: LayerGroup) -> int:
         layers, archived = evicting_layers(self._caches), len(positions_of(sequence.archived))
         scored = count_scored_tokens(archived, self._numbers, sequence.plan.max_recalled(layers[0].offset))
-        tokens = sequence.ranks.max(np.array([scored / len(layers) / _SCORED_PER_TOKEN]))  # all ranks search at once
+        tokens = sequence.ranks.max(
+            np.array([scored / len(layers) / _SCORED_PER_TOKEN])
+        )  # all ranks search at the same time
         return max(sequence.plan.config.recall_every, int(tokens[0]))

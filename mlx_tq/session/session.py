@@ -22,17 +22,17 @@ from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.cache_file import CONVERSATION, load_prompt_cache, refuse_damaged, save_prompt_cache
 from mlx_tq.prompt_cache.compressed import compressed_attention, plan_caches
-from mlx_tq.prompt_cache.layer_group import cache_parts
+from mlx_tq.prompt_cache.layer_group import cache_offsets
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.recall import MAX_QUESTION
 from mlx_tq.prompt_cache.statistics import CacheStats, cache_stats
-from mlx_tq.rescue import AUTO, OFF, RescueClient, open_service
-from mlx_tq.session.restore import live_positions, prefill, take_archive_warning
+from mlx_tq.rescue import AUTO, OFF, open_client
+from mlx_tq.session.restore import ProgressCallback, live_positions, prefill, take_archive_warning
 from mlx_tq.session.saved_conversation import SavedConversation
 from mlx_tq.session.shadow_mode import make_shadow
 from mlx_tq.session.text import SESSION_ID, PlainText, PromptLengthLimit, TurnTemplate, check_max_tokens, check_text
 from mlx_tq.session.transcript import Quotation, Transcript, TurnRange, quotation_limit
-from mlx_tq.session.turn import UNLIMITED, Progress, StoppedError, Turn, TurnStats, search_evicted, trim_caches
+from mlx_tq.session.turn import UNLIMITED, StoppedError, Turn, TurnStats, search_evicted, trim_caches
 from mlx_tq.session.worker import Worker
 
 _NEARLY_FULL = 0.9  # of the context
@@ -44,7 +44,8 @@ _FLUSH_S = 60.0  # that `load` waits for the rescue service
 class Session:
     """A conversation with a model.
 
-    Any thread may call a session, and take each piece of an answer in another one: it computes in a thread of its own.
+    Any thread may call a session, and each piece of an answer may go to another thread. A session computes in a thread
+    of its own.
 
     Args:
         model: a model of mlx-lm.
@@ -53,12 +54,13 @@ class Session:
         rescue: "off", "auto", the URL of a rescue service, or a `RescueConfig`. By default off, and a loaded
             conversation keeps a service on this machine.
         system_prompt: system prompt of the conversation.
-        session_id: name of the conversation at the service. Without one, the service forgets the conversation when it
+        session_id: name of the conversation at the service. Without one, the service deletes the conversation when it
             is closed, unless it was saved.
-        max_tokens: most tokens of an answer; -1 for all that the model allows.
-        sampler: a sampler as of `mlx_lm.sample_utils.make_sampler`; greedy by default. It runs in the session's thread,
-            so arrays that it holds must be computed (`mx.eval`).
-        logits_processors: processors as of `mlx_lm.sample_utils.make_logits_processors`; the same holds for them.
+        max_tokens: maximum tokens per answer; -1 for all that the model allows.
+        sampler: a sampler such as `mlx_lm.sample_utils.make_sampler` returns; greedy by default. It runs in the
+            session's thread, so arrays that it holds must be computed (`mx.eval`).
+        logits_processors: processors such as `mlx_lm.sample_utils.make_logits_processors` returns; the same holds for
+            them.
         seed: seed of the sampler; by default a random one.
         prefill_step_size: tokens of a prefill step; eviction happens between steps.
         template: options of the chat template.
@@ -78,7 +80,7 @@ class Session:
         context_length: positions that the model allows, or None.
 
     Raises:
-        ConfigError: a setting that cannot be met.
+        ConfigError: an invalid setting.
         UnsupportedModelError: the model cannot run on such a cache.
     """
 
@@ -120,15 +122,15 @@ class Session:
         self._keeps_text = session_id is not None  # at the service, when the session is closed
         self._is_busy = self._is_stopping = self._is_closed = False
         self._warned: set[str] = set()
-        # Compute what is still lazy in the caller's thread, such as a change of the model's type.
+        # Compute what is still lazy in the caller's thread, such as a change of the model's dtype.
         mx.eval([value for module in model.modules() for value in module.values() if isinstance(value, mx.array)])
         self._worker = Worker()
-        weakref.finalize(self, self._worker.end)  # also when the program ends
+        weakref.finalize(self, self._worker.end)  # even when the program ends
         self.seed(secrets.randbits(63) if seed is None else seed)
         self.plan = self._worker.run(lambda: self._make_plan(self.config))
         self._prefix_folder, self._shadow_every = open_folder(prefix_cache, ranks=ranks_of(model)), shadow
         self._prefix_cache: PrefixCache | None = None
-        self.client = _open_client(self.rescue)
+        self.client = open_client(self.rescue.service)
         self._begin(session_id or uuid.uuid4().hex, self._worker.run(self._make_caches))
 
     def _make_template(self, system_prompt: str | None) -> TurnTemplate:
@@ -154,20 +156,23 @@ class Session:
 
     # A turn.
 
-    def respond(self, text: str, *, max_tokens: int | None = None, progress: Progress | None = None) -> Iterator[str]:
+    def respond(
+        self, text: str, *, max_tokens: int | None = None, progress: ProgressCallback | None = None
+    ) -> Iterator[str]:
         """Yield the answer to a message piece by piece. Leave the loop, or call `stop`, to end it early.
 
         Args:
             text: the user's message.
-            max_tokens: most tokens of this answer; by default those of the session.
-            progress: called in the session's thread with the prompt tokens that are prefilled, and with all.
+            max_tokens: maximum tokens of this answer; by default those of the session.
+            progress: called in the session's thread with the number of prefilled tokens and the total.
 
         Raises:
             ConfigError: `text` is not UTF-8 text, the conversation would exceed the model's context (with `on_full`
                 "drop-oldest", `text` alone would), a turn is in progress, or the session is closed.
+            NonFiniteError: the model's logits are NaN.
         """
         if self._is_closed:
-            raise ConfigError("the session is closed; make a new one, and load what was saved of this.")
+            raise ConfigError("the session is closed; create a new session and load the saved conversation.")
         check_text(text, "message")
         used = 0 if self.on_full == DROP_OLDEST else len(self._transcript.ids)
         self._length_limit.check(len(text), "message", used=used)
@@ -182,16 +187,16 @@ class Session:
             self._is_busy = False
         self._warn_after_turn()
 
-    def _answer(self, text: str, max_tokens: int, progress: Progress) -> Generator[str]:
-        transcript, words = self._transcript, [*self._plain.encode(text), *self._template.closing]
+    def _answer(self, text: str, max_tokens: int, progress: ProgressCallback) -> Generator[str]:
+        transcript, message_ids = self._transcript, [*self._plain.encode(text), *self._template.closing]
         try:
-            prefilled = self._remove_if_full(len(words), max_tokens, progress)
+            prefilled = self._remove_if_full(len(message_ids), max_tokens, progress)
         except StoppedError:
             return
         start = len(transcript.ids)
         before = self._template.between(transcript.ids[-1]) if start else transcript.opening
-        message = [*before, *words]
-        room = self._room_after(len(message), start)
+        prompt = [*before, *message_ids]
+        room = self._room_after(len(prompt), start)
         can_restore = self.config.evict is not None and (self.config.evict.recalls or self.client is not None)
         turn = Turn(
             self.model,
@@ -206,15 +211,15 @@ class Session:
         )
         try:
             with turn:
-                split = can_restore and self.shadow is None and len(message) > MAX_QUESTION
-                turn.prepare(message, text, split=split, quote_at=len(before), room=room)
-                options = {"sampler": self.sampler, "logits_processors": list(self.logits_processors)}
-                for response in turn.decode(max_tokens, **options):
+                split = can_restore and self.shadow is None and len(prompt) > MAX_QUESTION
+                turn.prepare(prompt, text, split=split, quote_at=len(before), room=room)
+                processors = list(self.logits_processors)
+                for response in turn.decode(max_tokens, sampler=self.sampler, logits_processors=processors):
                     yield response.text
         finally:
             if not turn.is_consistent:
                 raise CacheFormatError(
-                    "the turn was interrupted where this model's cache cannot go back. Reset the session."
+                    "the turn was interrupted, and this model's cache cannot be trimmed. Reset the session."
                 )
             if not turn.is_undone:
                 self.turns.append(stats := turn.stats)
@@ -225,8 +230,8 @@ class Session:
                 self.cache = self._make_caches()
                 transcript.truncate(0)
 
-    def _remove_if_full(self, words: int, max_tokens: int, progress: Progress) -> int:
-        """Remove the oldest turns if a turn of `words` tokens and its answer do not fit.
+    def _remove_if_full(self, message_tokens: int, max_tokens: int, progress: ProgressCallback) -> int:
+        """Remove the oldest turns if a message of `message_tokens` tokens and its answer do not fit.
 
         Returns how many tokens were prefilled again, 0 if nothing was removed.
         """
@@ -237,15 +242,15 @@ class Session:
         answer = most if max_tokens < 0 else min(max_tokens, most)
         quotation = quotation_limit(self.rescue, limit) if self.client is not None else 0
         quotation = ranks_of(self.model).broadcast(lambda: quotation)  # only the first rank has a client
-        fits = limit - words - len(self._template.between(transcript.ids[-1])) - quotation - answer
+        fits = limit - message_tokens - len(self._template.between(transcript.ids[-1])) - quotation - answer
         lengths = transcript.lengths_after_removal()
         count = next((count for count, length in enumerate(lengths) if length <= fits), len(lengths) - 1)
         if not count:
             return 0
         if not lengths[count]:
-            self._room_after(len(transcript.opening) + words, 0)
+            self._room_after(len(transcript.opening) + message_tokens, 0)
         remaining, tokens = transcript.ids_after_removal(count), len(transcript.ids)
-        caches = self._prefill_again(remaining, lambda done, total: progress(done, total + words))
+        caches = self._prefill_again(remaining, lambda done, total: progress(done, total + message_tokens))
         transcript.remove(count)
         self.cache = caches
         searched = "; a search still finds their text" if self.client is not None else ""
@@ -256,7 +261,7 @@ class Session:
         )
         return len(remaining)
 
-    def _prefill_again(self, ids: list[int], progress: Progress) -> list[Any]:
+    def _prefill_again(self, ids: list[int], progress: ProgressCallback) -> list[Any]:
         """Return new caches of `ids`; raise StoppedError if the session is stopped meanwhile."""
 
         def report(done: int, total: int) -> None:
@@ -277,9 +282,9 @@ class Session:
         if room < 1:
             fits = max(0, tokens + room - 1)  # one is for the answer
             raise ConfigError(
-                f"the conversation has {used:,} tokens and this turn {tokens:,}; the model has "
-                f"{self.context_length:,} positions, which evicted tokens keep: {fits:,} tokens would fit. Shorten the "
-                "turn, start a new conversation (reset), or take a model with a longer context."
+                f"this turn needs {tokens:,} tokens, but only {fits:,} of the model's {self.context_length:,} "
+                "positions are free (evicted tokens keep theirs). Shorten the turn, start a new conversation (reset), "
+                "or use a model with a longer context."
             )
         return room
 
@@ -311,15 +316,17 @@ class Session:
         limit = self.context_length
         if limit is not None and tokens > _NEARLY_FULL * limit and self.on_full == STOP:
             self._warn_once(
-                f"the conversation has {tokens:,} of the model's {limit:,} positions; it ends there, "
-                "evicted tokens included.",
+                f"the conversation has {tokens:,} of the model's {limit:,} positions. It ends when they are used up; "
+                "evicted tokens count.",
                 topic="context",
             )
         recalls = self.config.evict is not None and self.config.evict.recalls
         evicted = tokens - len(self._live_positions())
         if evicted and self.client is None and not recalls and self.shadow is None:
-            remedy = "Recall and rescue restore what a turn needs: choose --kv-recall auto, or --rescue auto."
-            self._warn_once(f"{evicted:,} tokens were evicted and are lost to the model. {remedy}", topic="eviction")
+            self._warn_once(
+                "evicted tokens are dropped, so the answer cannot use them. Add --kv-recall auto, or --rescue auto.",
+                topic="eviction",
+            )
         for warning in (take_archive_warning(self.cache), self.client.take_warning() if self.client else None):
             if warning is not None:
                 self._warn_once(warning)
@@ -334,12 +341,12 @@ class Session:
 
     @property
     def ids(self) -> list[int]:
-        """All tokens of the conversation by position, evicted ones included."""
+        """Return all tokens of the conversation by position, evicted ones included."""
         return list(self._transcript.ids)
 
     @property
     def last_exchange(self) -> tuple[str, str] | None:
-        """The last question and its answer, also of a loaded conversation; None if there is none."""
+        """Return the last question and its answer, those of a loaded conversation included, or None."""
         if not self._transcript.turn_ranges:
             return None
         _, start, stop = self._transcript.turn_ranges[-1]
@@ -379,16 +386,18 @@ class Session:
         _check_seed(seed)
         self._worker.run(lambda: mx.random.seed(seed))
 
-    def undo(self, progress: Progress | None = None) -> str:
-        """Remove the last question and its answer, and return the question. Turns removed from a full context stay so.
+    def undo(self, progress: ProgressCallback | None = None) -> str:
+        """Remove the last question and its answer, and return the question.
 
-        The cache is trimmed. Where it cannot be, because the turn evicted tokens that are gone or the model's caches
-        cannot go back, the remaining turns are prefilled again. Rows of the turn are removed from the archive. Its text
-        is removed from the rescue service, unless the conversation has a name or was loaded: the service then keeps it,
-        as it keeps what earlier conversations of that name evicted, but a search does not find it any more.
+        Turns that were removed to free context stay removed.
+
+        The cache is trimmed. If the turn evicted tokens that are not archived, or the model's caches cannot be trimmed,
+        the remaining turns are prefilled again. Rows of the turn are removed from the archive. Its text is removed from
+        the rescue service, unless the conversation has a name or was loaded: the service then keeps it, as it keeps
+        what earlier conversations of that name evicted, but a search does not find it any more.
 
         Args:
-            progress: called in the session's thread with the tokens that are prefilled again, and with all.
+            progress: called in the session's thread with the number of tokens prefilled again and the total.
 
         Raises:
             ConfigError: there is no turn, a turn is in progress, the session has a shadow, or `stop` was called before
@@ -408,7 +417,7 @@ class Session:
             self._is_busy = False
         return exchange[0]
 
-    def _undo(self, progress: Progress) -> None:
+    def _undo(self, progress: ProgressCallback) -> None:
         length = self._transcript.turn_ranges[-1].start
         if not (length and can_trim_prompt_cache(self.cache) and trim_caches(self.cache, length)):
             self.cache = self._prefill_again(self._transcript.ids[:length], progress)
@@ -416,7 +425,7 @@ class Session:
         del self.turns[-1:]
 
     def reset(self, system_prompt: str | None = None) -> None:
-        """Start a new conversation without a name. The service forgets this one unless it was saved or has a name.
+        """Start a new conversation without a name. The service deletes this one unless it was saved or has a name.
 
         Args:
             system_prompt: its system prompt; by default that of the session.
@@ -454,12 +463,12 @@ class Session:
             removed=transcript.removed,
         )
         metadata = {CONVERSATION: conversation.to_json()}
-        options: dict[str, Any] = {"model": self.model, "config": self.config, "metadata": metadata}
-        self._worker.run(lambda: save_prompt_cache(path, self.cache, **options))
+        model, config = self.model, self.config
+        self._worker.run(lambda: save_prompt_cache(path, self.cache, model=model, config=config, metadata=metadata))
         self._keeps_text = True
 
     def load(self, path: str | Path) -> None:
-        """Continue a conversation that `save` wrote, also in another process, with the configuration that it had.
+        """Continue a conversation that `save` wrote, even in another process, with the configuration that it had.
 
         Sends its evicted text to the service again, and waits for that up to a minute.
 
@@ -470,24 +479,26 @@ class Session:
         self._check_idle()
         self._check_no_shadow()
         if not Path(path).is_file():
-            raise CacheFormatError(f"No such file: {path}")
+            raise CacheFormatError(f"there is no saved conversation {path}. Make one with /save in mlx_tq.chat.")
         loaded = self._worker.run(lambda: load_prompt_cache(path, model=self.model))
         if CONVERSATION not in loaded.metadata:
-            raise CacheFormatError(f"{path} is a prompt cache, not a conversation. Take it for mlx_tq.generate.")
+            raise CacheFormatError(
+                f"{path} is a prompt cache, not a conversation. Use it with mlx_tq.generate --prompt-cache-file."
+            )
         with refuse_damaged(path):
             saved = SavedConversation.from_json(loaded.metadata[CONVERSATION])
         ids, rescue = saved.ids, saved.rescue
-        lengths = {part.offset for part in cache_parts(loaded.caches) if hasattr(part, "offset")}
+        lengths = set(cache_offsets(loaded.caches))
         if lengths - {len(ids)}:
             raise CacheFormatError(f"{path} holds {len(ids)} tokens and a cache of {lengths}; it is damaged.")
         plan = self._worker.run(lambda: self._make_plan(loaded.config))
         self._forget()
         # No file may choose a service on another machine.
         if self._may_take_rescue and self.client is None and rescue.service == AUTO:
-            self.rescue, self.client = rescue, _open_client(rescue)
+            self.rescue, self.client = rescue, open_client(rescue.service)
         elif self._may_take_rescue and self.client is None and rescue.service != OFF:
             self._warn_once(
-                f"the conversation had rescue by {rescue.service}, which a file cannot choose. Give --rescue "
+                f"the conversation used the rescue service {rescue.service}; a file cannot select one. Give --rescue "
                 f"{rescue.service} to use it."
             )
         self.turns, self.config, self.plan, self._keeps_text = [], loaded.config, plan, True
@@ -509,7 +520,7 @@ class Session:
             )
 
     def close(self) -> None:
-        """End the conversation. The service forgets it unless it was saved or has a name."""
+        """End the conversation. The service deletes it unless it was saved or has a name."""
         self._is_closed = True
         if self.client is not None:
             self._forget()
@@ -524,10 +535,6 @@ class Session:
     def _forget(self) -> None:
         if self.client is not None and self._transcript.has_sent and not self._keeps_text:
             self.client.forget(self.session_id)
-
-
-def _open_client(rescue: RescueConfig) -> RescueClient | None:
-    return None if rescue.service == OFF else RescueClient(open_service(rescue.service))
 
 
 def _check_settings(

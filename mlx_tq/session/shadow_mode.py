@@ -14,6 +14,7 @@ from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed_attention
 from mlx_tq.prompt_cache.layer_group import cache_parts
+from mlx_tq.prompt_cache.measurements import kl_divergence, log_probabilities
 from mlx_tq.prompt_cache.plan import Plan
 
 
@@ -30,7 +31,7 @@ class ShadowLayer:
 
 @dataclass(frozen=True)
 class ShadowToken:
-    """Compares the two predictions of one token."""
+    """Both predictions of one token."""
 
     position: int
     text: str
@@ -94,12 +95,10 @@ class Shadow:
         if self._position % self._every or (caches := self._compressed_until(position)) is None:
             return
         with compressed_attention(self._model):
-            logits = self._model(mx.array([[last_token]]), cache=caches)[0, -1].astype(mx.float32)
-        predicted = logits - mx.logsumexp(logits)
+            predicted = log_probabilities(self._model, [last_token], caches)[0]
         expected = logprobs.astype(mx.float32)
-        divergence = (mx.exp(expected) * (expected - predicted)).sum()
         same = expected.argmax() == predicted.argmax()
-        self._tokens.append(ShadowToken(position + 1, text, float(divergence), bool(same)))
+        self._tokens.append(ShadowToken(position + 1, text, float(kl_divergence(expected, predicted)), bool(same)))
 
     def _compressed_until(self, length: int) -> list[Any] | None:
         """Return compressed caches of the first `length` tokens; None if a cache cannot be trimmed to them."""

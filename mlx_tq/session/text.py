@@ -35,6 +35,11 @@ def check_max_tokens(max_tokens: Any) -> None:
         raise ConfigError(f"max_tokens is {max_tokens!r}; it must be 1 or more, or -1 for all that the model allows.")
 
 
+def is_reasoning_open(tokenizer: Any, ids: Sequence[int]) -> bool:
+    """Return whether a prompt of tokens `ids` ends inside the model's reasoning."""
+    return bool(tokenizer.has_thinking and tokenizer.rfind_think_start(ids) > tokenizer.rfind_think_end(ids))
+
+
 class PromptLengthLimit:
     """Rejects over-long text before it is tokenized: tokenizing 10 MB takes seconds and 500 MB of memory.
 
@@ -66,7 +71,7 @@ class PromptLengthLimit:
 class PlainText:
     """Encodes text as data: no part of it becomes a control token, however it is spelled.
 
-    A tokenizer turns the seven letters of `<|eos|>` into the token that ends a turn, so text in a prompt
+    A tokenizer turns the characters `<|eos|>` into the token that ends a turn, so text in a prompt
     could end the user's turn and speak as the system. Control tokens are those that the tokenizer adds to its
     vocabulary of text; `control` has their ids.
 
@@ -141,7 +146,7 @@ def unescape(text: str) -> str:
 
 
 def _compile(words: set[str]) -> re.Pattern[str]:
-    """Return a pattern of the first character of any one of `words`, also of those that overlap."""
+    """Return a pattern of the first character of any one of `words`, including those that overlap."""
     starts = {word[0] for word in words}
     alternatives = [
         f"{re.escape(start)}(?={_any_of({word[1:] for word in words if word[0] == start})})" for start in sorted(starts)
@@ -175,8 +180,8 @@ class TurnTemplate:
         self,
         tokenizer: Any,
         plain: PlainText,
-        system_prompt: str | None = None,
-        options: dict[str, Any] | None = None,
+        system_prompt: str | None,
+        options: dict[str, Any] | None,
     ) -> None:
         self._tokenizer = tokenizer
         if not tokenizer.has_chat_template:

@@ -105,7 +105,7 @@ class Transcript:
         self._plain, self._client, self._config, self._limit = plain, client, config, limit
         self._evicted = self._sent = _NO_POSITIONS  # latest evicted positions; those whose text was sent or is quoted
         self._start_s = start_s  # that a search waits for a service that may be starting
-        self._is_temporary = temporary  # the service forgets the text: after an undo, and after this process has ended
+        self._is_temporary = temporary  # the service deletes the text: after an undo, and after this process has ended
 
     def append(self, ids: Sequence[int], quotation: Quotation = NO_QUOTATION, quote_at: int = 0) -> None:
         """Append tokens, in which `quotation` begins at index `quote_at`."""
@@ -170,7 +170,7 @@ class Transcript:
         self.ids, self.turn_ranges = ids, [turn._replace(start=0) for turn in moved[:1]] + moved[1:]
 
     def send_evicted(self, evicted: np.ndarray) -> None:
-        """Send the text at all evicted positions, ascending int64 [N], that was not sent yet. Returns at once."""
+        """Send the text at all evicted positions, ascending int64 [N], that was not sent yet. Returns immediately."""
         if evicted is self._evicted or self._client is None:
             return
         positions = np.setdiff1d(evicted, self._sent, assume_unique=True)

@@ -1,5 +1,6 @@
 """`Turn`: one prompt and its answer. `generate`, `chat`, `demo` and `Session` run it."""
 
+import math
 import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing, suppress
@@ -12,13 +13,14 @@ from mlx_lm.generate import stream_generate
 from mlx_lm.models.cache import can_trim_prompt_cache
 
 from mlx_tq.cache.layer import CompressedKVCache
-from mlx_tq.errors import CacheFormatError
+from mlx_tq.errors import CacheFormatError, NonFiniteError
 from mlx_tq.models import ranks_of
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache, ReusedPrefix, reuse_prefix
 from mlx_tq.prompt_cache.compressed import compressed_attention
-from mlx_tq.prompt_cache.layer_group import cache_parts, compressed_caches, layer_group_of
+from mlx_tq.prompt_cache.layer_group import cache_offsets, cache_parts, compressed_caches, layer_group_of
 from mlx_tq.prompt_cache.recall import MAX_QUESTION
 from mlx_tq.session.restore import (
+    ProgressCallback,
     RecallDuringDecode,
     RecallResult,
     evict_before_question,
@@ -31,8 +33,8 @@ from mlx_tq.session.restore import (
 from mlx_tq.session.shadow_mode import Shadow
 from mlx_tq.session.transcript import NO_QUOTATION, Quotation, SearchHits, Transcript
 
-Progress = Callable[[int, int], None]
 UNLIMITED = 2**31  # positions of a model that does not say how many it has
+_NAN_LOGITS = "the model's logits are NaN after the prompt. Check its weights, or load it in bfloat16 or float32."
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,11 @@ class StoppedError(Exception):
 
 
 class Turn:
-    """One prompt and its answer on the caches of a session: prefill, recall, quote, decode, settle.
+    """One prompt and its answer on the caches of a session: prefill, recall, quote, decode.
 
-    Call `prepare` and `decode` inside its context. Leaving the context settles: caches and transcript have the same
-    tokens again, also after an interruption in the middle of a forward pass, and recalled rows are dropped. The server
-    runs the rows of a batch with the two halves of this, `restore_context` and `RecallDuringDecode`.
+    Call `prepare` and `decode` inside its context. Leaving the context restores consistency: caches and transcript have
+    the same tokens again, even after an interruption in the middle of a forward pass, and recalled rows are dropped.
+    The server runs the rows of a batch with the two halves of this, `restore_context` and `RecallDuringDecode`.
     """
 
     def __init__(
@@ -80,9 +82,9 @@ class Turn:
         transcript: Transcript,
         step: int,
         *,
-        prefix_cache: PrefixCache | None = None,
-        shadow: Shadow | None = None,
-        progress: Progress = lambda done, total: None,
+        prefix_cache: PrefixCache | None,
+        shadow: Shadow | None,
+        progress: ProgressCallback,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self._model, self._tokenizer, self._caches, self._transcript = model, tokenizer, caches, transcript
@@ -147,9 +149,14 @@ class Turn:
             return quotation if len(quotation.ids) < self._room else NO_QUOTATION
 
         passage_at = self._transcript.sentence_at
-        options: dict[str, Any] = {"hits": hits, "quote": quote, "prefilled": prefilled, "quote_at": quote_at}
-        options["passage_at"] = passage_at
-        recalled, self._quotation = restore_context(self._model, self._caches, question, self._step, **options)
+        recalled, self._quotation = restore_context(
+            *(self._model, self._caches, question, self._step),
+            hits=hits,
+            quote=quote,
+            prefilled=prefilled,
+            quote_at=quote_at,
+            passage_at=passage_at,
+        )
         self._recall = RecallDuringDecode(self._caches, recalled, self._quotation.ranges, passage_at)
         self._recall.start()
 
@@ -169,6 +176,8 @@ class Turn:
                 if self._response is None and "draft_model" in options:  # mlx-lm reports no progress with one
                     self._progress(self._prompt_tokens, self._prompt_tokens)
                 if self._response is None:
+                    if math.isnan(response.logprobs[response.token].item()):
+                        raise NonFiniteError(_NAN_LOGITS)
                     self._ttft = time.perf_counter() - self._began
                 self._response = response
                 self._transcript.append([response.token])
@@ -182,7 +191,7 @@ class Turn:
         for cache in compressed_caches(caches):
             cache.check_health()
 
-    def _progress_from(self, start: int) -> Progress:
+    def _progress_from(self, start: int) -> ProgressCallback:
         """Return mlx-lm's progress callback for a prefill that begins after the first `start` tokens."""
 
         def report(done: int, _: int) -> None:
@@ -203,10 +212,10 @@ class Turn:
         try:
             self._stack.close()
         finally:
-            self._settle()
+            self._restore_consistency()
         return kind is StoppedError
 
-    def _settle(self) -> None:
+    def _restore_consistency(self) -> None:
         self._ranks.synchronize()
         self._recall.stop()
         is_answered = self._response is not None
@@ -215,9 +224,9 @@ class Turn:
             return
         can_undo = not is_answered and can_trim_prompt_cache(self._caches)
         self.is_undone = can_undo and trim_caches(self._caches, self.start)
-        length = self.start if self.is_undone else min([len(self._transcript.ids), *_offsets(self._caches)])
+        length = self.start if self.is_undone else min([len(self._transcript.ids), *cache_offsets(self._caches)])
         # After Ctrl-C in a forward pass, some layers have a token that others have not.
-        is_even = all(offset == length for offset in _offsets(self._caches))
+        is_even = all(offset == length for offset in cache_offsets(self._caches))
         self.is_consistent = is_even or trim_caches(self._caches, length)
         if self.is_consistent:
             self._transcript.truncate(length)
@@ -260,11 +269,7 @@ def trim_caches(caches: list[Any], length: int) -> bool:
     with suppress(CacheFormatError):  # of evicting layers, which evict alike: the first refuses for all
         for part in sorted(parts, key=lambda part: not isinstance(part, CompressedKVCache)):
             part.trim(part.offset - length)
-    return all(offset == length for offset in _offsets(caches))
-
-
-def _offsets(caches: list[Any]) -> list[int]:
-    return [part.offset for part in cache_parts(caches) if hasattr(part, "offset")]
+    return all(offset == length for offset in cache_offsets(caches))
 
 
 def search_evicted(model: Any, transcript: Transcript, query: str, live: np.ndarray) -> SearchHits:

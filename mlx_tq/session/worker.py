@@ -73,7 +73,7 @@ def _work(tasks: "SimpleQueue[_Task | None]") -> None:
                 future.set_result(call())
             except BaseException as error:  # noqa: BLE001 - the caller gets it
                 future.set_exception(error)
-            del task, future, call  # they hold the session, and this thread ends when nobody holds the session
+            del task, future, call  # they hold the session, and this thread ends when nothing else does
     finally:
         # A join returns before a thread's own storage is freed. mlx keeps streams there, and a program that ends
         # meanwhile is aborted ("terminate called without an active exception").

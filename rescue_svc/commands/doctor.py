@@ -12,7 +12,6 @@ from importlib.metadata import version
 from rescue_svc.embed import choose_embedder
 from rescue_svc.embed.sentence_models import find_minilm, verify_minilm
 from rescue_svc.errors import DirectoryInUseError, RescueServiceError
-from rescue_svc.index import choose_engine
 from rescue_svc.opening import open_all
 from rescue_svc.settings import Settings
 
@@ -31,7 +30,7 @@ def run(settings: Settings, as_json: bool = False) -> None:
     if as_json:
         print(json.dumps(findings, indent=2))
     if not all(finding["ok"] for finding in findings):
-        raise RescueServiceError("something does not work; the lines marked BAD say what to do")
+        raise RescueServiceError("some checks failed; see the lines marked BAD")
 
 
 def _describe_sqlite(settings: Settings) -> str:
@@ -45,15 +44,13 @@ def _describe_sqlite(settings: Settings) -> str:
 def _describe_index(settings: Settings) -> str:
     if settings.store is not None:
         return "an exact scan, in the database" if settings.index == "exact" else "pgvector's HNSW, in the database"
-    if choose_engine(settings.index) == "numpy":
-        return "numpy; `pip install faiss-cpu` searches large sessions faster"
     return f"faiss {version('faiss-cpu')}"
 
 
 def _describe_embedder(settings: Settings) -> str:
     chosen, reason = choose_embedder(settings.embedder, settings.model_path)
     if chosen is None:
-        return f"none, BM25 answers alone: {reason}"
+        return f"none, only keyword search is used: {reason}"
     if chosen.name != "minilm":
         return chosen.name if chosen.folder is None else f"{chosen.name} in {chosen.folder}, its vectors {chosen.model}"
     folder = find_minilm(settings.model_path)

@@ -6,7 +6,7 @@ import plistlib
 import sys
 from pathlib import Path
 
-from http_limits.process_checks import home_fault
+from http_limits.process_checks import home_error
 from rescue_svc.errors import SettingsError
 from rescue_svc.settings import Settings
 
@@ -18,7 +18,7 @@ def run(settings: Settings, print_only: bool = False) -> None:
 
     The token is not in it, because every program of the user can read the file; a service on loopback needs none.
     """
-    if fault := home_fault():
+    if fault := home_error():
         raise SettingsError(fault)
     arguments = ["serve", "--data-dir", str(settings.data_dir), "--port", str(settings.port)]
     job = plistlib.dumps(

@@ -1,4 +1,4 @@
-"""Commands on stored data: list and forget sessions, back up, rebuild. A service may run meanwhile, but for rebuild."""
+"""Commands on stored data: list and delete sessions, back up, rebuild. A service may run meanwhile, but for rebuild."""
 
 # ruff: noqa: T201 - prints the output of a command
 
@@ -48,11 +48,11 @@ def forget(settings: Settings, session: str) -> None:
             forgotten = store.forget(session)
             index.forget(forgotten.id)
         spans = forgotten.spans
-    print(f"{session}: {spans} spans forgotten")
+    print(f"{session}: {spans} spans deleted")
 
 
 def _forget_by_service(settings: Settings, session: str) -> int:
-    """Ask the service for it, over its socket: on its port, anyone might get the token."""
+    """Delete the session through the service's socket; on a TCP port another program could receive the token."""
     headers = {"Authorization": f"Bearer {settings.token.get_secret_value()}"} if settings.token else {}
     path = settings.data_dir / SOCKET
     try:

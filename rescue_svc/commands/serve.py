@@ -43,7 +43,7 @@ def run(settings: Settings) -> None:
 class Shutdown:
     """Remembers a request to end, and passes it to the server.
 
-    It raises no exception in running code, so that sealing and deleting are completed, also after a second signal.
+    It raises no exception in running code, so that sealing and deleting are completed, even after a second signal.
     """
 
     def __init__(self) -> None:

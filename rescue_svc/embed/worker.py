@@ -78,7 +78,7 @@ class EmbedWorker:
         return self._dim
 
     def query(self, text: str) -> "Future[Vectors]":
-        """Return the future vector [1, D] of a query; it fails at once if the embedder could not start."""
+        """Return the future vector [1, D] of a query; it fails immediately if the embedder could not start."""
         if self.state == "unavailable":
             self.warm()  # for later queries
             failed: Future[Vectors] = Future()
@@ -155,7 +155,9 @@ class EmbedWorker:
             answer = self._receive(self._timeout_s)
         except (EOFError, OSError) as error:
             is_late = isinstance(error, TimeoutError)
-            reason = f"the embedder was silent for {self._timeout_s} s" if is_late else "the embedder process died"
+            reason = (
+                f"the embedder did not respond within {self._timeout_s:g} s" if is_late else "the embedder process died"
+            )
             self._replace(reason)
             raise EmbedderUnavailableError(f"{reason} and is restarted") from None
         if answer[:1] != VECTORS:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from rescue_svc.index import snapshot
-from rescue_svc.index.engines import ENGINES, Engine
-from rescue_svc.store import Index, IndexName, SqliteStore, Vectors
+from rescue_svc.index.engines import FaissEngine
+from rescue_svc.store import Index, SqliteStore, Vectors
 
 
 @dataclass
 class Resident:
-    engine: Engine
+    engine: FaissEngine
     last: int  # sequence number of its newest vector
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -20,10 +20,9 @@ class Resident:
 class Residents(Index):
     """Indexes of the sessions in use, at most `max_bytes` of vectors; the least recently used is evicted first."""
 
-    def __init__(
-        self, store: SqliteStore, engine: IndexName, model: str, dim: Callable[[], int], max_bytes: int
-    ) -> None:
-        self.name = engine
+    name = "faiss"
+
+    def __init__(self, store: SqliteStore, model: str, dim: Callable[[], int], max_bytes: int) -> None:
         self._store = store
         self._model = model
         self._dim = dim
@@ -93,11 +92,11 @@ class Residents(Index):
         with self._loading:
             resident = self._residents.get(session)
             if resident is None:
-                loaded = snapshot.load(self._store.directory, session, self.name, self._model, self._dim())
+                loaded = snapshot.load(self._store.directory, session, self._model, self._dim())
                 engine, last = loaded or (None, 0)
                 # Recomputed vectors have newer numbers: then the snapshot has vectors that the store has replaced.
                 if engine is None or len(engine) != self._store.count_vectors(session, self._model, last):
-                    engine, last = ENGINES[self.name](self._dim()), 0
+                    engine, last = FaissEngine(self._dim()), 0
                 resident = Resident(engine, last)
                 with self._lock:
                     self._residents[session] = resident

@@ -9,8 +9,7 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from rescue_svc.index.engines import ENGINES, Engine
-from rescue_svc.store import IndexName
+from rescue_svc.index.engines import FaissEngine
 from rescue_svc.store.files import INDEXES, write_durably
 
 log = logging.getLogger(__name__)
@@ -18,17 +17,17 @@ log = logging.getLogger(__name__)
 _NAME = re.compile(r"(\d+)\.index(\.partial|\.bad-\d+)?")
 
 
-def save(directory: Path, session: int, engine: Engine, model: str, dim: int, last: int) -> None:
+def save(directory: Path, session: int, engine: FaissEngine, model: str, dim: int, last: int) -> None:
     """Write a snapshot in one step, so that a crash leaves the old one; `last` numbers the newest vector in it."""
     body = engine.to_bytes()
-    header = {"engine": engine.name, "model": model, "dim": dim, "count": len(engine), "last": last}
+    header = {"model": model, "dim": dim, "count": len(engine), "last": last}
     write_durably(
         _path(directory, session), json.dumps(header | {"blake2b": _digest(header, body)}).encode(), b"\n", body
     )
 
 
-def load(directory: Path, session: int, engine: IndexName, model: str, dim: int) -> tuple[Engine, int] | None:
-    """Return the engine and its last sequence number; None without a valid snapshot for this engine and model."""
+def load(directory: Path, session: int, model: str, dim: int) -> tuple[FaissEngine, int] | None:
+    """Return the engine and its last sequence number; None without a valid snapshot for this model."""
     path = _path(directory, session)
     if not path.exists():
         return None
@@ -42,9 +41,9 @@ def load(directory: Path, session: int, engine: IndexName, model: str, dim: int)
         renamed = path.rename(path.with_name(f"{path.name}.bad-{time.time_ns()}"))
         log.warning("an index file is damaged; it is renamed and the index rebuilt", extra={"file": renamed.name})
         return None
-    if (header["engine"], header["model"], header["dim"]) != (engine, model, dim):
+    if (header["model"], header["dim"]) != (model, dim):
         return None
-    return ENGINES[engine].from_bytes(body, dim), header["last"]
+    return FaissEngine.from_bytes(body, dim), header["last"]
 
 
 def _path(directory: Path, session: int) -> Path:

@@ -15,10 +15,10 @@ from psycopg_pool import ConnectionPool, PoolTimeout
 
 from rescue_svc.errors import SettingsError, StoreDamagedError, StoreFullError, StoreUnavailableError
 
-OLDEST = 15  # the role pg_checkpoint, which deletes forgotten files at once
+OLDEST = 15  # the role pg_checkpoint, which deletes removed files immediately
 OLDEST_VECTOR = (0, 8)  # iterative scans, for searches with excluded spans
 SCHEMA = "mlx_tq_rescue"
-LOCK = 0x6D717271  # "mqrq"; services that start at once create the schema one after the other
+LOCK = 0x6D717271  # "mqrq"; services that start together create the schema one after the other
 
 POOL = 12  # connections of a service
 CONNECT_S = 3
@@ -45,7 +45,7 @@ _SETTINGS = """
 
 @dataclass(frozen=True)
 class Server:
-    """Properties of the server, and what the role may do to delete forgotten text from its files."""
+    """Properties of the server, and what the role may do to remove deleted text from its files."""
 
     version: str
     vector: str
@@ -118,7 +118,7 @@ class Connections:
                 self._pool.putconn(lent)
 
     def rows_of_session(self, statement: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        """Return the rows of a statement on a session's tables; none if the session was forgotten meanwhile."""
+        """Return the rows of a statement on a session's tables; none if the session was deleted meanwhile."""
         with self.take() as connection:
             try:
                 return connection.execute(statement, parameters).fetchall()
@@ -197,7 +197,7 @@ def postgres_errors(where: str) -> Iterator[None]:
         match error:
             case pg.DiskFull():
                 raise StoreFullError(
-                    f"the disk of {where} is full; free space, or forget sessions once there is a little"
+                    f"the disk of {where} is full; free space, or delete sessions once there is a little"
                 ) from error
             case pg.DataCorrupted() | pg.IndexCorrupted():
                 fault = f" is damaged ({name}); restore a dump of `mlx-tq-rescue backup`"

@@ -42,7 +42,7 @@ _ADD = """
 
 
 class PostgresStore(Store):
-    """Spans of all sessions, in a database that several services can use at once.
+    """Spans of all sessions, in a database that several services can use concurrently.
 
     With `hnsw`, large sessions get an HNSW index. Each of several services that write at the same moment may reach the
     limits on all sessions together.
@@ -67,10 +67,10 @@ class PostgresStore(Store):
         server = self._connections.server
         removal = "with the server's checkpoints"
         if server.may_checkpoint:
-            removal = "at once" if server.may_empty_log else "at once, its log when that is reused"
+            removal = "immediately" if server.may_empty_log else "immediately, its log when that is reused"
         return (
             f"{self._connections.where}, PostgreSQL {server.version}, pgvector {server.vector}, page checksums "
-            f"{'on' if server.checksums else 'off'}, forgotten text is deleted from disk {removal}"
+            f"{'on' if server.checksums else 'off'}, deleted text leaves the disk {removal}"
         )
 
     def close(self) -> None:

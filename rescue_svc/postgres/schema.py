@@ -1,6 +1,6 @@
 """The database schema: tables that all sessions share, as an ordered list of migrations, and two tables per session.
 
-So no search sees words or vectors of other sessions, an HNSW index contains only its session, and forgetting drops
+So no search sees words or vectors of other sessions, an HNSW index contains only its session, and deleting drops
 whole files: a deleted row would leave its bytes in the page.
 """
 
@@ -18,7 +18,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             created double precision NOT NULL, updated double precision NOT NULL, expires double precision,
             model text)""",
         "ALTER TABLE sessions ALTER name SET STATISTICS 0",  # names in statistics would outlive their session
-        # Spans without a vector. Rows of a forgotten session are deleted with the next batch.
+        # Spans without a vector. Rows of a deleted session are deleted with the next batch.
         "CREATE TABLE queue (span bigint PRIMARY KEY, session bigint NOT NULL)",
         "CREATE INDEX ON queue (session)",
         # Words arrive in lower case and without diacritics, and only have to be stemmed.

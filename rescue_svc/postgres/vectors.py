@@ -16,7 +16,7 @@ _BUILD_BYTES = 2**30  # maximum memory to build an index; beyond it the build us
 
 
 def store(connection: psycopg.Connection, model: str, spans: list[Pending], matrix: Vectors) -> set[int]:
-    """Store vectors [N, D] and return their spans: all but those of sessions that were forgotten or changed models."""
+    """Store vectors [N, D] and return their spans: all but those of sessions that were deleted or changed models."""
     # Does not block writers; a `forget` waits until the vectors are stored, and then drops them.
     sessions = connection.execute(
         "SELECT id FROM sessions WHERE id = ANY(%s) AND model = %s ORDER BY id FOR KEY SHARE",
@@ -55,7 +55,7 @@ def index_large(connection: psycopg.Connection, sessions: Iterable[int]) -> None
         [list(sessions), HNSW_FROM],
     )
     for (session,) in rows.fetchall():
-        with suppress(UndefinedTable):  # forgotten meanwhile
+        with suppress(UndefinedTable):  # deleted meanwhile
             build(connection, session)
 
 

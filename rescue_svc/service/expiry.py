@@ -1,4 +1,4 @@
-"""A background thread that forgets sessions whose client has ended without deleting them."""
+"""A background thread that deletes sessions whose client has ended without deleting them."""
 
 import logging
 import threading
@@ -33,8 +33,8 @@ class Expiry:
         while not self._stopping.wait(CHECK_S):
             try:
                 self._forget_expired()
-            except Exception:  # whatever it is, later sessions are to be forgotten, too
-                log.warning("forgetting expired sessions is retried", exc_info=True)
+            except Exception:  # whatever it is, later sessions are to be deleted, too
+                log.warning("deleting expired sessions is retried", exc_info=True)
 
     def _forget_expired(self) -> None:
         now = time.monotonic()  # does not jump if the clock is set or the machine sleeps
@@ -44,4 +44,4 @@ class Expiry:
             if now - since >= GRACE_S:
                 with suppress(SessionNotFoundError):  # renewed, or another service on the database was faster
                     self._forget(name, expires)
-                    log.info("a session has expired and is forgotten")
+                    log.info("a session has expired and is deleted")

@@ -82,7 +82,7 @@ class RescueService:
         ranked = fuse(dense, sparse.result(), alpha)
         best = [scored for scored in ranked if self._passes_floor(scored, request.score_floor)][: request.top_k]
         spans = {span.id: span for span in self.store.spans(session, [scored.id for scored in best])}
-        best = [scored for scored in best if scored.id in spans]  # the session may have been forgotten meanwhile
+        best = [scored for scored in best if scored.id in spans]  # the session may have been deleted meanwhile
         chunks = to_chunks([spans[scored.id] for scored in best], best, join=request.join)
         self.metrics.retrieve_seconds.labels("embed").observe(waited)
         self.metrics.record_search(time.perf_counter() - start - waited)

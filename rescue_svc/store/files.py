@@ -43,7 +43,7 @@ def sqlite_errors() -> Iterator[None]:
         primary = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
         if primary == sqlite3.SQLITE_FULL:
             raise errors.StoreFullError(
-                "the disk is full; free space, or forget sessions once there is a little"
+                "the disk is full; free space, or delete sessions once there is a little"
             ) from error
         if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             fault = "the database is damaged; stop the service, then `mlx-tq-rescue rebuild` or restore a backup"
@@ -55,7 +55,7 @@ def sqlite_errors() -> Iterator[None]:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open the database with the pragmas that durability and forgetting require."""
+    """Open the database with the pragmas that durability and deletion require."""
     connection = sqlite3.connect(path, timeout=10, isolation_level=None, check_same_thread=False)
     try:
         for pragma in _PRAGMAS:

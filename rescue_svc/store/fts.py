@@ -1,7 +1,7 @@
 """BM25 over the words of a session, in one contentless FTS5 table per session.
 
-So sessions share no word statistics, and forgetting a session is one DROP TABLE. `secure_delete` turns that into zeroed
-pages on every SQLite, also those before FTS5's own secure-delete option (3.42).
+So sessions share no word statistics, and deleting a session is one DROP TABLE. `secure_delete` turns that into zeroed
+pages on every SQLite, including those before FTS5's own secure-delete option (3.42).
 """
 
 import sqlite3

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 from rescue_svc.errors import SessionNotFoundError
 from rescue_svc.store.records import NewSpan, Pending, Session, Span, Vectors
 
-IndexName = Literal["faiss", "numpy", "hnsw", "exact"]
+IndexName = Literal["faiss", "hnsw", "exact"]
 
 
 def no_session(name: str) -> SessionNotFoundError:
@@ -18,7 +18,7 @@ def no_session(name: str) -> SessionNotFoundError:
 
 
 class Store(Protocol):
-    """Spans of all sessions. A session that is forgotten while it is read is empty."""
+    """Spans of all sessions. A session that is deleted while it is read is empty."""
 
     def describe(self) -> str:
         """Return the location and state of the store, without a password."""

@@ -7,7 +7,7 @@ from rescue_svc.store.files import transaction
 
 APPLICATION_ID = 0x6D717271  # "mqrq" marks our files among SQLite databases
 
-# AUTOINCREMENT: the id of a forgotten row is never used again.
+# AUTOINCREMENT: the id of a deleted row is never used again.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
         f"PRAGMA application_id = {APPLICATION_ID}",

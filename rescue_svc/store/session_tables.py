@@ -45,7 +45,7 @@ def vectors_with_seal(session: int) -> str:
 
 
 def insert_vector(connection: sqlite3.Connection, span: int, model: str, vector: bytes, seal: int) -> int:
-    """Store the bytes of a vector; return 1, or 0 if the span was forgotten."""
+    """Store the bytes of a vector; return 1, or 0 if the span was deleted."""
     row = connection.execute(
         """INSERT OR REPLACE INTO embeddings (span, session, model, seal)
            SELECT id, session, ?, ? FROM spans WHERE id = ? RETURNING session""",

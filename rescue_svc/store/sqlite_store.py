@@ -153,7 +153,7 @@ class SqliteStore(Store):
             return connection.execute(statement, parameters).fetchall()
 
     def _session_rows(self, session: int, statement: str, *parameters: object) -> list[Any]:
-        """Return the rows of a statement on a session's own tables, none if it is forgotten."""
+        """Return the rows of a statement on a session's own tables, none if it was deleted."""
         with self._read() as connection:
             if not _exists(connection, session):
                 return []
@@ -230,7 +230,7 @@ class SqliteStore(Store):
         if spans:
             matrix = embed(spans)
             with self._write() as connection:
-                for item, vector in zip(spans, matrix, strict=True):  # stores none of a span that is forgotten by now
+                for item, vector in zip(spans, matrix, strict=True):  # stores none of a span that was deleted meanwhile
                     data = vector.astype("<f4").tobytes()
                     seal = vector_seal(item.span, model, data)
                     session_tables.insert_vector(connection, item.span, model, data, seal)

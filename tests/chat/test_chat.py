@@ -58,7 +58,7 @@ def test_a_conversation_from_a_pipe(talk, tmp_path):
         "started a new conversation",
         "/save needs a file",
         "unknown command /nope; valid are /stats",
-        "No such file: nowhere.safetensors",
+        "there is no saved conversation nowhere.safetensors",
         "the message is not UTF-8 text",
         "([load_safetensors]",
         " live  0 evicted  0 rescued",
@@ -246,9 +246,9 @@ def test_a_conversation_to_its_last_position(talk, tmp_path):
         "The access code is 417295. What is the access code?",
         words=("--model", str(model), "--max-tokens", "8"),
     )
-    assert err.count("of the model's 400 positions; it ends there") == 1
-    assert "has 400 positions, which evicted tokens keep: " in err
-    assert "tokens would fit. Shorten the turn, start a new conversation (reset)" in err
+    assert err.count("of the model's 400 positions. It ends when") == 1
+    assert "of the model's 400 positions are free (evicted tokens keep theirs)" in err
+    assert "Shorten the turn, start a new conversation (reset)" in err
     assert "characters). Shorten the message, start a new conversation (reset)" in err
     assert "saved to chat.safetensors" in err
     assert out.splitlines()[-1].strip() == "417295"
@@ -278,7 +278,7 @@ def test_a_long_message_shows_a_progress_bar(talk, popen):
     os.close(theirs)
     moving.stdin.write(f"{message}\n".encode())
     moving.stdin.close()
-    assert "reading the prompt" in read_until(ours, "tok/s", read_until(ours, "help shows"))
+    assert "Prefilling" in read_until(ours, "tok/s", read_until(ours, "help shows"))
     read_until(ours, " rescued")
     os.close(ours)
 

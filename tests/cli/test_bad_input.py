@@ -1,4 +1,4 @@
-"""Requests that cannot be met: exit code 2, and one line that says what, which value, and what to do."""
+"""Invalid requests: exit code 2, and one line that says what, which value, and what to do."""
 
 import io
 import json
@@ -76,10 +76,24 @@ def test_sizes(cli, size):
     assert f"'{size}' is not a size" in result.err
 
 
-@pytest.mark.parametrize("words", [("server",), ("evaluate", "lm-eval", "--tasks", "x")], ids=" ".join)
+def test_a_server_whose_memory_limit_holds_no_prompt_does_not_start(cli):
+    result = cli("server", "--port", 0, "--kv-memory-limit", "1KB")
+    assert (result.code, result.out) == (2, "")
+    assert "a context of 16 tokens needs" in result.err.splitlines()[-1]
+
+
+TEMPLATE_OPTIONS = [
+    ("generate", "-p", "hi", "--chat-template-config"),
+    ("chat", "--chat-template-config"),
+    ("server", "--chat-template-args"),
+    ("evaluate", "lm-eval", "--tasks", "x", "--chat-template-args"),
+]
+
+
+@pytest.mark.parametrize("words", TEMPLATE_OPTIONS, ids=" ".join)
 @pytest.mark.parametrize("options", ["{", "[1]"])
 def test_template_options_are_an_object(cli, words, options):
-    result = cli(*words, "--chat-template-args", options)
+    result = cli(*words, options)
     assert (result.code, result.out) == (2, "")
     assert f"'{options}' is not a JSON object" in result.err
 
@@ -128,5 +142,5 @@ def test_hub_without_network(cli, monkeypatch, offline):
         result = cli("generate", "-p", "hi", "--model", "mlx-tq/no-such-model")
     line = result.err.splitlines()[-1]
     assert (result.code, result.out, "Traceback" in result.err) == (2, "", False)
-    assert "the model 'mlx-tq/no-such-model' cannot be loaded: there is no such folder, and the hub did" in line
+    assert "the model 'mlx-tq/no-such-model' cannot be loaded: there is no such folder, and it could not" in line
     assert "Give a folder with config.json and safetensors, a .gguf file, a hub name" in line

@@ -96,7 +96,7 @@ def _fail_to_load(monkeypatch, error):
     ("error", "says"),
     [
         (ImportError("Run pip install tiktoken."), r"it needs a package \(Run pip install tiktoken\)\. Install that\."),
-        (httpx2.ReadTimeout("The read timed out"), r"the hub did not give it \(The read timed out\)"),
+        (httpx2.ReadTimeout("The read timed out"), r"it could not be downloaded from the hub \(The read timed out\)"),
     ],
 )
 def test_a_package_or_a_network_that_is_not_there(monkeypatch, error, says):

@@ -7,7 +7,7 @@ from http_harness import wait_for
 
 from cli.tools import EMBEDDED, command, environment
 from mlx_tq.bench.model import BenchedCache, measure_model
-from mlx_tq.kernels import thresholds
+from mlx_tq.kernels import thresholds, tuning
 from mlx_tq.models import load
 
 SMALL = ("bench", *["--tokens", "512", "--dtypes", "float32", "--rounds", "1", "--query-heads", "2", "--kv-heads", "1"])
@@ -15,21 +15,28 @@ MODEL = ["--tokens", "192", "--dtypes", "float32", "--rounds", "1", "-m", "3"]
 ARMS = ["off", "kv-bits 8", "kv-bits 4", "small", "small, random 60%"]
 
 
+@pytest.fixture
+def quick_tuning(monkeypatch):
+    """Measure each candidate once, and few of them; test_thresholds.py has what is chosen."""
+    monkeypatch.setattr(tuning, "_SECONDS", 0)
+    monkeypatch.setattr(tuning, "PACKED_QUERIES", (8,))
+
+
 def test_one_layer(cli, tmp_path):
     path = tmp_path / "report.json"
     result = cli(*SMALL, "--profiles", "small", "--json", path)
     assert (result.code, "decode attention, float32, 512 tokens" in result.out) == (0, True)
     report = json.loads(path.read_text())
-    assert [t["arm"] for t in report["timings"]] == ["fp16", "kv-bits 8", "kv-bits 4", "small"]
+    assert [t["arm"] for t in report["timings"]] == ["off", "kv-bits 8", "kv-bits 4", "small"]
     for timing in report["timings"]:
         assert 0 < timing["low"] <= timing["median"] <= timing["high"]
     sizes = {t["arm"]: t["nbytes"] for t in report["timings"]}
-    assert sizes["fp16"] == 512 * 128 * 2 * 4  # float32
+    assert sizes["off"] == 512 * 128 * 2 * 4  # float32
     report = cli(*SMALL, "--profiles", "safe", "--json", "-").json  # nothing else is on stdout
     assert report["shape"] == {"query_heads": 2, "kv_heads": 1, "head_dim": 128}
 
 
-def test_a_report_to_attach(cli, tmp_path, monkeypatch):
+def test_a_report_to_attach(cli, tmp_path, quick_tuning, monkeypatch):
     monkeypatch.setattr(thresholds, "write", lambda best: tmp_path / "thresholds.json")  # not this machine's own
     path = tmp_path / "report.md"
     flags = ["--profiles", "small", "--kv-evict", "random", "--kv-budget", "60%"]
@@ -61,7 +68,7 @@ def test_contexts_beyond_the_model_are_skipped_and_named(cli):
     assert "skipped: 5,000 tokens: the model has 4,096 positions" in result.err
 
 
-def test_a_report_that_fails_does_not_change_the_thresholds(cli, tmp_path, monkeypatch):
+def test_a_report_that_fails_does_not_change_the_thresholds(cli, tmp_path, quick_tuning, monkeypatch):
     monkeypatch.setattr(thresholds, "write", lambda best: pytest.fail("kept"))
     result = cli("bench", "--report", tmp_path / "report.md", *MODEL, "--tokens", 5000)
     assert (result.code, "all exceed the model's 4,096 positions" in result.err) == (2, True)

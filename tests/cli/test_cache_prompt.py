@@ -9,7 +9,7 @@ from mlx_tq import load_prompt_cache
 
 from .tools import EMBEDDED, FLOAT32, PACKED, copy_model, facts, refused, zoo_model
 
-TEXT, QUESTION = facts(16)
+TEXT, QUESTION = facts(12)
 ASK = ("-p", QUESTION, "-m", 20, "--verbose", "F")
 OFF = ("--kv-profile", "off")
 
@@ -191,7 +191,7 @@ def test_model_and_type_of_the_file_are_used(cli, packed_file, tmp_path, monkeyp
     assert cli("cache_prompt", "--decode", file, "--prompt-cache-file", decoded).code == 0
 
 
-@pytest.mark.parametrize("mode", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("mode", [pytest.param("mxfp4", marks=pytest.mark.full), "nvfp4"])
 def test_type_of_a_model_whose_scales_are_bytes(cli, mlx_lm, tmp_path, mode):
     model, file = tmp_path / "model", tmp_path / "cache.safetensors"
     mlx_lm("convert", "--hf-path", EMBEDDED, "--mlx-path", model, "-q", "--q-mode", mode)

@@ -81,7 +81,7 @@ def test_a_model_is_calibrated_once(cli, tmp_path, monkeypatch):
     folder, cache = zoo_model(tmp_path / "tiny", "llama", max_position_embeddings=1024), tmp_path / "cache"
     plain = ("generate", "--model", folder, "-p", "hi", "-m", 1, "--json", *TRI, *REGIONS)
     words = (*plain, "--kv-calibration", "auto")
-    blind = "the first 1,024 tokens, blind to what a question will ask for"
+    blind = "the first 1,024 tokens (no calibration file: evicts without knowledge of later questions)"
 
     def calibration(result):
         return result.json["plan"]["eviction"]["calibration"]

@@ -38,6 +38,7 @@ DIFFERENT = {
         "prompt": {"default"},  # mlx-lm's is "hello"; ours reads standard input
         "verbose": {"type"},  # a copy, compared below
         "temp": {"type"},  # mlx-lm's divides by numbers that are too small
+        "chat_template_config": {"type", "default"},  # None, and text that is parsed later
     },
     "cache_prompt": {
         "model": {"default"},  # the embedded one

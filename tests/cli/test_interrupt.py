@@ -49,7 +49,7 @@ def test_in_prefill(start, json_flag):
             said += more.decode(errors="replace")
     os.close(terminal)
     assert (process.returncode, "Traceback" in said) == (130, False)
-    assert "reading the prompt" in said
+    assert "Prefilling" in said
     if json_flag:
         answer = json.loads(out)
         stats = answer["stats"]

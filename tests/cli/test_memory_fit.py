@@ -39,11 +39,11 @@ def test_the_best_profile_that_fits(needed, capsys, command, profile, next_profi
     enough = needed(PROFILES[profile])
     best = request("--memory", kilobytes(enough), command=command)
     assert best.config == PROFILES[profile]
-    assert f": --kv-profile {profile} (" in capsys.readouterr().err
+    assert f": --kv-profile {profile} fits (" in capsys.readouterr().err
     assert request("--memory", kilobytes(enough, up=False), command=command).config == PROFILES[next_profile]
     line = capsys.readouterr().err
-    assert f": --kv-profile {next_profile} (" in line
-    assert f" for 4,096 tokens) fits; {profile} would need " in line
+    assert f": --kv-profile {next_profile} fits (" in line
+    assert f" for 4,096 tokens); {profile} would need " in line
 
 
 def test_the_cache_is_limited_to_what_weights_leave(needed):
@@ -86,7 +86,7 @@ def test_what_would_be_needed_is_enough(needed, budget):
 @pytest.mark.parametrize(("memory", "words"), [("200MB", "fits"), ("15MB", "does not fit")])
 def test_a_profile_that_was_typed_stays(capsys, memory, words):
     assert request("--memory", memory, "--kv-profile", "small").config == PROFILES["small"]
-    assert re.search(rf": --kv-profile small \(.* for 4,096 tokens\) {words}\n", capsys.readouterr().err)
+    assert re.search(rf": --kv-profile small {words} \(.* for 4,096 tokens\)\. Prefill", capsys.readouterr().err)
 
 
 def test_the_environment_gives_way(monkeypatch):
@@ -98,5 +98,5 @@ def test_the_environment_gives_way(monkeypatch):
 def test_generate_runs_with_what_was_chosen(quick):
     report = quick("generate", "-p", "hi", "-m", 2, "--memory", "200MB", "--json")
     assert report.json["plan"]["config"]["value"] == "q8"
-    assert report.err.count(" of it weights: --kv-profile safe (") == 1
-    assert "of it weights" not in quick("generate", "-p", "hi", "-m", 2, "--memory", "200MB", "--verbose", "F").err
+    assert len(re.findall(r"Memory 200\.0 MB, weights .* MB: --kv-profile safe fits \(", report.err)) == 1
+    assert ", weights " not in quick("generate", "-p", "hi", "-m", 2, "--memory", "200MB", "--verbose", "F").err

@@ -13,7 +13,7 @@ import pytest
 import mlx_tq
 from mlx_tq.__main__ import COMMANDS
 from mlx_tq.cli import screen
-from mlx_tq.cli.runner import guarded
+from mlx_tq.cli.runner import run_reporting_errors
 
 from .tools import ROOT, environment
 
@@ -187,7 +187,7 @@ def test_output_on_a_full_disk_is_one_line():
 
 
 def test_too_little_memory_is_one_line(capsys):
-    assert guarded("generate", lambda: len(bytes(2**62))) == 1
+    assert run_reporting_errors("generate", lambda: len(bytes(2**62))) == 1
     assert re.fullmatch(r"mlx_tq generate: the machine has too little memory \(.*\).*\n", capsys.readouterr().err)
 
 

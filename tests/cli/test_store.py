@@ -25,7 +25,7 @@ def test_a_second_run_reuses_the_first(quick, tmp_path):
     assert max(checkpoint["tokens"] for checkpoint in listed["checkpoints"]) == second["stats"]["cached_tokens"]
     assert listed["blocks"] > 0
     records = listed["blocks"] + len(listed["checkpoints"])
-    assert quick("store", "check", *folder) == (0, f"records: {records}, damaged and removed: 0\n", "")
+    assert quick("store", "check", *folder) == (0, f"entries: {records}, damaged and removed: 0\n", "")
     assert quick("store", "list", *folder).out.count("\n") > len(listed["checkpoints"])
     assert quick("store", "clear", *folder, "--json").out == json.dumps({"bytes_removed": listed["nbytes"]}) + "\n"
     assert generate(*folder)["stats"]["cached_tokens"] == 0

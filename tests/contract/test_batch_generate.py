@@ -34,7 +34,11 @@ def without_end(tokens, tokenizer):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"prefill_step_size": 64, "completion_batch_size": 2, "prefill_batch_size": 2}]
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.full),
+        {"prefill_step_size": 64, "completion_batch_size": 2, "prefill_batch_size": 2},
+    ],
 )
 def test_a_batch_is_each_alone(exact, prompts, alone, options):
     model, tokenizer = exact

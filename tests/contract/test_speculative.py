@@ -43,7 +43,11 @@ def guesser(exact):
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["its own draft", "a draft that is mostly wrong"])
-@pytest.mark.parametrize(("config", "guesses"), [(CONFIGS[0], 7), (CONFIGS[1], 2)], ids=["q8-tq4 7", "tq4-tq4 2"])
+@pytest.mark.parametrize(
+    ("config", "guesses"),
+    [(CONFIGS[0], 7), pytest.param(CONFIGS[1], 2, marks=pytest.mark.full)],
+    ids=["q8-tq4 7", "tq4-tq4 2"],
+)
 def test_drafts_change_nothing(exact, prompts, guesser, config, guesses, own):
     model, tokenizer = exact
     with compressed(model, config):

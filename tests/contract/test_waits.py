@@ -143,7 +143,12 @@ def test_the_loop_of_mlx_lm_waits_once_a_token(plain):
 
 @pytest.mark.parametrize(
     "config",
-    [PACKED, *(evicting(10_000, policy) for policy in ("triattention", "triattention:warmup=1024", "recency"))],
+    [
+        PACKED,
+        evicting(10_000, "triattention"),
+        evicting(10_000, "triattention:warmup=1024"),
+        pytest.param(evicting(10_000, "recency"), marks=pytest.mark.full),
+    ],
     ids=["packed", "triattention", "calibrating", "recency"],
 )
 def test_a_compressed_cache_adds_no_wait_between_rounds(exact, plain, config):

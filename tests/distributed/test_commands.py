@@ -140,11 +140,15 @@ def test_a_model_that_mlx_lm_does_not_divide_by_heads_is_refused_by_name(name, w
 @pytest.mark.parametrize(
     ("size", "words", "says"),
     [
-        (3, ["generate", "-p", "x"], "needle (qwen3) has 2 KV heads, which 3 ranks do not divide. Start 1 or 2 with"),
+        (
+            3,
+            ["generate", "-p", "x"],
+            "needle (qwen3): cannot split 2 KV heads across 3 ranks. Use mlx.launch -n 1 or 2.",
+        ),
         pytest.param(
             2,
             ["generate", "-p", "x", "--model", "smollm2"],
-            "(llama) has 3 KV heads, which 2 ranks do not divide. Start 1",
+            "(llama): cannot split 3 KV heads across 2 ranks. Use mlx.launch -n 1",
             marks=needs_smollm2,
         ),
         (
@@ -159,7 +163,11 @@ def test_a_model_that_mlx_lm_does_not_divide_by_heads_is_refused_by_name(name, w
         ),
         (2, ["server", "--model", "x", "--model", "y"], "2 models need a single process, and 2 ranks were started."),
         (2, ["chat", "--load", "x"], "--load needs a single process, and 2 ranks were started. Drop one of the two."),
-        (2, ["evaluate", "needle"], "evaluate runs in one process; generate, chat, server run in several."),
+        (
+            2,
+            ["evaluate", "needle"],
+            "evaluate runs in one process; only generate, chat and server can run under mlx.launch.",
+        ),
     ],
 )
 def test_features_that_do_not_support_ranks_are_refused(size, words, says, tmp_path):

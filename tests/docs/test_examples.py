@@ -4,6 +4,7 @@ import re
 import sys
 
 import pytest
+from cli.tools import float32_model
 
 from .pages import ROOT, run
 
@@ -16,7 +17,7 @@ from .pages import ROOT, run
         (("long_document.py", "nowhere.txt", "Who?"), "No such file or directory: 'nowhere.txt'"),
         (("long_document.py", ".", "Who?"), "Is a directory: '.'"),
         (("long_document.py", sys.executable, "Who?"), "codec can't decode"),
-        (("long_document.py", str(ROOT / "docs" / "reference" / "flags.md"), "Who?"), "tokens would fit"),
+        (("long_document.py", str(ROOT / "docs" / "reference" / "flags.md"), "Who?"), "positions are free"),
         (("chat.py", "/nowhere"), "there is no model folder '/nowhere'"),
     ],
 )
@@ -26,8 +27,10 @@ def test_an_example_that_lacks_something_says_what(words, says):
     assert (done.returncode, says in done.stderr, "Traceback" in done.stderr) == (2, True, False)
 
 
-def test_the_chat_evicts_and_recalls_the_code():
-    done = run([sys.executable, "chat.py"], ROOT / "examples")
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("as it is", marks=pytest.mark.full)])
+def test_the_chat_evicts_and_recalls_the_code(tmp_path, dtype):
+    words = [float32_model(tmp_path / "needle32")] if dtype == "float32" else []
+    done = run([sys.executable, "chat.py", *words], ROOT / "examples")
     assert done.returncode == 0, done.stderr
     answer, statistics = done.stdout.splitlines()[-2:]
     assert answer == "417295"

@@ -27,7 +27,9 @@ SHORTER = {
     "mlx_tq.cache_prompt": "--dtype float32",
     "mlx_tq.calibrate": "--tokens 512 --dtype float32",
     "mlx_tq.evaluate": "--length 320 --step 64 --kv-sinks 32 --kv-window 64",
+    "mlx_tq.server": "--dtype float32",
 }
+LOAD, QUICK_LOAD = "mlx_tq.load()", 'mlx_tq.load(dtype="float32")'  # likewise, in Python
 TEXT = "LICENSE"
 LAUNCH = "mlx.launch"  # two processes: in `make test-full` alone
 CHAT = "mlx_tq.chat --model smollm2"
@@ -64,8 +66,11 @@ class Reader:
             assert re.search(rf"^{re.escape(words[1])}:", makefile, re.MULTILINE), line
         elif words[0] == "mlx_tq.server":
             self.stack.close()
+            added = [] if self.full else SHORTER[words[0]].split()
             same = [] if self.server is None else ["--port", self.server.url.rpartition(":")[2]]
-            self.server = self.stack.enter_context(running(embedded_path(), self.folder / "log", *words[1:], *same))
+            self.server = self.stack.enter_context(
+                running(embedded_path(), self.folder / "log", *words[1:], *same, *added)
+            )
         elif words[0] == "rm":
             for file in words[1:]:
                 Path(file).unlink()
@@ -118,9 +123,18 @@ class Reader:
         """Start several processes on this machine."""
         program = Path(sys.executable).with_name("mlx.launch")
         done = run([program, *(sys.executable if word == "python" else word for word in words)], self.folder)
-        assert re.search(r"^1 +[\d.]+ .B ", done.stderr, re.MULTILINE), f"{words}\n{done.stdout}\n{done.stderr}"
+        rows = [
+            line
+            for code in blocks(self.page, "text")
+            for line in code.splitlines()
+            if re.match(r"\d +[\d.]+ .B ", line)
+        ]
+        assert len(rows) == 2
+        assert [row for row in rows if row not in done.stderr] == [], f"{words}\n{done.stdout}\n{done.stderr}"
 
     def paste(self, code):
+        if not self.full:
+            code = code.replace(LOAD, QUICK_LOAD)
         if self.server is not None:
             code = code.replace(SERVER, self.server.url)
         exec(compile(code, name(self.page), "exec"), self.names)

@@ -52,7 +52,7 @@ def test_the_default_the_list_and_the_flags():
         (["--profiles", "q8/tq9"], "format 'tq9' is unknown"),
         (["--profiles", "q8/tq4:best"], "scale rule 'best' is unknown"),
         (["--profiles", ","], "--profiles is empty"),
-        (["--profiles", "off@most"], "budget 'most' cannot be met"),
+        (["--profiles", "off@most"], "invalid budget 'most'"),
         (["--profiles", "small", "--kv-key", "q8"], "--profiles cannot be combined with --kv-key"),
     ],
 )

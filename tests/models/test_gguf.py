@@ -75,7 +75,11 @@ def test_the_type_is_that_of_the_numbers_in_the_file(tmp_path):
 # The changed keys or tensors, and the error that they cause.
 U, C = UnsupportedModelError, ConfigError
 REFUSED = {
-    "architecture": ({"general.architecture": "mamba"}, U, "'mamba'; GGUF files of llama, qwen3, gemma3 can"),
+    "architecture": (
+        {"general.architecture": "mamba"},
+        U,
+        "architecture 'mamba' is not supported; supported are llama, qwen3, gemma3",
+    ),
     "pre-tokenizer": ({"tokenizer.ggml.pre": "tekken"}, U, "pre-tokenizer 'tekken': .* Valid are gpt-2, smollm"),
     "tokenizer": ({"tokenizer.ggml.model": "bert"}, U, "tokenizer 'bert'"),
     "scaling": ({"llama.rope.scaling.type": "longrope"}, U, "RoPE scaling 'longrope'; valid are none, linear, yarn"),

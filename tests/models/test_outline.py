@@ -30,7 +30,9 @@ def bytes_of(model):
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": "float16"}, {"dequantize": True}], ids=str)
-@pytest.mark.parametrize("kind", ["F32", "F16", "Q4_0", "Q5_0", "Q8_0"])
+@pytest.mark.parametrize(
+    "kind", ["F32", "Q4_0", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("F16", "Q5_0", "Q8_0"))]
+)
 def test_a_gguf_file(tmp_path, kind, options):
     path = write_gguf(tmp_path / "model.gguf", kind=kind)
     assert bytes_of(load_outline(path, **options)) == bytes_of(load(path, **options)[0])

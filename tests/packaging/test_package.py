@@ -226,7 +226,7 @@ def test_a_chat_without_the_extra_of_rescue_recalls_from_the_archive(without_ext
 
 def test_generate_from_elsewhere(installed, tmp_path):
     prompt = "The access code is 417295. What is the access code?"
-    done = call(installed / "mlx_tq.generate", "-p", prompt, "-m", 12, "--json", cwd=tmp_path)
+    done = call(installed / "mlx_tq.generate", "-p", prompt, "-m", 12, "--dtype", "float32", "--json", cwd=tmp_path)
     answer = json.loads(done.stdout)
     assert answer["text"] == "417295"
     assert [layer["key"] for layer in answer["plan"]["layers"]] == ["q8"] * 6

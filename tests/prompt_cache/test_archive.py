@@ -151,7 +151,9 @@ def test_at_the_limit_the_least_recalled_blocks_are_deleted_the_oldest_first(tmp
     assert (archive.deleted, archive.nbytes) == (4, archive.limit)
     archive.delete_damaged(archived)
     warning = archive.take_warning()
-    assert warning.index("the least recalled blocks are deleted, the oldest") < warning.index("3 blocks are damaged")
+    assert warning.index("the least recalled blocks are deleted, the oldest") < warning.index(
+        "3 blocks of the archive are damaged"
+    )
     assert archive.take_warning() is None
 
 

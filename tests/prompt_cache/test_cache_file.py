@@ -154,7 +154,7 @@ def test_truncated_at_any_place(saved):
     places = [*range(10), header // 2, header - 1, header, header + 1]
     for place in [*places, *range(header + 1, len(whole), 9973), len(whole) - 1]:
         path.write_bytes(whole[:place])
-        refuse(path, r"is damaged or no cache file .*Take another copy of it")
+        refuse(path, r"is damaged or no cache file .*Use another copy of it")
 
 
 def refuse_flipped(path, whole, place, bit, match):
@@ -176,7 +176,7 @@ def test_any_flipped_byte_of_the_header(saved, first):
 def test_flipped_bytes_of_the_data(saved):
     path, whole = saved[0], saved[0].read_bytes()
     for place in range(len(whole) - 1, len(whole) // 2, -5003):
-        refuse_flipped(path, whole, place, place % 8, r"is damaged .*Take another copy of it")
+        refuse_flipped(path, whole, place, place % 8, r"is damaged .*Use another copy of it")
 
 
 def edited(path, **fields):
@@ -210,7 +210,7 @@ def test_a_second_save_takes_the_place_of_the_first(saved):
     assert [file.name for file in path.parent.iterdir()] == ["cache.safetensors"]
     assert load_prompt_cache(path, model=MODEL).metadata == {}
     edited(path, version="0")
-    refuse(path, r"has version 0; this mlx_tq reads 1\. Take another copy of it")
+    refuse(path, r"has version 0; this mlx_tq reads 1\. Use another copy of it")
 
 
 FIELDS = ["version", "model", "source", "config", "classes", "scalars", "metadata"]
@@ -226,7 +226,7 @@ def test_headers_that_say_something_else(saved, fields):
     """Even where the checksum agrees, every field is checked."""
     path, _ = saved
     edited(path, **fields)
-    refuse(path, r"\. (Take another copy of it, or start again without it|Load that model)\.$")
+    refuse(path, r"\. (Use another copy of it, or start again without it|Load that model)\.$")
 
 
 @pytest.mark.parametrize("fields", [{"model": None}, {"dtype": 7}, {"dequantize": 1}, {"architecture": 7}], ids=str)
@@ -235,7 +235,7 @@ def test_sources_of_models_are_checked(saved, fields):
     edited(path, source=json.dumps({"model": "needle"}))
     assert read_header(path).source.model == "needle"
     edited(path, source=json.dumps({"model": "needle", **fields}))
-    with pytest.raises(CacheFormatError, match=r"Take another copy of it"):
+    with pytest.raises(CacheFormatError, match=r"Use another copy of it"):
         read_header(path)
 
 
@@ -266,7 +266,7 @@ def test_numbers_that_the_arrays_contradict(tmp_path, numbers):
         (spec[fields[1]] if len(fields) > 2 else spec)[fields[-1]] = value
         scalars[f"{layer}.spec"] = json.dumps(spec)
     edited(path, scalars=json.dumps(scalars))
-    refuse(path, r"is damaged .*Take another copy of it, or start again without it\.$")
+    refuse(path, r"is damaged .*Use another copy of it, or start again without it\.$")
 
 
 def test_a_save_that_fails_leaves_the_old_file(saved, monkeypatch):

@@ -61,9 +61,14 @@ def configs(draw):
 STEPS = st.lists(st.one_of(st.integers(1, 12), st.integers(60, 250)), min_size=6, max_size=14)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(kv_config=configs(), steps=STEPS, seed=st.integers(0, 99), forked=st.integers(0, 9))
-def test_no_length_takes_more(kv_config, steps, seed, forked):
+@pytest.mark.parametrize("count", [50, pytest.param(150, marks=pytest.mark.full)])
+def test_no_length_takes_more(count):
+    cases = given(kv_config=configs(), steps=STEPS, seed=st.integers(0, 99), forked=st.integers(0, 9))
+    slow = [HealthCheck.too_slow]
+    settings(max_examples=count, deadline=None, derandomize=True, suppress_health_check=slow)(cases(check_peak))()
+
+
+def check_peak(kv_config, steps, seed, forked):
     plan = plan_of(kv_config)
     caches, rng = build_caches(plan), np.random.default_rng(seed)
     original, reserved = [], 0

@@ -1,6 +1,7 @@
 """The plan of a model's caches: which layers differ from the configuration and why, and what cannot be planned."""
 
 import copy
+import re
 import shutil
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from mlx_lm.models import cache as native
 from zoo import build
 
 from mlx_tq.cli.model_calibration import calibrate_on_text, save_queries
-from mlx_tq.cli.screen import console, show_plan
+from mlx_tq.cli.screen import show_plan, stderr
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError, UnsupportedModelError
 from mlx_tq.models import fingerprint
@@ -128,10 +129,18 @@ def test_a_schedule_gives_each_layer_its_format(key, tmp_path, capsys):
     assert mx.isfinite(logits[0]).all()
 
 
+def test_sizes_are_compared_from_the_first_compressed_token_on(capsys):
+    plan = plan_caches(FOUR_LAYERS, SMALL)
+    for tokens, columns in ((plan.compressed_from - 1, 1), (plan.compressed_from, 2)):
+        show_plan(plan, tokens)
+        shown = capsys.readouterr().err
+        assert len(re.findall(r"[\d.]+ [kM]?B", shown)) == columns, shown
+
+
 def test_a_long_note_leaves_the_figures_legible(capsys, monkeypatch):
     """A terminal of 80 columns holds the table; the note of a layer takes further lines."""
     plan = plan_caches(build("deepseek_v2"), SMALL)
-    monkeypatch.setattr(console, "width", 80)
+    monkeypatch.setattr(stderr, "width", 80)
     show_plan(plan, 1000)
     shown = capsys.readouterr().err
     head, row = shown.splitlines()[1:3]
@@ -177,7 +186,7 @@ def test_formats_that_a_model_cannot_have(embedded):
 # Eviction.
 
 REFUSED = {
-    "deepseek_v2": "in layer 0, RoPE turns a part of each query that is joined to the rest afterwards, as in MLA",
+    "deepseek_v2": "in layer 0, RoPE rotates only a part of each query, which is joined to the rest afterwards",
     "minicpm3": "as in MLA",
     "jamba": "in layer 1, its attention has no RoPE",
     "cohere2": "in layer 1, queries are not what RoPE returned: they skip it",
@@ -257,7 +266,7 @@ def test_a_budget_of_bytes():
         ("llama", ""),
         ("phi", ""),  # casts queries that RoPE turned
         ("internlm3", ""),  # dynamic NTK, whose pairs are as steady as any
-        ("deepseek_v2", "keys not weighted: RoPE turns a part of each query that is joined to the rest"),
+        ("deepseek_v2", "keys not weighted: RoPE rotates only a part of each query, which is joined to the rest"),
         ("jamba", "keys not weighted: its attention has no RoPE"),
     ],
 )

@@ -356,7 +356,7 @@ def histories(count):
     return found
 
 
-TestCacheMachine = histories(15)
+TestCacheMachine = histories(8)
 TestCacheMachineAtLength = pytest.mark.full(histories(60))
 
 

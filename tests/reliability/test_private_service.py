@@ -166,7 +166,10 @@ def forge(folder, trick):
     return str(path)
 
 
-@pytest.mark.parametrize("trick", ["a port", "a link", "a folder for all", "open to all", "another owner"])
+IN_FULL = [pytest.param(trick, marks=pytest.mark.full) for trick in ("a link", "a folder for all")]
+
+
+@pytest.mark.parametrize("trick", ["a port", "open to all", "another owner", *IN_FULL])
 def test_others_get_neither_text_nor_token(folder, monkeypatch, trick):
     monkeypatch.setenv("RESCUE_TOKEN", "a-token-of-sixteen")
     seen = []

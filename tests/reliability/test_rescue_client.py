@@ -201,7 +201,7 @@ def test_a_session_that_the_service_has_forgotten_is_reported(connect, monkeypat
     client = connect(forgets)
     client.write("s", SPANS, temporary=True)
     wait_for_renewals(seen, "s", 1)
-    wait_for(lambda: (warning := client.take_warning()) and "has forgotten the text" in warning)
+    wait_for(lambda: (warning := client.take_warning()) and "has deleted the text" in warning)
     seen.clear()
     client.write("t", SPANS, temporary=True)
     wait_for_renewals(seen, "t", 1)
@@ -224,7 +224,7 @@ def test_a_session_of_which_nothing_was_stored_is_not_renewed(connect, monkeypat
         client.write(session_id, SPANS, temporary=True)
     wait_for_renewals(seen, "b", 2)
     assert not [request for request in seen if request.startswith(b"POST /sessions/a/")]
-    assert "forgotten" not in client.take_warning()  # but of the refusal
+    assert "has deleted" not in client.take_warning()  # but of the refusal
 
 
 def test_the_circuit_breaker_opens(connect):

@@ -21,10 +21,10 @@ def _no_settings_of_the_service() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=[10, pytest.param(1, marks=pytest.mark.full)], ids=["a tenth", "all"])
+@pytest.fixture(params=[20, pytest.param(1, marks=pytest.mark.full)], ids=["a twentieth", "all"])
 def times(request: pytest.FixtureRequest) -> Callable[[int], int]:
-    """Return the full count in `make test-full`, a tenth of it in `make test`."""
-    return lambda count: count // request.param
+    """Return the full count in `make test-full`, a twentieth of it in `make test`."""
+    return lambda count: max(1, count // request.param)
 
 
 def running_postgres(**settings: str) -> Iterator[postgres_server.PostgresServer]:

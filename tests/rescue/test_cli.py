@@ -146,7 +146,7 @@ def test_backup_rebuild_and_forget(start_service, tmp_path):
     assert again.dump("s")["token_ranges"] == [[0, 5], [5, 9]]
     assert again.sessions()["t"]["expires"] == expires
     again.stop()
-    assert command("forget", "s", *where).out == "s: 2 spans forgotten\n"
+    assert command("forget", "s", *where).out == "s: 2 spans deleted\n"
     unknown = command("forget", "s", *where)
     assert (unknown.code, "no session s" in unknown.err) == (1, True)
     database = service.data_dir / "rescue.db"

@@ -1,13 +1,10 @@
 """Index engines: exact search, cells for large sessions, and snapshots."""
 
-import sys
-
 import numpy as np
 import pytest
 
-from rescue_svc.errors import SettingsError
 from rescue_svc.index import engines, remove_snapshots
-from rescue_svc.index.engines import ENGINES, choose_engine
+from rescue_svc.index.engines import FaissEngine
 
 DIM = 32
 
@@ -17,11 +14,10 @@ def unit(count, seed):
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
-@pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("excluded", [set(), {10, 11, 12}, set(range(10, 400))])
-def test_search_is_exact(name, excluded):
+def test_search_is_exact(excluded):
     vectors, query = unit(400, 1), unit(1, 2)[0]
-    engine = ENGINES[name](DIM)
+    engine = FaissEngine(DIM)
     assert (engine.search(query, 8, set()), engine.similarities(query, [1])) == ({}, {})
     engine.add(np.arange(10, 210), vectors[:200])
     engine.add(np.arange(210, 410), vectors[200:])
@@ -29,7 +25,7 @@ def test_search_is_exact(name, excluded):
     results = engine.search(query, 8, excluded)
     assert list(results) == order[:8]
     assert list(results.values()) == pytest.approx([float(vectors[i - 10] @ query) for i in order[:8]], abs=1e-6)
-    again = ENGINES[name].from_bytes(engine.to_bytes(), DIM)
+    again = FaissEngine.from_bytes(engine.to_bytes(), DIM)
     assert again.search(query, 8, excluded) == results
     assert len(again) == 400
     assert again.similarities(query, [10, 409, 9999]) == pytest.approx(
@@ -40,13 +36,13 @@ def test_search_is_exact(name, excluded):
 def test_large_sessions_are_searched_in_cells(monkeypatch):
     monkeypatch.setattr(engines, "FLAT_LIMIT", 2000)
     vectors = unit(3000, 3)
-    engine = ENGINES["faiss"](DIM)
+    engine = FaissEngine(DIM)
     engine.add(np.arange(2000), vectors[:2000])
     nearest = np.argsort(-(vectors[:2000] @ vectors[2999]))[:100].tolist()
     assert list(engine.search(vectors[2999], 100, set())) == nearest  # a search of some cells would miss many
     engine.add(np.arange(2000, 2500), vectors[2000:2500])
     engine.add(np.arange(2500, 3000), vectors[2500:])
-    engine = ENGINES["faiss"].from_bytes(engine.to_bytes(), DIM)
+    engine = FaissEngine.from_bytes(engine.to_bytes(), DIM)
     for i in (0, 1999, 2000, 2999):
         assert engine.search(vectors[i], 1, set()) == {i: pytest.approx(1, abs=1e-5)}
         assert i not in engine.search(vectors[i], 1, {i})
@@ -54,23 +50,14 @@ def test_large_sessions_are_searched_in_cells(monkeypatch):
     assert len(engine) == 3000
 
 
-def test_the_named_engine_is_used_or_refused(start_service, monkeypatch):
-    assert choose_engine("numpy") == "numpy"
-    assert choose_engine("auto") == choose_engine("faiss") == "faiss"
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "faiss", None)  # as if it were not installed
-        assert choose_engine("auto") == "numpy"
-        with pytest.raises(SettingsError, match="faiss-cpu"):
-            choose_engine("faiss")
-    for name in ("numpy", "faiss"):  # which does not read the snapshot of the other
-        service = start_service(index=name)
-        service.write_and_embed("s", ("a fig", 0, 5), ("a plum", 10, 15))
-        assert service.ready()["index"] == name
-        before = service.retrieve("s", "plum", hybrid_alpha=1)
-        assert before["chunks"][0]["text"] == "a plum"
-        service.hibernate("s")
-        assert service.retrieve("s", "plum", hybrid_alpha=1) == before
-        service.stop()
+def test_a_snapshot_answers_like_its_index(start_service):
+    service = start_service()
+    service.write_and_embed("s", ("a fig", 0, 5), ("a plum", 10, 15))
+    assert service.ready()["index"] == "faiss"
+    before = service.retrieve("s", "plum", hybrid_alpha=1)
+    assert before["chunks"][0]["text"] == "a plum"
+    service.hibernate("s")
+    assert service.retrieve("s", "plum", hybrid_alpha=1) == before
 
 
 def test_only_snapshots_are_removed_from_the_folder_of_indexes(tmp_path):

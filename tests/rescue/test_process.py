@@ -129,7 +129,7 @@ def test_sessions_and_forget_while_it_runs(server, monkeypatch):
     refused = command("forget", "a", *where)
     assert (refused.code, "token" in refused.err) == (1, True)
     monkeypatch.setenv("RESCUE_TOKEN", TOKEN)
-    assert command("forget", "a", *where).out == "a: 2 spans forgotten\n"
+    assert command("forget", "a", *where).out == "a: 2 spans deleted\n"
     assert server.dump("a")["session_total"] == 0
     assert "no session a" in command("forget", "a", *where).err
 
@@ -153,7 +153,7 @@ def test_a_folder_that_others_may_write_to_is_reported_with_the_remedy(folder, s
     server.stop()
     folder.chmod(0o755)
     start_server(folder, embedder="none")
-    assert command("forget", "a", "--data-dir", folder).out == "a: 1 spans forgotten\n"
+    assert command("forget", "a", "--data-dir", folder).out == "a: 1 spans deleted\n"
 
 
 def test_forget_does_not_wait_for_a_service_that_accepts_no_connection(folder, start_service):

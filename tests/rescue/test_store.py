@@ -157,7 +157,7 @@ def test_a_store_that_cannot_be_sealed_closes_its_connections(connections, openi
 
 
 def residents(store, max_bytes=2**20):
-    return Residents(store, "numpy", MODEL, lambda: DIM, max_bytes)
+    return Residents(store, MODEL, lambda: DIM, max_bytes)
 
 
 def test_an_index_follows_the_store_and_is_restored_from_its_file(store):

@@ -44,7 +44,7 @@ def test_vectors_equal_those_of_the_embedder(embedding, encoding):
     ("body", "status", "param", "word"),
     [
         ({"input": [1, 2]}, 400, "input", "check_embedding_ctx_length=False"),
-        ({"input": [[1, 2], [3]]}, 400, "input", "send texts"),
+        ({"input": [[1, 2], [3]]}, 400, "input", "send strings"),
         ({"input": ""}, 400, "input", "at least 1"),
         ({"input": ["a", "b" * 8193]}, 400, "input.1", "8192"),
         ({"input": "a", "dimensions": 3}, 400, "dimensions", "384"),

@@ -226,7 +226,7 @@ def test_rows_are_recalled_for_the_question_of_a_request(loaded, monkeypatch, st
     def answers(evict):
         engine, jobs = make_engine(loaded, replace(RECALL, evict=evict), prefill_step_size=step), []
         for code in (417295, 860312):
-            message = {"role": "user", "content": "\n\n".join(facts(40, code))}
+            message = {"role": "user", "content": "\n\n".join(facts(28, code))}
             jobs.append(job_of(loaded[1].apply_chat_template([message], add_generation_prompt=True), max_tokens=8))
         stored.clear()
         return [text_of(events) for events in serve(engine, jobs)], metric(engine, "recalled_tokens_total")

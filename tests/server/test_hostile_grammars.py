@@ -29,7 +29,7 @@ def body_of(response_format):
         schema_format({"properties": {"a": {"const": -1e300}}}),
         FORCING,
         schema_format({"allOf": regexes(24)}),
-        schema_format(SLOW),
+        pytest.param(schema_format(SLOW), marks=pytest.mark.full),
         pytest.param(
             schema_format({"allOf": [{"multipleOf": 7919}, {"multipleOf": 104729}, {"multipleOf": 1299709}]}),
             marks=pytest.mark.full,

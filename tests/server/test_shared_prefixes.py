@@ -11,7 +11,7 @@ from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.models import load
 from mlx_tq.prefix_cache.folder import Folder
 from mlx_tq.prompt_cache.compressed import plan_caches
-from mlx_tq.server.job import Piece, Progress
+from mlx_tq.server.job import Piece, PrefillProgress
 from mlx_tq.server.stored_prompts import salt_of
 from mlx_tq.session.restore import split_question
 
@@ -147,7 +147,7 @@ def test_followers_continue_when_the_leader_is_cancelled(llama, alone):
     async def then():
         jobs = make_jobs()[:5]
         engine.submit(*jobs)
-        while not isinstance(await jobs[0].events.get(), Progress):
+        while not isinstance(await jobs[0].events.get(), PrefillProgress):
             pass
         engine.cancel(jobs[0])
         engine.cancel(jobs[3])
@@ -250,7 +250,7 @@ def test_a_cancelled_prompt_is_stored_as_far_as_it_was_prefilled(loaded, store):
 
     async def then():
         engine.submit(job)
-        while not (isinstance(event := await job.events.get(), Progress) and event.done >= 2 * STEP):
+        while not (isinstance(event := await job.events.get(), PrefillProgress) and event.done >= 2 * STEP):
             pass
         engine.cancel(job)
         return await run_job(engine, make_job(20))

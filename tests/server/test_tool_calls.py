@@ -101,7 +101,7 @@ def test_calls_and_mentions_of_marks(scripted, text, reasoning, content, calls):
     assert scripted.answers(text) == [(reasoning, content, calls, bool(calls))] * 4
 
 
-@pytest.mark.parametrize("options", [{"tool_choice": "none"}, {"tools": None}])
+@pytest.mark.parametrize("options", [{"tool_choice": "none"}, pytest.param({"tools": None}, marks=pytest.mark.full)])
 def test_without_tools_there_are_no_calls(scripted, options):
     assert scripted.answers(f"<think>Hm.</think>A {CALL}", **options) == [("Hm.", f"A {CALL}", [], False)] * 4
 

@@ -66,7 +66,7 @@ class Encoded(NamedTuple):
 class Codec(ABC):
     """Encode and decode vectors of one size.
 
-    Subclasses implement `encode` and `decode_planes`. Codecs are immutable, so caches share them, also when copied. If
+    Subclasses implement `encode` and `decode_planes`. Codecs are immutable, so caches share them, even copied ones. If
     a codec depends on the data, it overrides `fit`, `restore`, `learned` and `learned_bytes`: a cache fits it to its
     first keys or values once and saves `learned`.
     """

@@ -221,7 +221,7 @@ function details({ usage, session, finish, stopped }) {
   if (stopped) lines.push("stopped");
   if (session?.recalled) {
     const bySearch = session.recalled_by_search;
-    lines.push(`recalled ${tokens(session.recalled)}${bySearch ? ` (${number(bySearch)} by search)` : ""} in ${number(session.recall_ms)} ms${session.recall_partial ? ", partial: ends inside a sentence" : ""}`);
+    lines.push(`recalled ${tokens(session.recalled)}${bySearch ? ` (${number(bySearch)} by search)` : ""} in ${number(session.recall_ms)} ms${session.recall_partial ? ", partial: a recalled sentence is incomplete" : ""}`);
   }
   const nodes = lines.length ? [element("p", lines.join(", "), "facts")] : [];
   if (!session?.rescued) return nodes;

@@ -91,8 +91,7 @@ def test_a_fault_is_reported_with_its_remedy(postgres, opening, says, make_url):
         ({"store": f"mysql://u:{PASSWORD}@localhost/x"}, "store is not a PostgreSQL URL"),
         ({"store": f"postgresql://u:{PASSWORD}@localhost:a port/x"}, "store is not a PostgreSQL URL"),
         ({"store": "postgresql://localhost/x", "ephemeral": "true"}, "give one of the two"),
-        ({"store": "postgresql://localhost/x", "index": "faiss"}, "hnsw"),
-        ({"index": "hnsw"}, "faiss"),
+        ({"index": "hnsw"}, "SQLite uses FAISS"),
     ],
 )
 def test_contradictory_settings(opening, settings, says):
@@ -115,13 +114,13 @@ def test_privileges_decide_how_soon_text_is_deleted(postgres, opening):
     modest = database_after(EXTENSION, "CREATE ROLE modest LOGIN", grant, user="modest")(postgres)
     for right, says in (
         (None, "with the server's checkpoints$"),
-        ("pg_checkpoint", "at once, its log when that is reused$"),
-        ("EXECUTE ON FUNCTION pg_switch_wal()", "at once$"),
+        ("pg_checkpoint", "immediately, its log when that is reused$"),
+        ("EXECUTE ON FUNCTION pg_switch_wal()", "immediately$"),
     ):
         if right:
             postgres.sql(f"GRANT {right} TO modest", modest.replace("modest@", "postgres@"))
         store = opening(modest)[0]
-        assert re.search(f"forgotten text is deleted from disk {says}", store.describe())
+        assert re.search(f"deleted text leaves the disk {says}", store.describe())
         store.write("s", [NewSpan(0, 1, -1, 0.0, "a text")])
         assert store.forget("s").spans == 1
 
@@ -132,7 +131,7 @@ def test_commands_describe_the_server_or_its_fault(postgres, monkeypatch):
     assert healthy.code == 0, healthy.out
     assert "pgvector's HNSW" in healthy.out
     assert "PostgreSQL 18" in healthy.out
-    assert "page checksums on, forgotten text is deleted from disk at once: 0 sessions, 0 spans" in healthy.out
+    assert "page checksums on, deleted text leaves the disk immediately: 0 sessions, 0 spans" in healthy.out
     monkeypatch.setenv("RESCUE_STORE", UNREACHABLE)
     failed = command("doctor", "--embedder", "none")
     assert (failed.code, "BAD store" in failed.out) == (1, True)

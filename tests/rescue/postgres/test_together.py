@@ -180,7 +180,7 @@ def test_a_restored_dump_equals_the_store(postgres, tmp_path, monkeypatch):
     assert service.dump("s")["token_ranges"] == [[0, 5], [5, 9]]
     service.stop()
     assert command("sessions").out.split()[:3] == ["s", "3", "spans"]
-    assert command("forget", "s").out == "s: 3 spans forgotten\n"
+    assert command("forget", "s").out == "s: 3 spans deleted\n"
 
 
 @pytest.mark.parametrize("expectation", [nullcontext(), pytest.raises(psycopg.OperationalError)], ids=["alive", "lost"])

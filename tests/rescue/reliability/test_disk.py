@@ -37,7 +37,7 @@ def fill(service, number):
         number += 1
         assert number < 5000
     assert (answer.status_code, answer.json()["code"]) == (507, "store_full")
-    assert "free space, or forget sessions" in answer.json()["detail"]
+    assert "free space, or delete sessions" in answer.json()["detail"]
     assert number > first + 10
     assert service.dump("s")["token_ranges"] == [[n, n + 1] for n in range(number)]
     return number

@@ -141,7 +141,9 @@ def listening(tmp_path):
     server.process.stdin.close()
 
 
-@pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [None, *(pytest.param(n, marks=pytest.mark.full) for n in (signal.SIGTERM, signal.SIGHUP)), signal.SIGINT]
+)
 def test_its_files_are_deleted_at_the_end(listening, number):
     if number is None:
         listening.process.stdin.close()
@@ -162,7 +164,12 @@ def test_repeated_signals(listening):
 
 
 @pytest.mark.parametrize(
-    ("moment", "number"), [(".", signal.SIGINT), ("rescue.db-wal", signal.SIGHUP), ("index", signal.SIGTERM)]
+    ("moment", "number"),
+    [
+        pytest.param(".", signal.SIGINT, marks=pytest.mark.full),
+        ("rescue.db-wal", signal.SIGHUP),
+        pytest.param("index", signal.SIGTERM, marks=pytest.mark.full),
+    ],
 )
 def test_a_signal_during_the_start(start, tmp_path, moment, number):
     folder = tmp_path / "data"
@@ -182,7 +189,7 @@ REFUSED = ("--data-dir", "data", "--embedder", "word2vec")
     ("flags", "options", "code"),
     [
         ((), {"stdin": None, "preexec_fn": lambda: os.close(0)}, 0),
-        (REFUSED, {"stdin": subprocess.PIPE}, 2),
+        pytest.param(REFUSED, {"stdin": subprocess.PIPE}, 2, marks=pytest.mark.full),
         (REFUSED, {"stdin": subprocess.DEVNULL}, 2),
     ],
     ids=["standard input closed", "refused", "refused, standard input at its end"],

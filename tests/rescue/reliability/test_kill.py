@@ -195,7 +195,7 @@ def test_an_embedder_that_hangs_is_replaced(start_service, caplog):
     assert "longer than 0.2 s" in answer["degraded"]
     wait_for(is_hybrid(service))
     reasons = [record.reason for record in caplog.records if record.name == "rescue_svc.embed.worker"]
-    assert reasons[0] == "the embedder was silent for 0.5 s"
+    assert reasons[0] == "the embedder did not respond within 0.5 s"
     assert service.service.embedder.pid != hung
 
 
