@@ -30,6 +30,7 @@ OPERATIONS = (
     "convert",
     "integer",
     "shared",
+    "matrix",
 )
 
 

@@ -9,8 +9,8 @@ constexpr int MAX_BUFFERS = 32;
 constexpr size_t ERROR_BYTES = 8192;
 
 // Lane operations, one for each lane that does it. CONVERT is from an integer, INTEGER what is done to a uint, SHARED a
-// load or store of up to 16 bytes of threadgroup memory. Arithmetic on other integers, which is addresses and loops, does not count.
-enum Operation { COLLECTIVE, BARRIER, ADD, MULTIPLY, FMA, DIVIDE, TRANSCENDENTAL, COMPARE, CONVERT, INTEGER, SHARED, OPERATIONS };
+// load or store of up to 16 bytes of threadgroup memory, MATRIX a multiplication of two elements. Arithmetic on other integers, which is addresses and loops, does not count.
+enum Operation { COLLECTIVE, BARRIER, ADD, MULTIPLY, FMA, DIVIDE, TRANSCENDENTAL, COMPARE, CONVERT, INTEGER, SHARED, MATRIX, OPERATIONS };
 
 struct Buffer {
   char* data;       // lowest address

@@ -131,6 +131,62 @@ template <class T> T simd_min(T v, int line = __builtin_LINE()) {
   return reduced(v, [](T a, T b) { return min(a, b); }, tqsim::COMPARE, {"simd_min", line, 0});
 }
 
+// An 8x8 matrix of a simdgroup. Each lane has two neighboring elements of a row, as on Apple GPUs.
+template <class T>
+struct simdgroup_matrix {
+  T elements[2];
+  T* thread_elements() { return elements; }
+};
+using simdgroup_half8x8 = simdgroup_matrix<half>;
+using simdgroup_float8x8 = simdgroup_matrix<Float>;
+struct ulong2 {
+  uint64_t x, y;
+  ulong2(uint64_t x, uint64_t y) : x(x), y(y) {}
+};
+
+inline uint32_t matrix_row(uint32_t lane) { return (lane >> 4) * 4 + (lane >> 1 & 3); }
+inline uint32_t matrix_column(uint32_t lane) { return (lane >> 3 & 1) * 4 + (lane & 1) * 2; }
+inline uint32_t matrix_lane(uint32_t row, uint32_t column) {
+  return (row >> 2) * 16 + (column >> 2) * 8 + (row & 3) * 2 + (column >> 1 & 1);
+}
+
+// What a matrix operation loads or multiplies is counted, and not that lanes meet.
+inline tqsim::Brought meet_for_matrix(uint64_t slot, const tqsim::Site& site) {
+  const tqsim::Brought all = tqsim::meet_simdgroup(slot, site);
+  tqsim::machine->dispatch->operations[tqsim::COLLECTIVE]--;
+  return all;
+}
+template <class T, class Pointer>
+void simdgroup_load(simdgroup_matrix<T>& m, Pointer source, int64_t stride, ulong2 origin = {0, 0}, bool transpose = false, int line = __builtin_LINE()) {
+  meet_for_matrix(0, {"simdgroup_load", line, transpose});
+  const uint32_t lane = tqsim::self().lane;
+  for (uint32_t e = 0; e < 2; e++) {
+    const int64_t row = matrix_row(lane) + (transpose ? 0 : origin.y), column = matrix_column(lane) + e + origin.x;
+    m.elements[e] = static_cast<T>(transpose ? source[column * stride + row] : source[row * stride + column]);
+  }
+}
+// The sums of products of 16 bits are in fp32, term by term.
+template <class A, class B>
+void simdgroup_multiply_accumulate(simdgroup_matrix<Float>& d, const simdgroup_matrix<A>& a, const simdgroup_matrix<B>& b, const simdgroup_matrix<Float>& c, int line = __builtin_LINE()) {
+  struct Both {
+    simdgroup_matrix<A> a;
+    simdgroup_matrix<B> b;
+  };
+  static_assert(sizeof(Both) <= sizeof(uint64_t), "factors of 16 bits");
+  const tqsim::Brought all = meet_for_matrix(to_slot(Both{a, b}), {"simdgroup_multiply_accumulate", line, 0});
+  const uint32_t lane = tqsim::self().lane, row = matrix_row(lane), column = matrix_column(lane);
+  for (uint32_t e = 0; e < 2; e++) {
+    float sum = c.elements[e].v;
+    for (uint32_t k = 0; k < 8; k++) {
+      const auto left = from_slot<Both>(all.slots[matrix_lane(row, k)]).a.elements[k & 1];
+      const auto right = from_slot<Both>(all.slots[matrix_lane(k, column + e)]).b.elements[(column + e) & 1];
+      sum = std::fmaf(static_cast<float>(left.v), static_cast<float>(right.v), sum);
+    }
+    d.elements[e] = sum;
+  }
+  count(tqsim::MATRIX, 16);
+}
+
 }  // namespace metal
 
 using namespace metal;

@@ -81,6 +81,31 @@ def test_number_types_round_like_mlx(dtype):
     assert mx.array_equal(product, x * x)
 
 
+@pytest.mark.parametrize("transpose", [False, True])
+def test_matrices(transpose):
+    """A product of 8x8 matrices in fp16, summed in fp32; it counts its 512 multiplications."""
+    source = """
+    int lane = int(thread_index_in_simdgroup);
+    threadgroup half shared[64];
+    for (int i = lane; i < 64; i += 32) shared[i] = values[64 + i];
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    simdgroup_half8x8 left, right;
+    simdgroup_load(left, values, 8);
+    simdgroup_load(right, shared, 8, ulong2(0, 0), TRANSPOSE);
+    simdgroup_float8x8 sum;
+    for (int e = 0; e < 2; e++) sum.thread_elements()[e] = 1.0f;
+    simdgroup_multiply_accumulate(sum, left, right, sum);
+    int row = (lane >> 2 & 4) | (lane >> 1 & 3), column = (lane & 8) >> 1 | (lane & 1) << 1;
+    for (int e = 0; e < 2; e++) result[8 * row + column + e] = sum.thread_elements()[e];
+    """.replace("TRANSPOSE", str(transpose).lower())
+    a, b = (np.random.default_rng(seed).standard_normal((8, 8)).astype(np.float16) for seed in (0, 1))
+    both = mx.array(np.stack([a, b]))
+    done = simulate(**small(source, [both], [((8, 8), mx.float32)], grid=(32, 1, 1), threadgroup=(32, 1, 1)))
+    expected = 1 + a.astype(np.float64) @ (b.T if transpose else b).astype(np.float64)
+    assert np.allclose(np.array(done.outputs[0]), expected, rtol=0, atol=1e-5)
+    assert (done.counters.operations["matrix"], done.counters.operations["collective"]) == (512, 32)  # a barrier
+
+
 def test_strides_of_a_view():
     x = mx.arange(60).reshape(5, 12)
     for view in (x[:, 3:7], x.T, x[::2], x[::-1], mx.broadcast_to(x[:1], (4, 12))):

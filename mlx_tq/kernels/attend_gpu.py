@@ -18,8 +18,9 @@ from mlx_tq.codec.formats import Codec
 from mlx_tq.codec.formats.trellis import TrellisCodec
 from mlx_tq.codec.formats.turbo import TurboCodec
 from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization
-from mlx_tq.kernels import arguments, thresholds
+from mlx_tq.kernels import arguments, backend, thresholds
 from mlx_tq.kernels.gpu import Constants, Kernel, simdgroup_grid
+from mlx_tq.kernels.matrix_queries import matrix_queries
 from mlx_tq.kernels.regions import Mask, Regions
 
 ATTEND = Kernel(
@@ -34,11 +35,18 @@ MERGE = Kernel(
     inputs=("block_outputs", "block_maxima", "block_sums", "value_flips", "sink_logits", "attend_sizes"),
     outputs=("attended",),
 )
+ATTEND_MATRIX = replace(
+    ATTEND,
+    name="attend_matrix",
+    inputs=("rotated_queries", "plain_queries", "query_factors", "attend_sizes"),
+    normalized=("mean_scores", "mean_index"),
+)
 ATTEND_SHORT = replace(
     ATTEND, name="attend_short", inputs=(*ATTEND.inputs, "value_flips", "sink_logits"), outputs=("attended",)
 )
 METAL_ARRAYS = 31  # arrays that Metal passes to a kernel
 QUERIES = 8  # query rows for which a code is decoded once
+_MATRIX_SIMDGROUPS = 8  # at most, of attend_matrix, which has eight query rows for each
 _ROWS = (1, 2, 4, 6, 8)  # of a tile: values of several rows are loaded four or two at a time
 # Values of outputs in a lane: as many simdgroups share a tile as it takes to have no more than the first number. With
 # more than the second, a tile has fewer rows.
@@ -141,7 +149,8 @@ class _Call:
         return attended
 
     def attend_blocks(self) -> _BlockPartials:
-        tile, limits, cuts = self._tile(QUERIES), thresholds.current(), list[_Cut]()
+        by_matrix = self._matrix_tile()
+        tile, limits, cuts = by_matrix or self._tile(QUERIES), thresholds.current(), list[_Cut]()
         for regions in self.batch:  # so that the tiles keep the GPU busy
             packed, full = (
                 min(-(-tokens // limits.min_block), max(1, limits.simdgroups // tile.simdgroups), limits.max_blocks)
@@ -150,10 +159,12 @@ class _Call:
             cuts.append((packed, packed + full))
         max_blocks = max(blocks for _, blocks in cuts)
         inputs, constants, sizes = self._arguments(cuts, tile, [])
+        if by_matrix:
+            inputs = self._matrix_inputs(inputs, tile.rows)
         shape = (*self.queries.shape[:3], max_blocks)
-        outputs, maxima, sums = ATTEND.run(
+        outputs, maxima, sums = (ATTEND_MATRIX if by_matrix else ATTEND).run(
             inputs=inputs,
-            constants=(*constants, ("TEAM", tile.team)),
+            constants=(*constants, ("SIMDGROUPS" if by_matrix else "TEAM", tile.team)),
             grid=(32 * tile.team, max_blocks, tile.tiles),
             threadgroup=(32 * tile.team, 1, 1),
             output_shapes=[(*shape, self.batch[0].layout.value.head_dim), shape, shape],
@@ -220,6 +231,41 @@ class _Call:
         if values > _MOST_LANE_VALUES and size > 1:
             return self._tile(size // 2, is_short=is_short)
         return _Tile(size, 1 if is_short else team, rows * heads * -(-per_head // size))
+
+    def _matrix_tile(self) -> "_Tile | None":
+        """Return the tile of attend_matrix, or None where attend.metal serves.
+
+        It multiplies in half precision, and has no mask array and one cache; CUDA has no such matrices.
+        """
+        _, query_heads, length, _ = self.queries.shape
+        heads, layout = self.batch[0].full_keys.shape[1], self.batch[0].layout
+        per_head = query_heads // heads * length
+        if (
+            per_head < thresholds.current().matrix_queries
+            or backend.current() != "metal"
+            or len(self.batch) > 1
+            or isinstance(self.mask, mx.array)
+            or self.queries.dtype.size != 2
+            or layout.key.head_dim % 32
+            or layout.value.head_dim % 32
+        ):
+            return None
+        tiles = -(-per_head // (8 * _MATRIX_SIMDGROUPS))
+        simdgroups = -(-per_head // (8 * tiles))
+        return _Tile(8 * simdgroups, simdgroups, self.queries.shape[0] * heads * tiles)
+
+    def _matrix_inputs(self, inputs: list[mx.array], rows: int) -> list[mx.array]:
+        """Return the inputs of attend_matrix in place of those of attend.metal."""
+        regions = self.batch[0]
+        queries = matrix_queries(self.queries, regions, self.scale, rows)
+        sizes, others = inputs[3], inputs[4:]
+        if self.normalized:
+            *others, _, means, index = others
+            scores = queries.mean_scores
+            if scores is None:
+                scores = mx.zeros((*queries.rotated.shape[:3], means.shape[2]))
+            others = [*others, scores, index]
+        return [queries.rotated, queries.plain, queries.factors, sizes, *others]
 
     def _arguments(
         self, cuts: list[_Cut], tile: "_Tile", output_inputs: list[mx.array]

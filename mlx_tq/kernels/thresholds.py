@@ -31,6 +31,7 @@ RANGES = {
     "max_blocks": (1, 1024),
     "merge_simdgroups": (1, 8),
     "level_tables": (0, 2),
+    "matrix_queries": (8, 65536),
 }
 
 
@@ -45,6 +46,7 @@ class KernelThresholds:
     max_blocks: int = 256
     merge_simdgroups: int = 4  # that merge the blocks of a query row
     level_tables: int = 2  # levels of codes are looked up: of none, of values, or of keys and values
+    matrix_queries: int = 16  # from this many query rows of a KV head on, half precision multiplies matrices
 
     def __post_init__(self) -> None:
         for name, (smallest, largest) in RANGES.items():

@@ -22,6 +22,7 @@ from mlx_tq.kernels.regions import Regions
 from mlx_tq.kernels.thresholds import KernelThresholds
 
 SHORT_TOKENS = (320, 384, 512, 768, 1024, 1536, 2048, 4096)
+MATRIX_QUERIES = (24, 32, 40, 64, 128)  # below each, attend.metal takes 8 query rows less, and matrices from there on
 PACKED_QUERIES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 CANDIDATES = {
     "simdgroups": (128, 256, 512, 1024, 2048, 4096, 8192),

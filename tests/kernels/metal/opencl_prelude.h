@@ -18,7 +18,16 @@ typedef half bfloat16_t;  // the same rules, but for rounding
 #define threadgroup __local
 #define thread __private
 template <class To, class From> To as_type(From value) { return __builtin_astype(value, To); }
+struct ulong2 { ulong2(unsigned long x, unsigned long y); };
 namespace metal {
+template <class T> struct simdgroup_matrix {
+  T elements[2];
+  __private T* thread_elements() __private { return elements; }
+};
+typedef simdgroup_matrix<half> simdgroup_half8x8;
+typedef simdgroup_matrix<float> simdgroup_float8x8;
+template <class Pointer> void simdgroup_load(__private simdgroup_half8x8&, Pointer, int, ulong2 = ulong2(0, 0), bool = false);
+void simdgroup_multiply_accumulate(__private simdgroup_float8x8&, __private const simdgroup_half8x8&, __private const simdgroup_half8x8&, __private const simdgroup_float8x8&);
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };
 void threadgroup_barrier(mem_flags);
 void simdgroup_barrier(mem_flags);

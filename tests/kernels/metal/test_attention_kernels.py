@@ -11,9 +11,17 @@ import mlx.core as mx
 import pytest
 from cache import tunables
 
-from kernels.cases import ALL_FORMATS, GROUPS, PARAMETERS, TRELLIS_PAIRS, make_problem, random_mask
+from kernels.cases import (
+    ALL_FORMATS,
+    GROUPS,
+    PARAMETERS,
+    TRELLIS_PAIRS,
+    check_attention,
+    make_problem,
+    random_mask,
+)
 from kernels.covering import case_id, covering
-from kernels.metal.checks import check_attend
+from kernels.metal.checks import PEAK, check_attend
 from kernels.metal.simulated import ORDERS, simulated
 from mlx_tq.errors import KernelUnavailableError
 from mlx_tq.kernels import thresholds
@@ -99,6 +107,36 @@ def test_all_texts(parameters, whole, part):
     cases = covering(parameters, ways=3, whole=whole)
     for number in range(part, len(cases), PARTS):
         check_all_orders(dict(cases[number]), number)
+
+
+# From 16 query rows of a KV head on, in half precision.
+MATRIX = covering(
+    {
+        "dims": ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512)),
+        "key": (*ALL_FORMATS["key"], "tq4"),
+        "value": ALL_FORMATS["value"],
+        "dtype": ("float16", "bfloat16"),
+        "rows": ((16, 1), (8, 2), (4, 5), (8, 5), (16, 8), (2, 8), (7, 3)),
+        "packed": (1, 31, 32, 33, 97, 256, 257),
+        "normalized": (None, "blocks", "gaps"),
+        "batch": (1, 2),
+        "sink_tokens": (0, 5),
+        "recent": (0, 70),
+        "mask": (None, "causal"),
+        "sinks": (False, True),
+    }
+)
+
+
+@pytest.mark.parametrize("number", range(len(MATRIX)), ids=[case_id(case) for case in MATRIX])
+def test_products_of_matrices_are_as_exact(number):
+    case = dict(MATRIX[number])
+    groups, length = case.pop("rows")
+    with simulated() as counters, thresholds.using(KernelThresholds(short_tokens=0)):
+        problem = make_problem(**case, groups=groups, length=length, seed=number)
+        result = problem.solve(attend)
+    check_attention(problem, result, peak=PEAK)
+    assert counters[0].operations["matrix"]
 
 
 @either_form

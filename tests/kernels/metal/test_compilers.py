@@ -84,6 +84,12 @@ LAYOUTS = {
     "normalized fp16": {"dims": (80, 64), "key": "fp16", "dtype": "bfloat16", "normalized": "gaps"},
 }
 
+# Query rows of a KV head that take products of matrices, which CUDA lacks.
+MANY_ROWS = {
+    "many rows": {"dims": (128, 128), "key": "tq4", "groups": 16, "dtype": "bfloat16", "normalized": "blocks"},
+    "many rows of trellis codes": {"dims": (256, 256), "key": "tcq4", "value": "tcq3", "groups": 16, "length": 2},
+}
+
 
 @cache
 def texts(dialect: str = "metal") -> dict[str, str]:
@@ -110,6 +116,10 @@ def texts(dialect: str = "metal") -> dict[str, str]:
         for short_tokens in (0, 64):
             with thresholds.using(KernelThresholds(short_tokens=short_tokens)):
                 add(name, problem.solve, attend)
+    if dialect == "metal":
+        for name, case in MANY_ROWS.items():
+            with thresholds.using(KernelThresholds(short_tokens=0)):
+                add(name, make_problem(**{"rule": "raw", "packed": 4, "batch": 1, "length": 1, **case}).solve, attend)
     for dim in (80, 128, 512):
         add(str(dim), wht, mx.zeros((4, dim), mx.bfloat16), get_rotation("wht", dim, 0))
     normalization = make_problem(dims=(64, 64), normalized="blocks").normalization
@@ -122,6 +132,7 @@ def texts(dialect: str = "metal") -> dict[str, str]:
 BY_LAYOUT = ("encode", "dequantize", "attend", "merge", "attend_short", "score", "recall_score")
 NAMES = [f"{kernel} {name}" for kernel in BY_LAYOUT for name in LAYOUTS]
 NAMES += ["compact any", "wht 80", "wht 128", "wht 512", "wht normalized"]
+ONLY_METAL = [f"attend_matrix {name}" for name in MANY_ROWS]
 THREADGROUP_BYTES = 32768  # limit of Metal
 
 
@@ -136,7 +147,7 @@ def clang_errors(text: str) -> list[str]:
     return [str(message) for message in unit.diagnostics if message.severity >= clang.Diagnostic.Error]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *ONLY_METAL])
 def test_address_spaces(name):
     assert clang_errors(texts()[name]) == []
 

@@ -30,6 +30,11 @@ def many_queries(dim: int, length=14, **changes):
     return make_problem((dim, 64), 50, 1, 3, length, key="tq3", rule="matched", **changes)
 
 
+def many_rows(**changes):
+    case = {"dims": (64, 96), "key": "tq4", "value": "tq3", "groups": 6, "length": 3, "sink_tokens": 34, "batch": 1}
+    return make_problem(**case | changes, packed=100, recent=5, dtype="float16", mask="causal", sinks=True)
+
+
 def check_attend_batch(rows, **simulation):
     batches.check(rows, batches.attend_together(rows, **simulation))
 
@@ -64,6 +69,9 @@ CHECKS = {
     "attend_short": partial(checks.check_attend, attention("tq4", 192), short_tokens=1000),
     # A tile of eight query rows, for which two simdgroups share the work.
     "attend_team": partial(checks.check_attend, attention("tq4", 256, value="tq4", groups=4, normalized="gaps")),
+    # 18 query rows of two heads, of three simdgroups; blocks of 64 and 36 packed tokens, and one of 39.
+    "attend_matrix": partial(checks.check_attend, many_rows()),
+    "attend_matrix_normalized": partial(checks.check_attend, many_rows(normalized="gaps", batch=2)),
     "attend_trellis": partial(checks.check_attend, attention("tcq3", 112, value="tcq2")),
     # Of 100 tokens a few share a mean: several in each 32, and of two blocks.
     "attend_gaps": partial(checks.check_attend, attention("tq3", 112, normalized="gaps")),
