@@ -112,30 +112,23 @@ def cache_gigabytes(bits: float) -> float:
 
 def profiles() -> str:
     measured = {label: report(name)["results"] for name, label in existing("frontier_{}.json", REAL_MODELS).items()}
-    evicted = [_half_evicted(report(name)["rows"]) for name in existing("evict_sweep_text_{}.json", REAL_MODELS)]
+    evicted = {label: report(name)["results"] for name, label in existing("long_{}.json", REAL_MODELS).items()}
     rows = []
     for name, config in PROFILES.items():
         bits, kept, formats = bits_per_value(config), 1.0, pair(config)
-        agree, purpose = [_top1(found, formats) for found in measured.values()], PURPOSES[name]
+        agree = [_top1(found, formats) for found in measured.values()]
         if config.is_off:
             agree = ["100 %" for _ in measured]
         if config.evict is not None:
             kept, formats = 0.5, f"{formats}, half evicted"
-            agree = [f"{record['top1']:.1f} %" for record in evicted]
-            purpose += "; perplexity " + " and ".join(f"{record['delta']:+.1f} %" for record in evicted)
+            agree = [f"perplexity {evicted[m]['long']['delta']:+.0f} %" if m in evicted else "-" for m in measured]
         shown = f"`{name}`" + (" (default)" if name == DEFAULT_PROFILE else "")
-        rows.append([shown, formats, f"{bits:.2f}", f"{cache_gigabytes(kept * bits):.2f} GB", *agree, purpose])
+        rows.append([shown, formats, f"{bits:.2f}", f"{cache_gigabytes(kept * bits):.2f} GB", *agree, PURPOSES[name]])
     for name, label in OTHERS.items():
         rows.append([label, "", "4.50", f"{cache_gigabytes(4.5):.2f} GB"])
         rows[-1] += [*(_top1(found, name) for found in measured.values()), "for comparison"]
     columns = ["`--kv-profile`", "keys/values", "bits per value", "KV cache, Qwen3-4B at 32k"]
     return lines([*columns, *(f"same next token, {label}" for label in measured), "for"], rows)
-
-
-def _half_evicted(rows: Sequence[Record]) -> Record:
-    """Return what evicting half of a text by the policy of `long` changes."""
-    (found,) = (r for r in rows if r["variant"] == "triattention:granularity=32" and r["retention"] == 50)
-    return found
 
 
 def _top1(results: Record, name: str) -> str:
