@@ -1,33 +1,27 @@
-"""Measure the kernels: on a GPU in GB/s against a plain copy and mlx's attention, else their cost on the simulator.
+"""Count what the kernels cost on the simulator, on any machine; `benchmarks.gpu` times them.
 
     python -m benchmarks.kernels.bench_kernels
 
-A GPU is timed over many calls in one evaluation, `attend` with its `merge`. On a CPU the kernels run on `metal_sim`,
-which counts bytes and lane operations per token and KV head: the difference between two contexts.
+The kernels run on `metal_sim`, which counts bytes and lane operations per token and KV head: the difference between two
+contexts.
 """
 
 import argparse
-import statistics
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
 from benchmarks.kernels.cases import DIM, GROUP, make_cases
 from benchmarks.reports import save
 from metal_sim.sdpa_vector import ONE_PASS, run_kernel
 from mlx_tq.kernels import backend, thresholds
-from mlx_tq.kernels.gpu import gpu_backend
 from mlx_tq.kernels.thresholds import KernelThresholds
 
 ROOT = Path(__file__).parents[2]
-CALLS, ROUNDS = 50, 7
 COUNTED = (96, 224)  # tokens
 SHORT = 320  # packed tokens of a short context
 ARCHIVED, QUESTIONS = 64, (2, 8, 32)  # archived tokens, and tokens of questions
@@ -37,43 +31,6 @@ ATTENTION = {
     "attend_short": (KernelThresholds(short_tokens=4096), 0),
     "merge": (KernelThresholds(min_block=64, short_tokens=0), 1),
 }
-
-
-def seconds(call: Callable[[], list[mx.array]]) -> float:
-    """Return the median seconds of a call, many of which are evaluated together."""
-    mx.eval(call())
-    rounds = []
-    for _ in range(ROUNDS):
-        started = time.perf_counter()
-        mx.eval([call() for _ in range(CALLS)])
-        rounds.append((time.perf_counter() - started) / CALLS)
-    return statistics.median(rounds)
-
-
-def time_kernels(tokens: int, heads: int) -> dict[str, Any]:
-    """Return times and rates on a GPU, also of a copy, and of mlx's attention over fp16 and quantized caches."""
-    keys, values = (mx.random.normal((1, heads, tokens, DIM)).astype(mx.float16) for _ in range(2))
-    queries = mx.random.normal((1, heads * GROUP, 1, DIM)).astype(mx.float16)
-    mx.eval(keys, values, queries)
-    scale = DIM**-0.5
-    rows = [{"kernel": "copy", "seconds": seconds(lambda: [keys + 0]), "nbytes": 2 * keys.nbytes}]
-    fast = seconds(lambda: [mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale)])
-    rows.append({"kernel": "mx.fast attention, fp16", "seconds": fast, "nbytes": 2 * keys.nbytes})
-    for bits in (8, 4):
-        packed = [mx.quantize(x, group_size=64, bits=bits) for x in (keys, values)]
-        mx.eval(packed)
-        duration = seconds(
-            lambda packed=packed, bits=bits: [
-                quantized_scaled_dot_product_attention(queries, *packed, scale=scale, mask=None, bits=bits)
-            ]
-        )
-        size = sum(part.nbytes for parts in packed for part in parts)
-        rows.append({"kernel": f"mlx-lm kv-bits {bits}", "seconds": duration, "nbytes": size})
-    for case in make_cases(tokens, heads):
-        rows.append({"kernel": case.kernel, "seconds": seconds(case.call), "nbytes": case.nbytes})
-    for row in rows:
-        row["gb_per_s"] = row["nbytes"] / row["seconds"] / 1e9
-    return {"tokens": tokens, "heads": heads, "kernels": rows}
 
 
 def count_kernels() -> dict[str, Any]:
@@ -139,13 +96,10 @@ def _total(counters: list[Any]) -> Counter[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=32768, help="packed tokens on a GPU")
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--json", metavar="FILE", help="default: benchmarks/results/kernels_{metal,cuda,counted}.json")
+    parser.add_argument("--json", metavar="FILE", help="default: benchmarks/results/kernels_counted.json")
     args = parser.parse_args()
-    where = gpu_backend() or "counted"
-    measured = time_kernels(args.tokens, args.heads) if gpu_backend() else count_kernels()
-    path = Path(args.json).resolve() if args.json else f"kernels_{where}.json"
+    measured = count_kernels()
+    path = Path(args.json).resolve() if args.json else "kernels_counted.json"
     save(path, "python -m benchmarks.kernels.bench_kernels", **measured)
     for row in measured["kernels"]:
         print(", ".join(f"{name} {value:.4g}" if name != "kernel" else value for name, value in row.items()))

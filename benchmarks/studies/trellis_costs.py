@@ -7,14 +7,19 @@ together with its matrices.
 """
 
 import argparse
+import statistics
 import sys
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from benchmarks.kernels.bench_kernels import ONE_BLOCK, seconds
+from benchmarks.kernels.bench_kernels import ONE_BLOCK
 from benchmarks.reports import save
+from mlx_tq.bench.timing import run_chain
 from mlx_tq.codec import CodecOptions, get_format
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import backend, thresholds
@@ -27,7 +32,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FORMATS = ("tq4", "tcq4", "tq3", "tcq3", "tq2", "tcq2")
 DIMS, GROUP = (64, 128, 256), 4
 COUNTED = (96, 224)  # tokens
-HEADS, CONTEXT, PROMPT = 8, 32768, 2048  # timed
+HEADS, CONTEXT, PROMPT, LAYERS = 8, 32768, 2048, 8  # timed
+CALLS, ROUNDS = 50, 7
 MATRICES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
 
 
@@ -41,10 +47,11 @@ class Layer:
     def encoded(self) -> mx.array:
         return encode(self.keys, self.values, self.layout).rows
 
-    def attended(self, rows: mx.array) -> list[mx.array]:
+    def attended(self, rows: mx.array, queries: mx.array | None = None) -> mx.array:
         last = self.keys[:, :, -1:], self.values[:, :, -1:]
         regions = Regions(rows, rows.shape[2], self.layout, *last, 0, 1)
-        return [attend(self.queries, regions, scale=self.layout.key.head_dim**-0.5)]
+        queries = self.queries if queries is None else queries
+        return attend(queries, regions, scale=self.layout.key.head_dim**-0.5)
 
 
 def counted() -> dict[str, Any]:
@@ -71,15 +78,28 @@ def counted() -> dict[str, Any]:
     return {"queries": GROUP, "rows": found}
 
 
+def seconds(call: Callable[[], list[mx.array]]) -> float:
+    """Return the median seconds of a call that fills the GPU, many of which are evaluated together."""
+    mx.eval(call())
+    rounds = []
+    for _ in range(ROUNDS):
+        started = time.perf_counter()
+        mx.eval([call() for _ in range(CALLS)])
+        rounds.append((time.perf_counter() - started) / CALLS)
+    return statistics.median(rounds)
+
+
 def timed() -> dict[str, Any]:
     """Return the seconds of a context's attention, of a prompt's encoding, and of a prompt's matrix products."""
     mx.random.seed(0)
     found = []
     for name in FORMATS:
-        context, prompt = (Layer(name, 128, HEADS, tokens) for tokens in (CONTEXT, PROMPT))
-        rows = context.encoded()
-        mx.eval(rows)
-        row = {"format": name, "attend": seconds(lambda context=context, rows=rows: context.attended(rows))}
+        prompt = Layer(name, 128, HEADS, PROMPT)
+        layers = [Layer(name, 128, HEADS, CONTEXT) for _ in range(LAYERS)]
+        steps = [partial(layer.attended, layer.encoded()) for layer in layers]
+        run_chain(steps, layers[0].queries, LAYERS)  # encodes and compiles
+        chains = [run_chain(steps, layers[0].queries, CALLS).run for _ in range(ROUNDS)]
+        row = {"format": name, "attend": statistics.median(chains)}
         found.append(row | {"encode": seconds(lambda prompt=prompt: [prompt.encoded()])})
         print(found[-1], flush=True)
     inputs = {width: mx.random.normal((PROMPT, width)).astype(mx.bfloat16) for width in (4096, 14336)}

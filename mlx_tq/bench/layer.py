@@ -1,87 +1,101 @@
-"""Time decode attention of one layer on compressed caches, mx.fast and mlx-lm's quantized cache, in one run.
+"""Time the attention of one layer over several kinds of caches, in one run.
 
-The caches take turns, several rounds, and each call waits for the previous one (its output is the next query), so that
-the fixed cost of a launch is not what is measured. Ratios within a run hold on any machine; milliseconds do not.
+Each call's queries are the output of the call before, and the calls take turns among several caches, so that neither
+overlapping calls nor the chip's own cache make it look faster than in a model.
 """
 
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.models.base import scaled_dot_product_attention as native_attention
-from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-from mlx_tq.cache.layer import CompressedKVCache
-from mlx_tq.cache.spec import CacheSpec
-from mlx_tq.codec.formats.base import dtype_of
-from mlx_tq.config import KVConfig
-from mlx_tq.integration.patches import patch_attention, scaled_dot_product_attention
+from mlx_tq.bench.layer_caches import Cell, LayerArm, Problem, cache_nbytes, make_problem
+from mlx_tq.bench.timing import compare_arms
+from mlx_tq.errors import KernelUnavailableError
 
-_CHUNK = 2048  # tokens appended at a time while a cache is filled
-_TARGET = 0.1  # seconds of chained calls in one measurement
-
-Cache = Any  # mlx-lm's KVCache or QuantizedKVCache, or our CompressedKVCache
-
-
-class LayerShape(NamedTuple):
-    query_heads: int
-    kv_heads: int
-    head_dim: int
+CACHES, MOST_CACHES = 8, 64  # that calls take turns among: at least so many, and at most
+COLD_NBYTES = 192 << 20  # of all caches of an arm together, more than any chip's cache holds
+MAX_CALLS = 256  # of a chain
 
 
 class Timing(NamedTuple):
-    arm: str  # "off" (mx.fast on the model's dtype), "kv-bits 8", "kv-bits 4", or another profile
+    arm: str
     dtype: str
     tokens: int
-    nbytes: int  # of the cache
+    batch: int
+    length: int
+    nbytes: int  # of one cache
+    caches: int  # that calls took turns among
     median: float  # seconds of a call; low and high are the extremes of the rounds
     low: float
     high: float
+    build: float  # seconds to build a call in Python
+    ratios: list[float]  # times as fast as the first arm, for each round
+    gb_per_s: float
+    difference: float | None  # from the reference implementation, relative to the largest value
 
 
-def _attend(cache: Cache, scale: float, queries: mx.array) -> mx.array:
-    run = scaled_dot_product_attention if isinstance(cache, CompressedKVCache) else native_attention
-    keys, values = cache.keys_and_values()
-    out: mx.array = run(queries, keys, values, cache=cache, scale=scale, mask=None)
-    return out
+class CellTimings(NamedTuple):
+    timings: list[Timing]
+    skipped_arms: dict[str, str]  # reason by arm
+    discarded: int
+    steady: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return self._asdict() | {"timings": [timing._asdict() for timing in self.timings]}
 
 
-def _time(call: Callable[[mx.array], mx.array], queries: mx.array, repeats: int) -> float:
-    started = time.perf_counter()
-    for _ in range(repeats):
-        queries = call(queries)
-    mx.eval(queries)
-    return (time.perf_counter() - started) / repeats
-
-
-def measure_layer(
-    shape: LayerShape, tokens: int, dtype: str, profiles: dict[str, KVConfig], rounds: int
-) -> list[Timing]:
+def measure_cell(cell: Cell, arms: list[LayerArm], *, rounds: int, seconds: float, memory: int) -> CellTimings:
+    """Time the arms, the first of which is the anchor, in chains of about `seconds`; caches take at most `memory`."""
     mx.random.seed(0)
-    caches: dict[str, Cache] = {"off": KVCache()}
-    caches |= {f"kv-bits {bits}": QuantizedKVCache(bits=bits) for bits in (8, 4)}
-    for name, config in profiles.items():
-        caches[name] = CompressedKVCache(CacheSpec.for_layer(config, 0, *config.formats_of(0, 1)))
-    calls, sizes = {}, {}
-    for name, cache in caches.items():
-        for start in range(0, tokens, _CHUNK):
-            rows = (1, shape.kv_heads, min(_CHUNK, tokens - start), shape.head_dim)
-            with patch_attention():
-                cache.update_and_fetch(*(mx.random.normal(rows).astype(dtype_of(dtype)) for _ in range(2)))
-            if isinstance(cache, CompressedKVCache):
-                cache.stop_learning()
-            mx.eval(cache.state)
-        calls[name], sizes[name] = partial(_attend, cache, shape.head_dim**-0.5), cache.nbytes
-    queries = mx.random.normal((1, shape.query_heads, 1, shape.head_dim)).astype(dtype_of(dtype))
-    mx.eval(queries)
-    repeats = {name: max(1, int(_TARGET / max(_time(call, queries, 1), 1e-9))) for name, call in calls.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            seconds[name].append(_time(call, queries, repeats[name]))
-    return [
-        Timing(name, dtype, tokens, sizes[name], statistics.median(s), min(s), max(s)) for name, s in seconds.items()
-    ]
+    counts = count_caches(cell, arms, memory)
+    skipped = {arm.name: "does not fit in memory" for arm in arms if arm.name not in counts}
+    problems: dict[str, Problem] = {}
+    for arm in arms:
+        if arm.name in counts:
+            try:
+                problems[arm.name] = make_problem(cell, arm, counts[arm.name])
+                problems[arm.name].time(1)  # compiles
+            except (RuntimeError, ValueError, KernelUnavailableError) as error:
+                problems.pop(arm.name, None)  # mlx has no kernel for some shapes
+                skipped[arm.name] = str(error)[:400]
+    if not problems:
+        return CellTimings([], skipped, 0, steady=True)
+    timed: dict[str, Callable[[], float]] = {}
+    build: dict[str, float] = {}
+    for name, problem in problems.items():
+        least = counts[name]
+        times = problem.time(least)
+        calls = max(least, min(MAX_CALLS, int(seconds / max(times.run, 1e-9))))
+        timed[name], build[name] = partial(_run_seconds, problem, calls), times.build
+    compared = compare_arms(timed, rounds)
+    timings = []
+    for arm in arms:
+        if arm.name in problems:
+            problem, measured = problems[arm.name], compared.arms[arm.name]
+            median = statistics.median(measured.seconds)
+            spread = median, min(measured.seconds), max(measured.seconds), build[arm.name], measured.ratios
+            sizes = cell.tokens, cell.batch, cell.length, problem.nbytes, counts[arm.name]
+            rate = problem.nbytes / median / 1e9
+            timings.append(Timing(arm.name, arm.dtype, *sizes, *spread, rate, problem.difference))
+    return CellTimings(timings, skipped, compared.discarded, compared.steady)
+
+
+def _run_seconds(problem: Problem, calls: int) -> float:
+    return problem.time(calls).run
+
+
+def count_caches(cell: Cell, arms: list[LayerArm], memory: int) -> dict[str, int]:
+    """Return how many caches each arm gets; where too few bytes are left, fewer than CACHES, and the largest none."""
+    sizes = {arm.name: cache_nbytes(cell, arm) for arm in arms}
+    wanted = {name: max(CACHES, min(MOST_CACHES, -(-COLD_NBYTES // size))) for name, size in sizes.items()}
+    while sizes:
+        for most in (MOST_CACHES, *range(CACHES, 0, -1)):
+            counts = {name: min(most, wanted[name]) for name in sizes}
+            if sum(counts[name] * size for name, size in sizes.items()) <= memory:
+                return counts
+        del sizes[max(sizes, key=lambda name: sizes[name])]
+    return {}

@@ -4,21 +4,24 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from mlx_lm.models.cache import KVCache
 
-from mlx_tq.bench.layer import LayerShape, measure_layer
+from mlx_tq.bench.layer import CellTimings, measure_cell
+from mlx_tq.bench.layer_caches import Cell, LayerArm, LayerShape
+from mlx_tq.bench.machine import gpu_memory, hide_home, machine_state, swap_growth
 from mlx_tq.bench.model import BenchedCache, Figure, measure_model
-from mlx_tq.cli.diagnostics import Check, environment, run_checks
+from mlx_tq.bench.report import figure_tables, figures_as_dict, layer_table, markdown_report, markdown_tables
+from mlx_tq.bench.timing import measure_speed
+from mlx_tq.cli.diagnostics import environment, run_checks
 from mlx_tq.cli.inputs import load_text
 from mlx_tq.cli.loading import calibrate_model
 from mlx_tq.cli.options import OFF, STDOUT, make_eviction, read_options
-from mlx_tq.cli.screen import human_bytes, progress_bar, stderr, stdout, table
+from mlx_tq.cli.screen import progress_bar, stderr, stdout, table
 from mlx_tq.config import PROFILES
 from mlx_tq.errors import ConfigError
 from mlx_tq.files import atomic_write
@@ -30,15 +33,14 @@ from mlx_tq.models import load, short_name
 
 LAYER_TOKENS = [2048, 8192, 32768]
 MODEL_TOKENS = [1024, 4096, 16384]
+REPORT_SHAPES = (LayerShape(32, 8, 128), LayerShape(24, 4, 256))
+MEMORY_SHARE = 0.6  # of what arrays may take, for the caches of one layer
+CHAIN_SECONDS = 0.05
 
 
 def run_benchmarks(args: argparse.Namespace) -> int:
     if args.report is not None:
-        checks = run_checks(kernels=backend.current() != "reference")
-        tuned: list[KernelThresholds] = []
-        figures, skipped = _measure_figures(args, lambda: tuned.append(_tune(args)))
-        _write(markdown_report(short_name(args.model), checks, tuned[0], figures, skipped), args.report)
-        return 0 if all(check.passed for check in checks) else 1
+        return _report(args)
     if args.tune:
         _write({"environment": environment(), "thresholds": asdict(_tune(args))}, args.json)
     elif args.model is None:
@@ -48,24 +50,50 @@ def run_benchmarks(args: argparse.Namespace) -> int:
     return 0
 
 
+def _report(args: argparse.Namespace) -> int:
+    before = machine_state()
+    checks = run_checks(kernels=backend.current() != "reference")
+    tuned: list[KernelThresholds] = []
+    figures, skipped = _measure_figures(args, lambda: tuned.append(_tune(args)))
+    layers: dict[str, Any] = {"floors": measure_speed()._asdict(), "cells": []}
+    dtype = (args.dtypes or ["float16"])[0]
+    for shape in REPORT_SHAPES if backend.current() != "reference" else [_layer_shape(args)]:
+        for tokens in args.tokens or LAYER_TOKENS:
+            measured = _measure_layer(args, shape, tokens, dtype)
+            layers["cells"].append({"shape": shape, "tokens": tokens, **measured.to_dict()})
+    after = machine_state()
+    machine = after | {"swap_growth_nbytes": swap_growth(before, after)}
+    report = markdown_report(short_name(args.model), checks, tuned[0], figures, skipped, machine, layers)
+    _write(hide_home(report), args.report)
+    return 0 if all(check.passed for check in checks) else 1
+
+
 def _measure_layers(args: argparse.Namespace) -> None:
-    shape = LayerShape(args.query_heads, args.kv_heads, args.head_dim)
-    profiles = {name: PROFILES[name] for name in args.profiles}
-    timings = []
+    shape, timings = _layer_shape(args), []
     for dtype in args.dtypes or ("float16", "bfloat16", "float32"):
         for tokens in args.tokens or LAYER_TOKENS:
-            timings += (measured := measure_layer(shape, tokens, dtype, profiles, args.rounds))
-            medians = {timing.arm: timing.median for timing in measured}
-            bases = ("off", "kv-bits 8", "kv-bits 4")
-            columns = ("cache", "size", "ms", "low", "high", *(f"vs. {base}" for base in bases))
+            measured = _measure_layer(args, shape, tokens, dtype)
+            timings += (timed := [timing._asdict() for timing in measured.timings])
+            columns, rows = layer_table(timed)
             shown = table(f"decode attention, {dtype}, {tokens:,} tokens", *columns)
-            for timing in measured:
-                times = [f"{1e3 * seconds:.2f}" for seconds in (timing.median, timing.low, timing.high)]
-                ratios = [f"{medians[base] / timing.median:.2f}" for base in bases]
-                shown.add_row(timing.arm, human_bytes(timing.nbytes), *times, *ratios)
+            for row in rows:
+                shown.add_row(*row)
             _screen(args).print(shown)
-    timed = [timing._asdict() for timing in timings]
-    _write({"shape": shape._asdict(), "environment": environment(), "timings": timed}, args.json)
+            for name, reason in measured.skipped_arms.items():
+                stderr.print(f"skipped: {name}: {reason}", soft_wrap=True, markup=False)
+    floors = measure_speed()._asdict()
+    _write({"shape": shape._asdict(), "environment": environment(), "floors": floors, "timings": timings}, args.json)
+
+
+def _layer_shape(args: argparse.Namespace) -> LayerShape:
+    return LayerShape(args.query_heads, args.kv_heads, args.head_dim)
+
+
+def _measure_layer(args: argparse.Namespace, shape: LayerShape, tokens: int, dtype: str) -> CellTimings:
+    arms = [LayerArm("off", dtype), *(LayerArm(f"kv-bits {bits}", dtype, kv_bits=bits) for bits in args.kv_bits)]
+    arms += [LayerArm(name, dtype, PROFILES[name]) for name in args.profiles if not PROFILES[name].is_off]
+    memory = int(MEMORY_SHARE * gpu_memory())
+    return measure_cell(Cell(shape, tokens), arms, rounds=args.rounds, seconds=CHAIN_SECONDS, memory=memory)
 
 
 def _tune(args: argparse.Namespace) -> KernelThresholds:
@@ -131,7 +159,7 @@ def _measure_figures(
                     skipped=skipped,
                     advance=advance,
                 )
-                for title, columns, rows in _groups(measured):
+                for title, columns, rows in figure_tables(measured):
                     shown = table(title, *columns)
                     for row in rows:
                         shown.add_row(*row)
@@ -184,68 +212,3 @@ def _write(content: str | dict[str, Any], name: str | None, *, quiet: bool = Fal
             Path(temporary).write_text(text, encoding="utf-8")
         if not quiet:
             stderr.print(f"written: {name}", soft_wrap=True, markup=False)
-
-
-_COLUMNS = """KV is the size of the caches' arrays after the answer, active all memory beyond that before the prompt,
-and peak the maximum, weights included. Each line is the median of its rounds; the lines took turns."""
-
-
-def _groups(figures: Iterable[Figure]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """Yield title, columns and rows of the figures of each type and context; a row for each cache."""
-    for (dtype, tokens), group in groupby(figures, key=lambda figure: (figure.dtype, figure.tokens)):
-        figures_of_group = {(figure.arm, figure.batch): figure for figure in group}
-        base = next(iter(figures_of_group.values()))
-        batches = sorted({batch for _, batch in figures_of_group})
-        columns = ["cache", "KV, GB", "active, GB", "peak, GB", "prefill, tok/s", "first token, s", "decode, tok/s"]
-        columns += [*(f"batch {batch}, tok/s" for batch in batches[1:]), "speedup"]
-        rows = []
-        for arm in dict.fromkeys(arm for arm, _ in figures_of_group):
-            alone = figures_of_group[arm, 1]
-            row = [arm]
-            row += [f"{nbytes / 1e9:.4f}" for nbytes in (alone.kv_nbytes, alone.active_nbytes, alone.peak_nbytes)]
-            row += [f"{alone.prefill_tps or 0:.1f}", f"{alone.first_token or 0:.2f}"]
-            for batch in batches:
-                figure = figures_of_group.get((arm, batch))
-                row.append("-" if figure is None else f"{figure.decode_tps:.1f}")
-            rows.append([*row, f"{alone.decode_tps / base.decode_tps:.2f}"])
-        yield f"{dtype}, {tokens:,} tokens", columns, rows
-
-
-def markdown_tables(figures: Iterable[Figure]) -> str:
-    parts = []
-    for title, columns, rows in _groups(figures):
-        lines = [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows)]
-        parts.append("\n".join([f"### {title}", "", *lines]))
-    return "\n\n".join(parts)
-
-
-def markdown_report(
-    model: str, checks: list[Check], best: KernelThresholds, figures: list[Figure], skipped: dict[str, str]
-) -> str:
-    failed = {check.name: f"{check.measured}, expected {check.expected}" for check in checks if not check.passed}
-    data = figures_as_dict(model, figures, skipped) | {"thresholds": asdict(best)}
-    parts = [
-        "# mlx_tq on this machine",
-        _list(environment()),
-        "## Self-tests",
-        f"{len(checks) - len(failed)} of {len(checks)} passed.",
-        _list(failed),
-        "## Thresholds",
-        _list(asdict(best)),
-        f"## {model}",
-        _COLUMNS,
-        markdown_tables(figures),
-        _list(skipped),
-        "## The same as JSON",
-        f"```json\n{json.dumps(data)}\n```",
-    ]
-    return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def figures_as_dict(model: str | None, figures: list[Figure], skipped: dict[str, str]) -> dict[str, Any]:
-    rows = [asdict(figure) for figure in figures]
-    return {"model": model, "environment": environment(), "figures": rows, "skipped": skipped}
-
-
-def _list(entries: dict[str, Any]) -> str:
-    return "\n".join(f"- {name}: {value}" for name, value in entries.items())

@@ -1,12 +1,19 @@
 """`mlx_tq.bench` measures every cache and writes the figures; their values are not checked here."""
 
 import json
+from functools import partial
+from itertools import repeat
 
+import mlx.core as mx
 import pytest
 from http_harness import wait_for
 
 from cli.tools import EMBEDDED, command, environment
+from mlx_tq.bench.layer import count_caches, measure_cell
+from mlx_tq.bench.layer_caches import Cell, LayerArm, LayerShape
 from mlx_tq.bench.model import BenchedCache, measure_model
+from mlx_tq.bench.timing import compare_arms, run_chain
+from mlx_tq.config import PROFILES
 from mlx_tq.kernels import thresholds, tuning
 from mlx_tq.models import load
 
@@ -30,6 +37,8 @@ def test_one_layer(cli, tmp_path):
     assert [t["arm"] for t in report["timings"]] == ["off", "kv-bits 8", "kv-bits 4", "small"]
     for timing in report["timings"]:
         assert 0 < timing["low"] <= timing["median"] <= timing["high"]
+        assert timing["caches"] >= 8
+    assert set(report["floors"]) == {"launch_seconds", "chained_seconds", "copy_gb_per_s"}
     sizes = {t["arm"]: t["nbytes"] for t in report["timings"]}
     assert sizes["off"] == 512 * 128 * 2 * 4  # float32
     report = cli(*SMALL, "--profiles", "safe", "--json", "-").json  # nothing else is on stdout
@@ -37,12 +46,26 @@ def test_one_layer(cli, tmp_path):
 
 
 def test_a_report_to_attach(cli, tmp_path, quick_tuning, monkeypatch):
-    monkeypatch.setattr(thresholds, "write", lambda best: tmp_path / "thresholds.json")  # not this machine's own
+    """It names no user, though a file of thresholds lies in the home folder."""
+    home = tmp_path / "jane.doe"
+    (home / ".config").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(home / ".config"))
     path = tmp_path / "report.md"
     flags = ["--profiles", "small", "--kv-evict", "random", "--kv-budget", "60%"]
     also = ["--json", tmp_path / "figures.json", "--markdown", tmp_path / "tables.md"]
     assert cli("bench", "--report", path, *MODEL, "--batches", 1, 2, *flags, *also).code == 0
     text = path.read_text()
+    assert "thresholds: measured, ~/" in text
+    assert "jane.doe" not in text
+    for shown in (
+        "low_power_mode: ",
+        "thermal: ",
+        "swap_growth_nbytes: ",
+        "Launch floor ",
+        "### 8/2 heads of 128, 192",
+    ):
+        assert shown in text
     assert (tmp_path / "tables.md").read_text().strip() in text
     report = json.loads(text.rpartition("```json\n")[2].removesuffix("\n```\n"))
     assert json.loads((tmp_path / "figures.json").read_text())["figures"] == report["figures"]
@@ -58,6 +81,88 @@ def test_a_report_to_attach(cli, tmp_path, quick_tuning, monkeypatch):
     assert "blas" in report["environment"]
     assert "## Self-tests" in text
     assert "| small, random 60% |" in text
+
+
+class Clock:
+    """Arms that take the given seconds, and the order in which they were measured."""
+
+    def __init__(self, **seconds):
+        self.seconds, self.order = {name: iter(values) for name, values in seconds.items()}, []
+
+    def arms(self):
+        return {name: partial(self.measure, name) for name in self.seconds}
+
+    def measure(self, name):
+        self.order.append(name)
+        return next(self.seconds[name])
+
+
+def test_arms_take_turns_in_alternating_order_next_to_an_anchor():
+    clock = Clock(anchor=repeat(2.0), a=repeat(1.0), b=repeat(2.0), c=repeat(4.0), d=repeat(8.0))
+    compared = compare_arms(clock.arms(), 2)
+    assert clock.order == ["anchor", *"abc", "anchor", "d", "anchor", "anchor", *"dcb", "anchor", "a", "anchor"]
+    assert {name: times.ratios for name, times in compared.arms.items()} == {
+        "anchor": [1, 1],
+        "a": [2, 2],
+        "b": [1, 1],
+        "c": [0.5, 0.5],
+        "d": [0.25, 0.25],
+    }
+    assert (compared.discarded, compared.steady) == (0, True)
+
+
+def test_what_was_measured_while_the_anchor_drifted_is_discarded():
+    clock = Clock(anchor=[1.0, 1.2, 1.25], a=[5.0, 1.0])
+    compared = compare_arms(clock.arms(), 1)
+    assert clock.order == ["anchor", "a", "anchor", "a", "anchor"]
+    assert compared.arms["a"].seconds == [1.0]
+    assert compared.arms["a"].ratios == [pytest.approx(1.225)]
+    assert (compared.discarded, compared.steady) == (1, True)
+
+
+def test_an_anchor_that_never_settles_is_named():
+    clock = Clock(anchor=[2.0**n for n in range(9)], a=repeat(1.0), b=repeat(1.0))
+    compared = compare_arms(clock.arms(), 1)
+    assert (compared.discarded, compared.steady) == (4, False)
+
+
+def test_calls_of_a_chain_take_turns_and_wait_for_each_other():
+    """Independent calls of one evaluation overlap on a GPU."""
+    seen = []
+    steps = [lambda x, n=n: seen.append(n) or 2 * x + n for n in range(3)]
+    graph = []
+    steps.append(lambda x: graph.append(x) or x)
+    run_chain(steps, mx.array(1.0), 8)
+    assert seen == [0, 1, 2, 0, 1, 2]
+    assert [x.item() for x in graph] == [8 + 2 + 2, 8 * 12 + 4]
+
+
+@pytest.mark.parametrize(
+    ("memory", "counts"),
+    [
+        (1 << 40, {"fp16": 48, "kv-bits 4": 64}),  # each arm more bytes than any chip's cache holds
+        (40 << 20, {"fp16": 7, "kv-bits 4": 7}),
+        (6 << 20, {"fp16": 1, "kv-bits 4": 1}),
+        (5 << 20, {"kv-bits 4": 4}),
+        (1, {}),
+    ],
+)
+def test_fewer_caches_where_eight_do_not_fit(memory, counts):
+    arms = [LayerArm("fp16"), LayerArm("kv-bits 4", kv_bits=4)]
+    assert count_caches(Cell(LayerShape(32, 8, 128), 1024), arms, memory) == counts
+
+
+def test_every_way_to_attend_over_random_tokens():
+    """Values keep the size of queries, so that a long chain neither fades nor overflows; what has no room is named."""
+    arms = [LayerArm("fp16", "float32"), LayerArm("queued", "float32", writes=True)]
+    arms += [LayerArm("kv-bits 8", "float32", kv_bits=8), LayerArm("balanced", "float32", PROFILES["balanced"])]
+    cell = Cell(LayerShape(4, 2, 64), 96, batch=2, length=3)
+    measured = measure_cell(cell, arms, rounds=2, seconds=0, memory=1 << 30)
+    assert [timing.arm for timing in measured.timings] == [arm.name for arm in arms]
+    assert all(len(timing.ratios) == 2 for timing in measured.timings)
+    assert measured.timings[-1].difference == 0  # the backend is the reference implementation
+    none = measure_cell(cell, arms, rounds=2, seconds=0, memory=1)
+    assert (none.timings, none.skipped_arms) == ([], {arm.name: "does not fit in memory" for arm in arms})
 
 
 def test_contexts_beyond_the_model_are_skipped_and_named(cli):

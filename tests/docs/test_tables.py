@@ -44,7 +44,7 @@ def test_the_index_of_benchmarks_is_complete():
     index = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
     words = set(re.findall(r"[\w.*]+", index))
     programs = {path for path in (ROOT / "benchmarks").rglob("*.py") if "__main__" in path.read_text("utf-8")}
-    names = {path.parent.name if path.stem == "__main__" else path.stem for path in programs} - {"selftest"}
+    names = {path.parent.name if path.stem == "__main__" else path.stem for path in programs} - {"workers"}
     assert names - {word.rpartition(".")[2] for word in words} == set()
     assert set(TABLES) <= words
     shown = [re.compile(word.replace("*", ".*")) for word in words]

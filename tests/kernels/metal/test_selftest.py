@@ -44,6 +44,13 @@ def test_a_wrong_kernel_fails(old, new, kernel):
     assert failed == [f"kernel {kernel}"]
 
 
+def test_every_kernel_is_checked_with_one_and_two_kv_heads(monkeypatch):
+    """mlx passes arrays of fewer than 8 elements in another address space."""
+    monkeypatch.setattr(selftest, "FORMATS", ("tq4",))
+    heads = {(kernel, int(case.split(" KV heads")[0].split()[-1])) for kernel, case, _ in selftest.kernel_cases()}
+    assert {(kernel, count) for kernel in KERNELS for count in (1, 2)} <= heads
+
+
 def test_needs_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(gpu, "gpu_backend", lambda: None)
     assert __main__.main(["doctor", "--kernels"]) == 1
