@@ -39,7 +39,8 @@ def figure_tables(figures: Iterable[Figure]) -> Iterator[tuple[str, list[str], l
 
 def layer_table(timings: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return columns and rows of the timings of a cell; ratios are medians of the rounds."""
-    columns = ["cache", "size", "ms", "low", "high", "GB/s", "times as fast as fp16", "caches"]
+    anchor = timings[0]["arm"] if timings else "the first"
+    columns = ["cache", "size", "ms", "low", "high", "GB/s", f"times as fast as {anchor}", "caches"]
     rows = []
     for timing in timings:
         times = [f"{1e3 * timing[name]:.3f}" for name in ("median", "low", "high")]

@@ -1,6 +1,6 @@
 """Measures the thresholds of `kernels.thresholds` on this machine, one at a time, by the medians of several rounds.
 
-`packed_queries` and `short_tokens` are limits between two ways to attend: they are raised while the way below the limit
+`packed_queries`, `short_tokens` and `matrix_queries` are limits between two ways to attend: they are raised while the way below the limit
 is faster. The reference backend uses `packed_queries` only.
 """
 
@@ -22,7 +22,7 @@ from mlx_tq.kernels.regions import Regions
 from mlx_tq.kernels.thresholds import KernelThresholds
 
 SHORT_TOKENS = (320, 384, 512, 768, 1024, 1536, 2048, 4096)
-MATRIX_QUERIES = (24, 32, 40, 64, 128)  # below each, attend.metal takes 8 query rows less, and matrices from there on
+MATRIX_QUERIES = (24, 32, 40, 64, 128)  # query rows of a KV head; each is measured with 8 fewer
 PACKED_QUERIES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 CANDIDATES = {
     "simdgroups": (128, 256, 512, 1024, 2048, 4096, 8192),
@@ -32,6 +32,7 @@ CANDIDATES = {
 }
 _HEADS, _GROUP, _DIM = 8, 4, 128
 _FULL_TOKENS = 256
+_FEWEST_ROWS = 8  # of a product of matrices
 _SECONDS = 0.05  # of chained calls in one measurement
 
 # A threshold's name, a value, its figure, and the best thresholds so far.
@@ -67,6 +68,16 @@ def tune(tokens: list[int], rounds: int) -> Iterator[Step]:
             return _time_cases([Case(cache, attend, 1, replace(best, short_tokens=n)) for n in (count, 0)], rounds)
 
         best = yield from _raise_limit("short_tokens", SHORT_TOKENS, best, one_or_two_kernels)
+    if backend.current() == "metal":
+
+        def vectors_or_matrices(count: int, best: KernelThresholds) -> list[float]:
+            limits = [replace(best, short_tokens=0, matrix_queries=n) for n in (count, _FEWEST_ROWS)]
+            length = (count - _FEWEST_ROWS) // _GROUP
+            groups = [[Case(cache, attend, length, each) for cache in caches] for each in limits]
+            return [sum(_time_cases(group, rounds)) for group in groups]
+
+        best = replace(best, matrix_queries=MATRIX_QUERIES[0] - _FEWEST_ROWS)
+        best = yield from _raise_limit("matrix_queries", MATRIX_QUERIES, best, vectors_or_matrices)
 
     def packed_or_decoded(count: int, best: KernelThresholds) -> list[float]:
         cases = [[Case(cache, run, count, best) for cache in caches] for run in (attend, prefill)]

@@ -131,6 +131,7 @@ def test_the_fastest_candidates_are_chosen(monkeypatch):
             + case.limits.level_tables
             + (case.limits.short_tokens > 512)
             - (0 < case.limits.short_tokens <= 512) * (case.run is tuning.attend)
+            + (case.limits.matrix_queries > 8) * (0.1 if 4 * case.queries > 32 else -0.1)
             + (2 if case.queries > 12 else -2) * (case.run is tuning.attend)
             for case in cases
         ]
@@ -140,7 +141,7 @@ def test_the_fastest_candidates_are_chosen(monkeypatch):
     monkeypatch.setattr(backend, "current", lambda: "metal")
     monkeypatch.setattr(thresholds, "current", KernelThresholds)
     steps = list(tuning.tune([64, 4096], 1))
-    assert steps[-1][-1] == KernelThresholds(12, 512, 512, 128, 256, 1, 0)
+    assert steps[-1][-1] == KernelThresholds(12, 512, 512, 128, 256, 1, 0, 40)
     sweeps = {"simdgroups": 7, "min_block": 4, "merge_simdgroups": 4, "level_tables": 3}
-    sweeps |= {"short_tokens": 4, "packed_queries": 6}
+    sweeps |= {"short_tokens": 4, "matrix_queries": 4, "packed_queries": 6}
     assert [name for name, *_ in steps] == [name for name, count in sweeps.items() for _ in range(count)]
