@@ -1,7 +1,7 @@
 """Measures the thresholds of `kernels.thresholds` on this machine, one at a time, by the medians of several rounds.
 
-`packed_queries`, `short_tokens` and `matrix_queries` are limits between two ways to attend: they are raised while the way below the limit
-is faster. The reference backend uses `packed_queries` only.
+`packed_queries`, `short_tokens` and `matrix_queries` are limits between two ways to attend: they are raised while the
+way below the limit is faster. The reference backend uses `packed_queries` only.
 """
 
 import statistics
