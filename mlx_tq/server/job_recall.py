@@ -3,6 +3,7 @@
 import copy
 import logging
 from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -97,7 +98,8 @@ class JobRecall:
             running.decode_recall.start()
 
     def _sentences_of(self, running: RunningJob) -> PassageAt:
-        return lambda position: sentence_at(position, running.prompt_ids, self._decode)
+        # Of the job only its tokens: caches would wait for the garbage collector otherwise.
+        return partial(sentence_at, ids=running.prompt_ids, decode=self._decode)
 
 
 def log_archive_warning(caches: list[Any]) -> None:

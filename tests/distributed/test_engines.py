@@ -86,8 +86,11 @@ async def ask_all(engine, tokenizer):
     that is cancelled, all at once; then a session.
     """
 
+    numbers = count()
+
     def job(lines, tokens=12, sampler=GREEDY, **fields):
-        ids = tokenizer.encode("".join(facts(lines)))
+        # Prompts share no beginning: which job continues from another's, and so what it evicts, depends on the time.
+        ids = tokenizer.encode(f"{chr(97 + next(numbers))}. " + "".join(facts(lines)))
         return job_of(ids, kinds=["assistant"], max_tokens=tokens, sampler=sampler, **fields)
 
     calls = count()

@@ -11,6 +11,7 @@ from zoo import build
 
 from mlx_tq.config import PROFILES, EvictConfig, KVConfig
 from mlx_tq.errors import MlxTqError
+from mlx_tq.models import load
 from mlx_tq.prompt_cache.cache_file import CONVERSATION, checksum, load_prompt_cache, save_prompt_cache
 from mlx_tq.prompt_cache.compressed import compressed_attention, make_prompt_cache
 
@@ -136,8 +137,8 @@ def test_it_continues_or_says_why_not(files, tmp_path, seeds):
 
 
 @pytest.mark.full  # each of 24 processes takes three seconds
-def test_the_command_ends_in_an_answer_or_in_one_line(exact, tmp_path):
-    path, (model, _) = tmp_path / "cache.safetensors", exact
+def test_the_command_ends_in_an_answer_or_in_one_line(tmp_path):
+    path, (model, _) = tmp_path / "cache.safetensors", load(dtype="float32")
 
     def write_forged(seed):
         forge([write(model, SMALL, path), write(model, replace(SMALL, evict=EVICT), path)], seed, path)

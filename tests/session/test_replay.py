@@ -68,7 +68,7 @@ def test_twenty_turns_are_a_replay_under_the_same_masks(budget):
             assert {layer.offset for layer in session.cache} == {len(session.ids)}
         "".join(session.respond("And then?", max_tokens=-1))
         assert 0.9 * limit < len(session.ids) <= limit
-        with pytest.raises(ConfigError, match=f"a context of {limit:,} tokens|the model has {limit:,} positions"):
+        with pytest.raises(ConfigError, match=f"a context of {limit:,} tokens|of the model's {limit:,} positions"):
             list(session.respond(text[:2000]))
         ids = session.ids
     assert any(f"of the model's {limit:,} positions" in warning for warning in warnings)
