@@ -46,12 +46,13 @@ def attend_operations(groups: int, level_tables: int = 2, **changes) -> float:
         return operations_per_token(*(count(groups, packed, **changes) for packed in (FEW, MANY)), HEADS)
 
 
-@pytest.mark.parametrize(("groups", "length"), [(1, 1), (2, 1), (4, 1), (5, 1), (8, 1), (9, 1), (2, 8)])
+@pytest.mark.parametrize(("groups", "length"), [(1, 1), (2, 1), (4, 1), (5, 1), (8, 1), (9, 1), (2, 7), (2, 8), (8, 5)])
 def test_packed_bytes_are_fetched_once_for_the_query_rows_of_a_tile(groups, length):
     with thresholds.using(KernelThresholds(short_tokens=0)):
         costs = [count(groups, packed, length=length) for packed in (FEW, MANY)]
     few, many = (cost.fetched["packed_rows_0"] for cost in costs)
-    tiles = -(-groups * length // attend_gpu.QUERIES)
+    rows = groups * length
+    tiles = -(-rows // (attend_gpu.QUERIES if rows < KernelThresholds().matrix_queries else 64))
     assert (many - few) / (MANY - FEW) / HEADS == tiles * make_problem(**CASE).layout.nbytes
 
 
@@ -96,6 +97,22 @@ def test_attend_takes_few_operations_next_to_the_kernel_of_mlx(profile):
             other = Cost(**row["costs"][kernel])
             assert cost.plain <= plain * other.plain, (shape, kernel)
             assert cost.weighted <= weighted * other.weighted, (shape, kernel)
+
+
+@pytest.mark.parametrize(("key", "most", "most_besides_products"), [("tq4", 0.5, 0.15), ("q8", 0.6, 0.15)])
+def test_a_verify_pass_multiplies_matrices(key, most, most_besides_products):
+    """Five drafted tokens and eight query heads of 256, next to one decode for four query rows and no tables.
+
+    An 8x8x8 product counts 512 operations; the products of q8/tq4 are .42 of what it is compared with.
+    """
+    before = {"tq4": 61838, "q8": 48694}[key]
+    with thresholds.using(KernelThresholds(min_block=1024, short_tokens=0)):
+        case = {"dims": (256, 256), "key": key, "length": 5}
+        few, many = (count(8, packed, **case) for packed in (FEW, MANY))
+    total = operations_per_token(few, many, HEADS)
+    products = (many.operations["matrix"] - few.operations["matrix"]) / (MANY - FEW) / HEADS
+    assert total <= most * before
+    assert total - products <= most_besides_products * before
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
