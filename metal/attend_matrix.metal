@@ -43,7 +43,7 @@ uint query_row = first + uint(place);
 float query_factor = query_factors[(packed ? uint(0) : threadgroups_per_grid.z * uint(QUERIES)) + query_row];
 
 simdgroup_half8x8 query[KEY_PARTS];
-for (int i = 0; i < KEY_PARTS; i++) {
+TQ_UNROLL for (int i = 0; i < KEY_PARTS; i++) {
   auto queries = (packed ? rotated_queries : plain_queries) + (first + 8u * uint(simdgroup)) * uint(KEY_DIM);
   simdgroup_load(query[i], queries + 8 * i, KEY_DIM);
 }
@@ -87,7 +87,7 @@ for (int base = tokens.start; base < tokens.stop; base += TOKENS) {
   simdgroup_float8x8 scores[COLUMNS];
   TQ_UNROLL for (int j = 0; j < COLUMNS; j++) {
     tq_clear(scores[j]);
-    for (int i = 0; i < KEY_PARTS; i++) {
+    TQ_UNROLL for (int i = 0; i < KEY_PARTS; i++) {
       simdgroup_half8x8 key;
       simdgroup_load(key, tile + (8 * j * STRIDE + 8 * i), STRIDE, ulong2(0, 0), true);
       simdgroup_multiply_accumulate(scores[j], query[i], key, scores[j]);
