@@ -23,7 +23,7 @@
 //// body
 
 constexpr int TEAM = 1, THREADS = 32 * SIMDGROUPS, WIDTH = KEY_DIM > VALUE_DIM ? KEY_DIM : VALUE_DIM;
-constexpr int TOKENS = WIDTH > 256 ? 16 : 32, COLUMNS = TOKENS / 8, STRIDE = WIDTH + 8;
+constexpr int TOKENS = 32, COLUMNS = TOKENS / 8, STRIDE = WIDTH + 8;
 constexpr int KEY_PARTS = KEY_DIM / 8, VALUE_PARTS = VALUE_DIM / 8;
 threadgroup half tile[TOKENS * STRIDE];
 threadgroup float gains[TOKENS];

@@ -47,6 +47,7 @@ ATTEND_SHORT = replace(
 METAL_ARRAYS = 31  # arrays that Metal passes to a kernel
 QUERIES = 8  # query rows for which a code is decoded once
 _MATRIX_SIMDGROUPS = 8  # at most, of attend_matrix, which has eight query rows for each
+_MATRIX_DIM = 256  # the widest vectors whose matrices fit the registers of a simdgroup
 _ROWS = (1, 2, 4, 6, 8)  # of a tile: values of several rows are loaded four or two at a time
 # Values of outputs in a lane: as many simdgroups share a tile as it takes to have no more than the first number. With
 # more than the second, a tile has fewer rows.
@@ -246,8 +247,7 @@ class _Call:
             or len(self.batch) > 1
             or isinstance(self.mask, mx.array)
             or self.queries.dtype.size != 2
-            or layout.key.head_dim % 32
-            or layout.value.head_dim % 32
+            or any(codec.head_dim % 32 or codec.head_dim > _MATRIX_DIM for codec in (layout.key, layout.value))
         ):
             return None
         tiles = -(-per_head // (8 * _MATRIX_SIMDGROUPS))
