@@ -27,6 +27,8 @@ def quick_tuning(monkeypatch):
     """Measure each candidate once, and few of them; test_thresholds.py has what is chosen."""
     monkeypatch.setattr(tuning, "_SECONDS", 0)
     monkeypatch.setattr(tuning, "PACKED_QUERIES", (8,))
+    yield
+    thresholds._table.cache_clear()  # what was measured is in a file of the test's own
 
 
 def test_one_layer(cli, tmp_path):
