@@ -15,7 +15,7 @@ from mlx_tq.bench.layer_caches import Cell, LayerArm, Problem, cache_nbytes, mak
 from mlx_tq.bench.timing import compare_arms
 from mlx_tq.errors import KernelUnavailableError
 
-CACHES, MOST_CACHES = 8, 64  # that calls take turns among: at least so many, and at most
+CACHES, MOST_CACHES = 8, 64  # at least and at most, that calls take turns among
 COLD_NBYTES = 192 << 20  # of all caches of an arm together, more than any chip's cache holds
 MAX_CALLS = 256  # of a chain
 
@@ -91,10 +91,10 @@ def _run_seconds(problem: Problem, calls: int) -> float:
 def count_caches(cell: Cell, arms: list[LayerArm], memory: int) -> dict[str, int]:
     """Return how many caches each arm gets; where too few bytes are left, fewer than CACHES, and the largest none."""
     sizes = {arm.name: cache_nbytes(cell, arm) for arm in arms}
-    wanted = {name: max(CACHES, min(MOST_CACHES, -(-COLD_NBYTES // size))) for name, size in sizes.items()}
+    targets = {name: max(CACHES, min(MOST_CACHES, -(-COLD_NBYTES // size))) for name, size in sizes.items()}
     while sizes:
         for most in (MOST_CACHES, *range(CACHES, 0, -1)):
-            counts = {name: min(most, wanted[name]) for name in sizes}
+            counts = {name: min(most, targets[name]) for name in sizes}
             if sum(counts[name] * size for name, size in sizes.items()) <= memory:
                 return counts
         del sizes[max(sizes, key=lambda name: sizes[name])]

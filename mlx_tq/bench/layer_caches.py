@@ -39,7 +39,7 @@ class LayerShape(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """What is measured: `batch` sequences of `tokens` in the cache, and `length` queries of each head."""
+    """A size to measure: `batch` sequences of `tokens` in the cache, and `length` queries of each head."""
 
     shape: LayerShape
     tokens: int
@@ -67,7 +67,7 @@ class LayerArm:
 
 
 class Problem(NamedTuple):
-    time: Callable[[int], ChainTimes]  # of a call, of at least so many
+    time: Callable[[int], ChainTimes]  # of a call, from the least number of calls to make
     nbytes: int
     difference: float | None = None
 
@@ -164,19 +164,19 @@ def _compressed(cell: Cell, arm: LayerArm, config: KVConfig, queries: mx.array, 
     first = cell._replace(batch=1)
     rows = encode(*_random(first, arm, period, _PERIOD), layout, encoded).rows
     rows = mx.contiguous(mx.tile(rows, (cell.batch, 1, -(-packed // period), 1))[:, :, :packed])
-    beside = _random(cell, arm, full, _PERIOD)
-    mx.eval(rows, beside, normalization and (normalization.scale, normalization.means))
+    full_arrays = _random(cell, arm, full, _PERIOD)
+    mx.eval(rows, full_arrays, normalization and (normalization.scale, normalization.means))
 
     def attention(cache: list[mx.array], queries: mx.array) -> mx.array:
         regions = Regions(cache[0], packed, layout, cache[1], cache[2], sinks, full, normalization)
         return attend(queries, regions, **cell.options)
 
-    problem = _chain(attention, [rows, *beside], queries, count)
+    problem = _chain(attention, [rows, *full_arrays], queries, count)
     if cell.tokens > CHECKED_TOKENS:
         return problem
-    output = attention([rows, *beside], queries).astype(mx.float32)
+    output = attention([rows, *full_arrays], queries).astype(mx.float32)
     with backend.using("reference"):
-        expected = attention([rows, *beside], queries).astype(mx.float32)
+        expected = attention([rows, *full_arrays], queries).astype(mx.float32)
     return problem._replace(difference=float(mx.abs(output - expected).max() / mx.abs(expected).max()))
 
 
@@ -192,7 +192,7 @@ def _layout(arm: LayerArm, dim: int) -> RowLayout:
 
 
 def _random(cell: Cell, arm: LayerArm, tokens: int, different: int) -> tuple[mx.array, mx.array]:
-    """Return keys, and values that keep the size of queries where so many tokens of the cache are different."""
+    """Return keys, and values that keep the size of queries if `different` tokens of the cache are distinct."""
     shape = cell.batch, cell.shape.kv_heads, tokens, cell.shape.head_dim
     keys, values = (mx.random.normal(shape) for _ in range(2))
     # Softmax of unit scores keeps e / tokens of the variance of values.

@@ -34,10 +34,10 @@ def swap_growth(before: dict[str, Any], after: dict[str, Any]) -> int | str:
 
 def gpu_memory() -> int:
     """Return the bytes that arrays may take: those that the GPU recommends or has free, else this machine's."""
-    about = mx.device_info()
+    info = mx.device_info()
     for name in ("max_recommended_working_set_size", "free_memory", "total_memory"):
-        if name in about:
-            return int(about[name])
+        if name in info:
+            return int(info[name])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

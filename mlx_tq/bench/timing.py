@@ -61,7 +61,7 @@ def compare_arms(arms: dict[str, Callable[[], float]], rounds: int) -> Compariso
     for number in range(rounds):
         order = others[:: -1 if number % 2 else 1]
         before = arms[anchor]()
-        around = [before]
+        anchor_seconds = [before]
         for start in range(0, len(order), BETWEEN_ANCHORS):
             group = order[start : start + BETWEEN_ANCHORS]
             for attempt in range(ATTEMPTS):
@@ -73,11 +73,11 @@ def compare_arms(arms: dict[str, Callable[[], float]], rounds: int) -> Compariso
                     break
                 discarded += len(group)
             steady &= is_steady
-            around.append(after)
+            anchor_seconds.append(after)
             for name, value in zip(group, seconds, strict=True):
                 times[name].seconds.append(value)
                 times[name].ratios.append(near / value)
-        times[anchor].seconds.append(statistics.median(around))
+        times[anchor].seconds.append(statistics.median(anchor_seconds))
         times[anchor].ratios.append(1.0)
     return Comparison(times, discarded, steady)
 

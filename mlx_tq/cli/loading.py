@@ -81,7 +81,7 @@ def load_model(
 
     Each of several ranks gets its part of the model.
     """
-    if stderr.is_terminal and not stderr.quiet:
+    if stderr.is_terminal:
         note(f"Loading {args.model or EMBEDDED}")
     model, tokenizer = load(args.model, ranks=ranks, **load_options(args, **tokenizer_config))
     calibrate_model(model, tokenizer, *configs, name=args.model, waits=waits_for_calibration(args))

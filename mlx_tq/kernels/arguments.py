@@ -71,6 +71,12 @@ def codec_constants(prefix: str, codec: Codec) -> Constants:
     return tuple((f"{prefix}_{name}", value) for name, value in values.items())
 
 
+def count_units(codec: Codec) -> int:
+    """Return the units of a vector, see metal/units.h: one for each word, three words of 3-bit codes, or fp32 value."""
+    bits = 16 * codec.words // codec.head_dim
+    return codec.words // {3: 3, 32: 2}.get(bits, 1)
+
+
 def normalization_constants(normalization: KeyNormalization | None, dtype: mx.Dtype) -> Constants:
     normalized = normalization is not None
     return (("NORMALIZED", normalized), ("CLAMPED", normalized and dtype == mx.float16))

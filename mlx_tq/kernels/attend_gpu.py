@@ -9,6 +9,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -138,9 +139,10 @@ class _Call:
         cuts = [_divide_simdgroups(regions, simdgroups) for regions in self.batch]
         value = self.batch[0].layout.value
         tile = self._tile(_SHORT_QUERIES // halves, is_short=True)
-        inputs, constants, _ = self._arguments(cuts, tile, [arguments.sign_flips(value.rotation), self._sink_input()])
+        arrays, constants, sizes = self._arguments(cuts, tile)
+        outputs = [arguments.sign_flips(value.rotation), self._sink_input()]
         (attended,) = ATTEND_SHORT.run(
-            inputs=inputs,
+            inputs=[*self._query_inputs(sizes), *outputs, *arrays],
             constants=(*constants, ("SINKS", self.sinks is not None), ("SIMDGROUPS", simdgroups)),
             grid=(32 * simdgroups, 1, tile.tiles),
             threadgroup=(32 * simdgroups, 1, 1),
@@ -159,9 +161,8 @@ class _Call:
             )
             cuts.append((packed, packed + full))
         max_blocks = max(blocks for _, blocks in cuts)
-        inputs, constants, sizes = self._arguments(cuts, tile, [])
-        if by_matrix:
-            inputs = self._matrix_inputs(inputs, tile.rows)
+        arrays, constants, sizes = self._arguments(cuts, tile)
+        inputs = self._matrix_inputs(sizes, arrays, tile.rows) if by_matrix else [*self._query_inputs(sizes), *arrays]
         shape = (*self.queries.shape[:3], max_blocks)
         outputs, maxima, sums = (ATTEND_MATRIX if by_matrix else ATTEND).run(
             inputs=inputs,
@@ -228,7 +229,7 @@ class _Call:
         per_head = query_heads // heads * length
         even = -(-per_head // -(-per_head // most))
         size = next(size for size in _ROWS if size >= even)
-        team, values = _team(size, value.head_dim, (16 * value.words // value.head_dim, 8 * self.queries.dtype.size))
+        team, values = _team(size, value.head_dim, (arguments.count_units(value), value.head_dim))
         if values > _MOST_LANE_VALUES and size > 1:
             return self._tile(size // 2, is_short=is_short)
         return _Tile(size, 1 if is_short else team, rows * heads * -(-per_head // size))
@@ -254,28 +255,34 @@ class _Call:
         simdgroups = -(-per_head // (8 * tiles))
         return _Tile(8 * simdgroups, simdgroups, self.queries.shape[0] * heads * tiles)
 
-    def _matrix_inputs(self, inputs: list[mx.array], rows: int) -> list[mx.array]:
-        """Return the inputs of attend_matrix in place of those of attend.metal."""
-        regions = self.batch[0]
-        queries = matrix_queries(self.queries, regions, self.scale, rows)
-        sizes, others = inputs[3], inputs[4:]
+    @cached_property
+    def _bias(self) -> tuple[mx.array, tuple[int, int, int]]:
+        return _mask_bias(self.mask, self.batch[0].tokens)
+
+    def _query_inputs(self, sizes: list[int]) -> list[mx.array]:
+        """Return the first inputs of attend and attend_short."""
+        bias, _ = self._bias
+        flips = arguments.sign_flips(self.batch[0].layout.key.rotation)
+        return [self.queries, flips, bias, arguments.small_input(sizes)]
+
+    def _matrix_inputs(self, sizes: list[int], arrays: list[mx.array], rows: int) -> list[mx.array]:
+        """Return the inputs of attend_matrix, which gets scores of the means of keys, and not scale and means."""
+        queries = matrix_queries(self.queries, self.batch[0], self.scale, rows)
         if self.normalized:
-            *others, _, means, index = others
+            *arrays, _, means, index = arrays
             scores = queries.mean_scores
             if scores is None:
                 scores = mx.zeros((*queries.rotated.shape[:3], means.shape[2]))
-            others = [*others, scores, index]
-        return [queries.rotated, queries.plain, queries.factors, sizes, *others]
+            arrays = [*arrays, scores, index]
+        return [queries.rotated, queries.plain, queries.factors, arguments.small_input(sizes), *arrays]
 
-    def _arguments(
-        self, cuts: list[_Cut], tile: "_Tile", output_inputs: list[mx.array]
-    ) -> tuple[list[mx.array], Constants, list[int]]:
-        """Return the inputs of a kernel, its constants, and `attend_sizes`."""
+    def _arguments(self, cuts: list[_Cut], tile: "_Tile") -> tuple[list[mx.array], Constants, list[int]]:
+        """Return the arrays of the caches, with the levels of trellis codes, the constants, and `attend_sizes`."""
         rows, query_heads, length, _ = self.queries.shape
         limits = thresholds.current()
         full_keys, layout = self.batch[0].full_keys, self.batch[0].layout
         dtype, repeats, causal = full_keys.dtype, rows // len(self.batch), isinstance(self.mask, str)
-        bias, bias_strides = _mask_bias(self.mask, self.batch[0].tokens)
+        _, bias_strides = self._bias
         scale_bits = struct.unpack("i", struct.pack("f", self.scale))
         sizes = [query_heads, full_keys.shape[1], length, causal, *scale_bits, *bias_strides]
         max_blocks = max(blocks for _, blocks in cuts)
@@ -303,15 +310,8 @@ class _Call:
             ("KEY_TABLE", limits.level_tables == 2 and _has_table(layout.key)),
             ("VALUE_TABLE", limits.level_tables > 0 and _has_table(layout.value)),
         )
-        inputs = [
-            self.queries,
-            arguments.sign_flips(layout.key.rotation),
-            bias,
-            arguments.small_input(sizes),
-            *output_inputs,
-        ]
-        inputs += arguments.trellis_levels(layout.key, layout.value)
-        return [*inputs, *chain.from_iterable(zip(*sources, strict=True))], constants, sizes
+        levels = arguments.trellis_levels(layout.key, layout.value)
+        return [*levels, *chain.from_iterable(zip(*sources, strict=True))], constants, sizes
 
 
 # Placeholders for an empty packed region, for means without an index, and for no sink logits.
@@ -352,16 +352,15 @@ def _mask_bias(mask: Mask, tokens: int) -> tuple[mx.array, tuple[int, int, int]]
     return mx.broadcast_to(bias, (batch, heads, length, tokens)), strides
 
 
-def _team(rows: int, dim: int, bits: Sequence[int]) -> tuple[int, int]:
+def _team(rows: int, dim: int, units: Sequence[int]) -> tuple[int, int]:
     """Return how many simdgroups share a tile, and how many values of outputs a lane then has.
 
-    `bits` are those of packed and of full-precision values. A team of several needs a unit of values for each lane.
+    `units` are those of a packed and of a full-precision value vector. A team of several needs one for each lane.
     """
-    sizes = [1 if b > 8 else 16 if b == 3 else 16 // b for b in bits]
     teams = {
-        team: rows * max(size * -(-(dim // size) // (32 * team)) for size in sizes)
+        team: rows * max(dim // count * -(-count // (32 * team)) for count in units)
         for team in _TEAMS
-        if team == 1 or all(dim // size >= 32 * team for size in sizes)
+        if team == 1 or min(units) >= 32 * team
     }
     return next(((t, n) for t, n in teams.items() if n <= _LANE_VALUES), max(teams.items()))
 

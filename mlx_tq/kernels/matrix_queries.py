@@ -27,7 +27,8 @@ def matrix_queries(queries: mx.array, regions: Regions, scale: float, rows: int)
     q = queries.astype(mx.float32).reshape(batch, heads, -1, dim)
     q = mx.pad(q, [(0, 0), (0, 0), (0, -(query_heads // heads) * length % rows), (0, 0)])
     rotated = rotate(normalize_queries(q, regions.normalization), regions.layout.key.rotation)
-    (packed, packed_factor), (plain, plain_factor) = (_in_half_precision(each) for each in (rotated, q))
+    packed, packed_factor = _in_half_precision(rotated)
+    plain, plain_factor = _in_half_precision(q)
     normalization, mean_scores = regions.normalization, None
     if normalization is not None:
         mean_scores = unit * (rotated @ normalization.means.astype(mx.float32).swapaxes(-1, -2))

@@ -31,7 +31,9 @@ def _launch_dequantize(regions: Regions) -> tuple[mx.array, mx.array]:
     batch, heads, tokens, _ = rows.shape
     dtype, length = regions.full_keys.dtype, regions.full_tokens
     arguments.check_can_run(layout, dtype)
-    decoding_threads = _round_up(max(_units(layout.key), _units(layout.value)) * batch * heads * tokens)
+    decoding_threads = _round_up(
+        max(arguments.count_units(layout.key), arguments.count_units(layout.value)) * batch * heads * tokens
+    )
     # Without full-precision tokens the kernel reads neither array, but arrays must not be empty.
     full = (regions.keys, regions.values) if length else (mx.zeros((1, 1, 1, arguments.MIN_SIZE), dtype),) * 2
     keys, values = DEQUANTIZE.run(
@@ -59,12 +61,6 @@ def _launch_dequantize(regions: Regions) -> tuple[mx.array, mx.array]:
 
 def _round_up(threads: int) -> int:
     return -(-threads // THREADS) * THREADS
-
-
-def _units(codec: Codec) -> int:
-    """Return how many threads decode a vector: one per word, three words of 3-bit codes, or fp32 value."""
-    bits = 16 * codec.words // codec.head_dim
-    return codec.words // {3: 3, 32: 2}.get(bits, 1)
 
 
 @backend.dispatch(_launch_dequantize)

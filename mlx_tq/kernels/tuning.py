@@ -73,7 +73,7 @@ def tune(tokens: list[int], rounds: int) -> Iterator[Step]:
         def vectors_or_matrices(count: int, best: KernelThresholds) -> list[float]:
             limits = [replace(best, short_tokens=0, matrix_queries=n) for n in (count, _FEWEST_ROWS)]
             length = (count - _FEWEST_ROWS) // _GROUP
-            groups = [[Case(cache, attend, length, each) for cache in caches] for each in limits]
+            groups = [[Case(cache, attend, length, values) for cache in caches] for values in limits]
             return [sum(_time_cases(group, rounds)) for group in groups]
 
         best = replace(best, matrix_queries=MATRIX_QUERIES[0] - _FEWEST_ROWS)

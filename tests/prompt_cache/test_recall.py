@@ -403,16 +403,22 @@ def test_a_trim_past_evictions_without_the_rows_is_refused(every):
         assert caches[0].positions.tolist() == live
 
 
-@settings(max_examples=24, deadline=None, derandomize=True)
-@given(place=st.integers(64, 500), normalize=st.booleans())
-def test_a_block_comes_with_its_neighbour_on_the_side_of_the_token_that_was_asked_for(place, normalize):
-    spec = make_spec("q8", "tq4", sinks=5, window=20, normalize=normalize)
+def asked_by_a_key(spec, place):
+    """Return caches of all tokens, and their group, which heard the key of the token at `place` as its query."""
     caches = layers(spec, 65, "random:trigger=8:granularity=32")
     append(caches, 0, len(KEYS[0, 0]), 100)
     sequence = layer_group_of(caches)
     sequence.capture_queries(range(LAYERS), rounds=False)
     for number in range(LAYERS):
         sequence.listeners(number, 0, 0)[0].notify(mx.roll(KEYS, number, axis=-1)[:, :, place : place + 1], 0.5)
+    return caches, sequence
+
+
+@settings(max_examples=24, deadline=None, derandomize=True)
+@given(place=st.integers(64, 500), normalize=st.booleans())
+def test_a_block_comes_with_its_neighbour_on_the_side_of_the_token_that_was_asked_for(place, normalize):
+    spec = make_spec("q8", "tq4", sinks=5, window=20, normalize=normalize)
+    caches, sequence = asked_by_a_key(spec, place)
     number, inside = divmod(place - spec.sinks, BLOCK)
     wanted = {number, number + (1 if inside >= BLOCK / 2 else -1)}
     there = {(int(block.positions[0]) - spec.sinks) // BLOCK for block in sequence.archived}
@@ -427,12 +433,7 @@ def test_a_block_comes_with_its_neighbour_on_the_side_of_the_token_that_was_aske
 @given(place=st.integers(64, 500), before=st.integers(0, 32), behind=st.integers(1, 32))
 def test_a_block_comes_with_the_neighbors_that_have_the_rest_of_its_passage(place, before, behind):
     spec = make_spec("q8", "tq4", sinks=5, window=20)
-    caches = layers(spec, 65, "random:trigger=8:granularity=32")
-    append(caches, 0, len(KEYS[0, 0]), 100)
-    sequence = layer_group_of(caches)
-    sequence.capture_queries(range(LAYERS), rounds=False)
-    for number in range(LAYERS):
-        sequence.listeners(number, 0, 0)[0].notify(mx.roll(KEYS, number, axis=-1)[:, :, place : place + 1], 0.5)
+    caches, sequence = asked_by_a_key(spec, place)
 
     def passage_at(position):
         return PositionRange(position - before, position + behind)
