@@ -55,7 +55,7 @@ bool leader = true;
 
 TQ_UNROLL for (int q = 0; q < QUERIES; q++)
   if (q < count) {
-    uint index = (row_index + uint(q)) * uint(attend_sizes[entry + 7]) + block;
+    int64_t index = int64_t(row_index + uint(q)) * attend_sizes[entry + 7] + block;
     if (packed) {
       tq_store<PACKED_VALUES, TEAM>(int(lane), member, q, index, partial, block_outputs, block_maxima, block_sums);
     } else {

@@ -44,7 +44,7 @@ float query_factor = query_factors[(packed ? uint(0) : threadgroups_per_grid.z *
 
 simdgroup_half8x8 query[KEY_PARTS];
 TQ_UNROLL for (int i = 0; i < KEY_PARTS; i++) {
-  auto queries = (packed ? rotated_queries : plain_queries) + (first + 8u * uint(simdgroup)) * uint(KEY_DIM);
+  auto queries = (packed ? rotated_queries : plain_queries) + int64_t(first + 8u * uint(simdgroup)) * KEY_DIM;
   simdgroup_load(query[i], queries + 8 * i, KEY_DIM);
 }
 simdgroup_float8x8 output[VALUE_PARTS];
@@ -141,12 +141,12 @@ for (int base = tokens.start; base < tokens.stop; base += TOKENS) {
 
 sum = tq_row_sum(sum);
 if (row + uint(place) < rows) {
-  uint index = (row_index + uint(place)) * uint(attend_sizes[entry + 7]) + block;
+  int64_t index = int64_t(row_index + uint(place)) * attend_sizes[entry + 7] + block;
   if (column == 0) {
     block_maxima[index] = maximum;
     block_sums[index] = sum;
   }
   TQ_UNROLL for (int i = 0; i < VALUE_PARTS; i++)
     TQ_UNROLL for (int e = 0; e < 2; e++)
-      block_outputs[index * uint(VALUE_DIM) + uint(8 * i + column + e)] = tq_mul(output[i].thread_elements()[e], 1.0f / TQ_WEIGHT_UNIT);
+      block_outputs[index * VALUE_DIM + (8 * i + column + e)] = tq_mul(output[i].thread_elements()[e], 1.0f / TQ_WEIGHT_UNIT);
 }

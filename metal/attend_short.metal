@@ -53,6 +53,6 @@ TQ_UNROLL for (int start = 0; start < QUERIES; start += ROUND) {
     float total = tq_merge<VALUE_DIM, SINKS>(int(lane), 0, 1, packed_blocks, SIMDGROUPS, sink, outputs + place * VALUE_DIM,
                                              maxima + place, totals + place, part);
     tq_finish<T, VALUE_DIM, VALUE_ORDER, VALUE_ROTATED>(int(lane), part, total, value_flips,
-                                                        attended + (row_index + uint(q)) * uint(VALUE_DIM));
+                                                        attended + int64_t(row_index + uint(q)) * VALUE_DIM);
   }
 }

@@ -181,7 +181,7 @@ TQ_FN void tq_attend(int lane, int member, TQ_THREAD const tq_block& block, Quer
 
 // Stores the partial attention of query row q at `index`.
 template <class V, int TEAM, class Outputs, class Floats, class Partial>
-TQ_FN void tq_store(int lane, int member, int q, uint index, TQ_THREAD const Partial& partial, Outputs outputs, Floats maxima, Floats totals) {
+TQ_FN void tq_store(int lane, int member, int q, int64_t index, TQ_THREAD const Partial& partial, Outputs outputs, Floats maxima, Floats totals) {
   using SPLIT = tq_split<V, TEAM>;
   int place = 32 * member + lane;
   if (place == 0) {
@@ -195,6 +195,6 @@ TQ_FN void tq_store(int lane, int member, int q, uint index, TQ_THREAD const Par
       TQ_UNROLL for (int slot = 1; slot < int(SPLIT::SLOTS); slot++)
         output = tq_add(output, simd_shuffle(lane_output, ushort((lane + slot * int(SPLIT::SPAN)) & 31)));
       int unit = u * int(SPLIT::LANES) + place;
-      if (place < int(SPLIT::SPAN) && unit < int(V::COUNT)) outputs[index * uint(V::DIM) + V::dim(unit, i)] = output;
+      if (place < int(SPLIT::SPAN) && unit < int(V::COUNT)) outputs[index * int(V::DIM) + V::dim(unit, i)] = output;
     }
 }

@@ -14,6 +14,6 @@ uint row = thread_position_in_grid.x / 32u, heads = packed_rows_shape[1], words 
 uint batch = threadgroup_position_in_grid.y / heads, head = threadgroup_position_in_grid.y % heads;
 if (row < uint(compact_sizes[0])) {
   auto source = packed_rows + (batch * packed_rows_strides[0] + head * packed_rows_strides[1] + kept_rows[row] * packed_rows_strides[2]);
-  auto target = compacted + ((batch * heads + head) * uint(compact_sizes[1]) + row) * words;
+  auto target = compacted + (int64_t(batch * heads + head) * compact_sizes[1] + row) * words;
   for (uint word = thread_index_in_simdgroup; word < words; word += 32) target[word] = source[word];
 }

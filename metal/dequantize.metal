@@ -77,27 +77,27 @@ if (thread_position_in_grid.x < decoding_threads) {
   int unit = int(thread_position_in_grid.x % units);
   if (row < packed_rows_shape[0] * heads * tokens) {
     uint batch = row / (heads * tokens), head = row / tokens % heads, token = row % tokens;
-    uint out = (batch * heads + head) * out_tokens + token;
+    int64_t out = int64_t(batch * heads + head) * out_tokens + token;
     auto words = packed_rows +
                  (batch * packed_rows_strides[0] + head * packed_rows_strides[1] + token * packed_rows_strides[2]);
     if (key) {
 #if TQ_NORMALIZED
-      auto mean = key_means + ((batch * heads + head) * uint(key_means_shape[2]) + uint(mean_index[token])) * uint(KEY_DIM);
+      auto mean = key_means + (int64_t(batch * heads + head) * key_means_shape[2] + mean_index[token]) * KEY_DIM;
 #else
       auto mean = words;
 #endif
       tq_decode_unit<T, KEYS, (KEY_BITS <= 8), NORMALIZED, CLAMPED>(
-          tq_words<KEY_TRELLIS>::make(words + int(ROW::KEYS), key_levels), unit, mean, keys_out + out * uint(KEY_DIM));
+          tq_words<KEY_TRELLIS>::make(words + int(ROW::KEYS), key_levels), unit, mean, keys_out + out * KEY_DIM);
     } else {
       tq_decode_unit<T, VALUES, (VALUE_BITS <= 8), false, false>(
-          tq_words<VALUE_TRELLIS>::make(words + int(ROW::VALUES), value_levels), unit, words, values_out + out * uint(VALUE_DIM));
+          tq_words<VALUE_TRELLIS>::make(words + int(ROW::VALUES), value_levels), unit, words, values_out + out * VALUE_DIM);
     }
   }
 } else {
   uint row = (thread_position_in_grid.x - decoding_threads) / 32u, lane = thread_index_in_simdgroup;
   if (row < packed_rows_shape[0] * heads * full_tokens) {
     uint batch = row / (heads * full_tokens), head = row / full_tokens % heads, token = row % full_tokens;
-    uint out = (batch * heads + head) * out_tokens + tokens + token;
+    int64_t out = int64_t(batch * heads + head) * out_tokens + tokens + token;
     if (key) {
       float x[(KEY_DIM + 31) / 32];
       auto vector = full_keys + (batch * full_keys_strides[0] + head * full_keys_strides[1] + token * full_keys_strides[2]);
@@ -105,13 +105,13 @@ if (thread_position_in_grid.x < decoding_threads) {
 #if TQ_NORMALIZED
       tq_multiply<KEY_DIM>(x, key_scale + (batch * heads + head) * uint(KEY_DIM), lane);
 #endif
-      tq_store_vector<T, KEY_DIM, KEY_ORDER, KEY_ROTATED, CLAMPED>(x, key_flips, keys_out + out * uint(KEY_DIM), lane);
+      tq_store_vector<T, KEY_DIM, KEY_ORDER, KEY_ROTATED, CLAMPED>(x, key_flips, keys_out + out * KEY_DIM, lane);
     } else {
       float x[(VALUE_DIM + 31) / 32];
       auto vector =
           full_values + (batch * full_values_strides[0] + head * full_values_strides[1] + token * full_values_strides[2]);
       tq_load_vector<VALUE_DIM>(vector, full_values_strides[3], x, lane);
-      tq_store_vector<T, VALUE_DIM, VALUE_ORDER, VALUE_ROTATED, false>(x, value_flips, values_out + out * uint(VALUE_DIM), lane);
+      tq_store_vector<T, VALUE_DIM, VALUE_ORDER, VALUE_ROTATED, false>(x, value_flips, values_out + out * VALUE_DIM, lane);
     }
   }
 }

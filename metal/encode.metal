@@ -137,15 +137,15 @@ uint rows = keys_shape[0] * heads * tokens;
 if (row < rows) {
   uint batch = row / (heads * tokens), head = row / tokens % heads, token = row % tokens;
   auto scratch = codes + simdgroup * WIDEST;
-  auto out = packed_rows + row * uint(ROW::WORDS);
+  auto out = packed_rows + int64_t(row) * int(ROW::WORDS);
   float x[(WIDEST + 31) / 32];
   if (threadgroup_position_in_grid.y == 0) {
     auto vector = keys + (batch * keys_strides[0] + head * keys_strides[1] + token * keys_strides[2]);
     tq_load_vector<KEY_DIM>(vector, keys_strides[3], x, lane);
 #if TQ_NORMALIZED
-    uint place = batch * heads + head, means = key_centers_shape[2];
+    uint place = batch * heads + head;
     tq_multiply<KEY_DIM>(x, key_scale + place * uint(KEY_DIM), lane);
-    tq_subtract<KEY_DIM>(x, key_centers + (place * means + uint(mean_index[token])) * uint(KEY_DIM), lane);
+    tq_subtract<KEY_DIM>(x, key_centers + (int64_t(place) * key_centers_shape[2] + mean_index[token]) * KEY_DIM, lane);
     using KEY = float;
 #else
     using KEY = T;

@@ -21,15 +21,15 @@ int lane = int(thread_index_in_simdgroup), simdgroup = int(simdgroup_index_in_th
 uint row = threadgroup_position_in_grid.x;
 int heads = attend_sizes[0], length = attend_sizes[2], entry = 8 + 8 * (int(row) / (heads * length));
 int packed_blocks = attend_sizes[entry + 5], blocks = attend_sizes[entry + 6];
-uint place = row * uint(attend_sizes[entry + 7]);
+int64_t place = int64_t(row) * attend_sizes[entry + 7];
 float sink = SINKS ? tq_mul(sink_logits[int(row) / length % heads], TQ_LOG2E) : TQ_MASKED;
 float part[2 * N];
 float total = tq_merge<VALUE_DIM, SINKS>(lane, simdgroup, SIMDGROUPS, packed_blocks, blocks, sink,
-                                         block_outputs + place * uint(VALUE_DIM), block_maxima + place, block_sums + place, part);
+                                         block_outputs + place * VALUE_DIM, block_maxima + place, block_sums + place, part);
 TQ_UNROLL for (int i = 0; i < 2 * N; i++) parts[(simdgroup * 2 * N + i) * 32 + lane] = part[i];
 threadgroup_barrier(mem_flags::mem_threadgroup);
 if (simdgroup == 0) {
   for (int other = 1; other < SIMDGROUPS; other++)
     TQ_UNROLL for (int i = 0; i < 2 * N; i++) part[i] = tq_add(part[i], parts[(other * 2 * N + i) * 32 + lane]);
-  tq_finish<T, VALUE_DIM, VALUE_ORDER, VALUE_ROTATED>(lane, part, total, value_flips, attended + row * uint(VALUE_DIM));
+  tq_finish<T, VALUE_DIM, VALUE_ORDER, VALUE_ROTATED>(lane, part, total, value_flips, attended + int64_t(row) * VALUE_DIM);
 }

@@ -56,7 +56,7 @@ if (token < tokens) {
   float gain = KEYS::gain(words);
 #if TQ_NORMALIZED
   uint place = batch * heads + head;
-  auto mean = key_means + (place * uint(key_means_shape[2]) + uint(mean_index[token])) * uint(KEY_DIM);
+  auto mean = key_means + (int64_t(place) * key_means_shape[2] + mean_index[token]) * KEY_DIM;
 #endif
   for (int unit = int(lane); unit < int(KEYS::COUNT); unit += 32) {
     float values[KEYS::VALUES];
@@ -116,6 +116,6 @@ if (token < tokens) {
       if (pair < pairs) sum = tq_fma(weight[pair], length[k], sum);
     }
     sum = tq_simd_sum(sum);
-    if (lane == 0) key_scores[(out + g) * uint(tokens) + uint(token)] = sum;
+    if (lane == 0) key_scores[int64_t(out + g) * tokens + token] = sum;
   }
 }

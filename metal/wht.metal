@@ -27,5 +27,5 @@ if (row < vectors_shape[0] * middle * inner) {
   uint heads = key_scale_shape[1], head = row / inner / (middle / heads);
   tq_divide<DIM>(x, key_scale + head * uint(DIM), lane);
 #endif
-  tq_rotate<T, DIM, ORDER, INVERSE, CLAMPED>(x, rotation_flips, rotated + row * uint(DIM), lane);
+  tq_rotate<T, DIM, ORDER, INVERSE, CLAMPED>(x, rotation_flips, rotated + int64_t(row) * DIM, lane);
 }

@@ -59,7 +59,7 @@ class _Dispatch(ctypes.Structure):
         ("count", ctypes.c_uint32),
         ("grid", ctypes.c_uint32 * 3),
         ("threadgroup", ctypes.c_uint32 * 3),
-        ("padding", ctypes.c_uint32),
+        ("first", ctypes.c_uint32),
         ("error", ctypes.c_char * ERROR_BYTES),
     )
 
@@ -88,7 +88,7 @@ def _as_mlx(array: np.ndarray, dtype: mx.Dtype) -> mx.array:
     return mx.array(array).view(mx.bfloat16) if dtype == mx.bfloat16 else mx.array(array)
 
 
-def _named_arrays(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def name_arrays(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Add what mlx may pass by name: the shape of each array, its strides in elements, and its rank."""
     named = dict(arrays)
     for name, array in arrays.items():
@@ -164,11 +164,15 @@ def run_text(
     threadgroup: tuple[int, int, int],
     order: int = 0,
     sanitize: bool = False,
+    first: int = 0,
 ) -> Counters:
-    """Run a kernel in Metal on arrays by buffer name, in place; other arguments are those of `simulate`."""
+    """Run a kernel in Metal on arrays by buffer name, in place; other arguments are those of `simulate`.
+
+    Threadgroups before number `first` along x do not run.
+    """
     declared = _buffers(text)
     count = max(number for _, number in declared) + 1
-    dispatch = _Dispatch(order=order, count=count, grid=grid, threadgroup=threadgroup)
+    dispatch = _Dispatch(order=order, count=count, grid=grid, threadgroup=threadgroup, first=first)
     for name, number in declared:
         array, buffer = arrays[name], dispatch.buffers[number]
         low, high = np.lib.array_utils.byte_bounds(array)
@@ -204,7 +208,7 @@ def _split(
     outputs = [name for name, _ in declared[-len(shapes) :]]
     extras = re.compile(r"_(?:shape|strides|ndim)$")
     names = [name for name, _ in declared if name not in outputs and not extras.search(name)]
-    arrays = _named_arrays(dict(zip(names, map(_as_numpy, inputs), strict=True)))
+    arrays = name_arrays(dict(zip(names, map(_as_numpy, inputs), strict=True)))
     for name, shape, dtype in zip(outputs, shapes, dtypes, strict=True):
         arrays[name] = np.empty(shape, _as_numpy(mx.zeros(1, dtype)).dtype)
         arrays[name].view(np.uint8)[...] = 0xFF

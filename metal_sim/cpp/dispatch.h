@@ -26,7 +26,7 @@ struct Dispatch {
   uint64_t order;  // of the threads, see choose_order
   uint32_t count;  // of buffers
   uint32_t grid[3], threadgroup[3];
-  uint32_t padding;
+  uint32_t first;  // threadgroup along x that runs
   char error[ERROR_BYTES];  // empty: all went well
 };
 

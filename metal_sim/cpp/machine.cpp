@@ -181,7 +181,6 @@ void run(Dispatch& dispatch, void (*kernel)(Dispatch&)) {
   m.threads_in_grid = {grid[0], grid[1], grid[2]};
   m.groups = {(grid[0] + size.x - 1) / size.x, (grid[1] + size.y - 1) / size.y, (grid[2] + size.z - 1) / size.z};
   m.threads.resize(size_t(size.x) * size.y * size.z);
-  for (uint32_t i = 0; i < dispatch.count; i++) m.fetched_by[i].resize(dispatch.buffers[i].bytes);
   const Stacks stacks(m.threads.size());
   if (!stacks.valid()) {
     snprintf(dispatch.error, ERROR_BYTES, "no memory for the stacks of %zu threads", m.threads.size());
@@ -189,7 +188,7 @@ void run(Dispatch& dispatch, void (*kernel)(Dispatch&)) {
   }
   for (uint32_t z = 0; z < m.groups.z; z++)
     for (uint32_t y = 0; y < m.groups.y; y++)
-      for (uint32_t x = 0; x < m.groups.x && !dispatch.error[0]; x++) {
+      for (uint32_t x = dispatch.first; x < m.groups.x && !dispatch.error[0]; x++) {
         m.group_in_grid = {x, y, z};
         m.threads_in_group = {least(size.x, grid[0] - x * size.x), least(size.y, grid[1] - y * size.y),
                               least(size.z, grid[2] - z * size.z)};

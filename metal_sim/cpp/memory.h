@@ -48,7 +48,9 @@ class Pointer {
     const char* const from = address("load", index);
     memcpy(&value, from, sizeof value);
     buffer_->loaded += sizeof value;
-    uint64_t* const groups = machine->fetched_by[number_].data() + (from - buffer_->data);
+    auto& fetched_by = machine->fetched_by[number_];
+    if (fetched_by.empty()) fetched_by.resize(buffer_->bytes);
+    uint64_t* const groups = fetched_by.data() + (from - buffer_->data);
     for (size_t byte = 0; byte < sizeof value; byte++) {
       buffer_->fetched += groups[byte] != machine->group;
       groups[byte] = machine->group;
