@@ -1,0 +1,457 @@
+// Attention of any number of queries over caches of packed and full-precision tokens, in place.
+//
+// Rows of queries of a KV head are cut into blocks, and where there are few rows, tokens into runs. Each piece of work
+// is one block of rows and one run of tokens: it decodes a tile of keys, multiplies, decodes the values, multiplies,
+// as FlashAttention-2 (Dao 2023) does. The last piece of a block of rows merges its runs. No order of additions depends
+// on the number of threads.
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "formats.h"
+#include "matrix.h"
+#include "pool.h"
+#include "rotation.h"
+
+namespace tq {
+namespace {
+
+constexpr int BLOCK_ROWS = 48;
+constexpr int RUN_TOKENS = 512, MOST_RUNS = 64;  // of a block of at most SPLIT_ROWS rows
+constexpr int SPLIT_ROWS = 32;
+constexpr float MASKED = -1e30f;
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr int MEAN_TOKENS = 128;
+
+}  // namespace
+
+// Tokens of one cache that are stored alike. attend.py declares the same layout, as it does for `Cache` and `Attention`.
+struct Part {
+  const char *keys, *values;                  // of token 0 of KV head 0
+  const int32_t* index;                       // which row token t is; null: row t
+  const int32_t* ranges;                      // [heads, 2]: first token and number of tokens of each KV head; null: all
+  int64_t key_stride, value_stride;           // bytes between rows
+  int64_t key_head_stride, value_head_stride;
+  int64_t tokens, position;                   // position of the first token in the sequence; others follow
+  int64_t first_row;                          // number of row 0 among the packed rows, by which means are found
+  int32_t key_scale, value_scale;             // bytes from a row's first to its scale; not read in full precision
+  int32_t key_format, value_format;
+  int32_t wide_key_scale, wide_value_scale;   // fp32, not fp16
+  int32_t rotated;                            // whether queries are divided by the scale of keys, and rotated
+  int32_t padding;
+};
+
+struct Cache {
+  const Part* parts;
+  const float* key_scale;          // of normalized keys [heads, key_dim]; null for plain keys
+  const uint16_t* means;           // fp16 [heads, means, key_dim]
+  const int32_t* mean_index;       // of row t; null: (mean_first + t) / MEAN_TOKENS
+  int64_t mean_head_stride;        // in elements
+  int64_t part_count, tokens, mean_first;
+};
+
+struct Attention {
+  const float* queries;            // [batch, query_heads, length, key_dim]
+  int64_t query_strides[3];        // in elements
+  const Cache* caches;             // one for each row of the batch
+  const char* mask;                // null, bool or float added to scores: [batch, query_heads, length, tokens]
+  int64_t mask_strides[4];         // in elements
+  const float* sinks;              // attention-sink logits [query_heads], or null
+  float* output;                   // [batch, query_heads, length, value_dim]
+  float* log_sums;                 // of exponentials of scores [batch, query_heads, length], or null
+  const Levels* levels;
+  Rotation key_rotation, value_rotation;
+  int64_t batch, heads, query_heads, length;
+  int32_t key_dim, value_dim;
+  int32_t causal, mask_is_bool;
+  int32_t threads;
+  float scale;
+};
+
+namespace {
+
+const KeyDecoder KEY_DECODERS[FORMATS] = {decode_keys<FP32>, decode_keys<FP16>, decode_keys<BF16>, decode_keys<Q8>,
+    decode_keys<TQ4>, decode_keys<TQ3>, decode_keys<TQ2>, decode_keys<TCQ4>, decode_keys<TCQ3>, decode_keys<TCQ2>};
+const ValueDecoder VALUE_DECODERS[FORMATS] = {decode_values<FP32>, decode_values<FP16>, decode_values<BF16>, decode_values<Q8>,
+    decode_values<TQ4>, decode_values<TQ3>, decode_values<TQ2>, decode_values<TCQ4>, decode_values<TCQ3>, decode_values<TCQ2>};
+
+// Loads what multiplies the values of stored vectors, whose scales are `offset` bytes after their codes: TILE gains, of
+// which those from `count` on are undefined.
+void load_gains(const char* const* rows, int count, int32_t offset, int32_t format, bool wide, int dim, float* gains) {
+  if (format < Q8) {
+    std::fill_n(gains, TILE, 1.0f);
+    return;
+  }
+  const float factor = format == Q8 ? 1.0f / 127 : 1 / std::sqrt(float(dim));
+  if (wide) {
+    for (int t = 0; t < count; t++) memcpy(gains + t, rows[t] + offset, 4);
+    for (int t = 0; t < count; t++) gains[t] *= factor;
+    return;
+  }
+  uint16_t scales[TILE] = {};
+  for (int t = 0; t < count; t++) memcpy(scales + t, rows[t] + offset, 2);
+  for (int t = 0; t < TILE; t += LANES)
+    store(gains + t, from_half(__builtin_convertvector(load<Halves>(scales + t), Words)) * factor);
+}
+
+size_t code_bytes(int32_t format, int dim) { return size_t(dim) * BITS_OF[format] / 8; }
+
+// Moves the codes of a vector to `copy`, before SLACK more bytes, and returns their end.
+char* copy_codes(const char*& codes, int32_t format, int dim, char* copy) {
+  memcpy(copy, codes, code_bytes(format, dim));
+  codes = copy;
+  return copy + code_bytes(format, dim) + SLACK;
+}
+
+int round_up(int count, int multiple) { return (count + multiple - 1) / multiple * multiple; }
+
+// Memory of floats that starts at a cache line.
+class Floats64 {
+ public:
+  void resize(size_t count) {
+    if (count <= size_) return;
+    memory_.reset(static_cast<float*>(aligned_alloc(64, (4 * count + 63) / 64 * 64)));
+    size_ = count;
+  }
+  float* data() { return memory_.get(); }
+
+ private:
+  struct Free {
+    void operator()(float* memory) const { free(memory); }
+  };
+  std::unique_ptr<float, Free> memory_;
+  size_t size_ = 0;
+};
+
+// Of one thread.
+struct Scratch {
+  Floats64 queries, keys, values, scores, mean_scores, partial;
+  std::vector<char> rows;
+};
+
+// Unnormalized attention of a block of rows to some tokens: maximum, sum, and output, in the domain of powers of two.
+struct Partial {
+  float* maxima;   // [rows]
+  float* sums;     // [rows]
+  float* outputs;  // [rows, value_pitch]
+};
+
+// That to full-precision tokens, and that to packed tokens, whose output is in rotated space.
+enum { PLAIN, ROTATED };
+using Spaces = std::array<Partial, 2>;
+
+// A block of rows of one KV head.
+struct Block {
+  int64_t batch, head, first_row;
+  int rows;
+};
+
+class Call {
+ public:
+  explicit Call(const Attention& call)
+      : a_(call), group_rows_(call.query_heads / call.heads * call.length), value_pitch_(round_up(call.value_dim, LANES)) {
+    const int64_t blocks = (group_rows_ + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    per_block_ = (group_rows_ + blocks - 1) / blocks;
+    for (int64_t b = 0; b < a_.batch; b++)
+      for (int64_t h = 0; h < a_.heads; h++)
+        for (int64_t row = 0; row < group_rows_; row += per_block_)
+          blocks_.push_back({b, h, row, int(std::min(per_block_, group_rows_ - row))});
+  }
+
+  void run() {
+    std::vector<int64_t> first_piece{0};
+    for (const Block& block : blocks_) first_piece.push_back(first_piece.back() + count_runs(block));
+    const int64_t pieces = first_piece.back();
+    const bool split = pieces > int64_t(blocks_.size());
+    Floats64 memory;  // of the partial attention of all pieces, where some have to be merged
+    if (split) memory.resize(pieces * partial_floats());
+    std::unique_ptr<std::atomic<int64_t>[]> left(new std::atomic<int64_t>[blocks_.size()]);
+    for (size_t i = 0; i < blocks_.size(); i++) left[i] = first_piece[i + 1] - first_piece[i];
+    share(a_.threads, pieces, [&](int64_t turn) {
+      static thread_local Scratch scratch;
+      const int64_t piece = pieces - 1 - turn;  // the last rows see the most tokens
+      const size_t number = std::upper_bound(first_piece.begin(), first_piece.end(), piece) - first_piece.begin() - 1;
+      const Block& block = blocks_[number];
+      const int64_t start = first_piece[number], runs = first_piece[number + 1] - start;
+      if (!split) scratch.partial.resize(partial_floats());
+      const auto partial = [&](int64_t of) { return split_partial(split ? memory.data() + of * partial_floats() : scratch.partial.data()); };
+      for (const Partial& space : partial(piece)) clear(space, block.rows);
+      attend_run(block, piece - start, runs, partial(piece), scratch);
+      if (left[number].fetch_sub(1) > 1) return;
+      const Spaces first = partial(start);
+      for (int64_t other = 1; other < runs; other++)
+        for (int space : {PLAIN, ROTATED}) merge(first[space], partial(start + other)[space], block.rows);
+      finish(block, first);
+    });
+  }
+
+ private:
+  int64_t count_runs(const Block& block) const {
+    if (block.rows > SPLIT_ROWS) return 1;
+    const int64_t runs = (a_.caches[block.batch].tokens + RUN_TOKENS - 1) / RUN_TOKENS;
+    return std::max<int64_t>(1, std::min<int64_t>(runs, MOST_RUNS));
+  }
+
+  int64_t partial_floats() const { return 2 * per_block_ * (2 + value_pitch_); }
+  Spaces split_partial(float* memory) const {
+    const int64_t outputs = per_block_ * value_pitch_;
+    float* const rest = memory + 2 * outputs;
+    return {Partial{rest, rest + per_block_, memory}, Partial{rest + 2 * per_block_, rest + 3 * per_block_, memory + outputs}};
+  }
+
+  void clear(const Partial& partial, int rows) const {
+    std::fill_n(partial.maxima, rows, MASKED);
+    std::fill_n(partial.sums, rows, 0.0f);
+    std::fill_n(partial.outputs, rows * value_pitch_, 0.0f);
+  }
+
+  void merge(const Partial& into, const Partial& from, int rows) const {
+    for (int r = 0; r < rows; r++) {
+      const float maximum = std::max(into.maxima[r], from.maxima[r]);
+      const float keep = std::exp2(into.maxima[r] - maximum), add = std::exp2(from.maxima[r] - maximum);
+      into.maxima[r] = maximum;
+      into.sums[r] = into.sums[r] * keep + from.sums[r] * add;
+      float* const to = into.outputs + r * value_pitch_;
+      const float* const other = from.outputs + r * value_pitch_;
+      for (int d = 0; d < a_.value_dim; d++) to[d] = to[d] * keep + other[d] * add;
+    }
+  }
+
+  int64_t query_head(const Block& block, int row) const {
+    return block.head * (a_.query_heads / a_.heads) + (block.first_row + row) / a_.length;
+  }
+  int64_t query_number(const Block& block, int row) const { return (block.first_row + row) % a_.length; }
+
+  // Stores the result of a block of rows.
+  void finish(const Block& block, const Spaces& spaces) const {
+    const auto& [plain, rotated] = spaces;
+    for (int r = 0; r < block.rows; r++) rotate_back(rotated.outputs + r * value_pitch_, a_.value_dim, a_.value_rotation);
+    merge(plain, rotated, block.rows);
+    for (int r = 0; r < block.rows; r++) {
+      const int64_t head = query_head(block, r);
+      float maximum = plain.maxima[r], total = plain.sums[r], factor = 1;
+      if (a_.sinks) {  // a key with value zero
+        const float sink = a_.sinks[head] * LOG2E, most = std::max(maximum, sink);
+        factor = std::exp2(maximum - most);
+        total = total * factor + std::exp2(sink - most);
+        maximum = most;
+      }
+      const int64_t place = (block.batch * a_.query_heads + head) * a_.length + query_number(block, r);
+      factor = total > 0 ? factor / total : 0;
+      for (int d = 0; d < a_.value_dim; d++) a_.output[place * a_.value_dim + d] = plain.outputs[r * value_pitch_ + d] * factor;
+      if (a_.log_sums) a_.log_sums[place] = total > 0 ? (maximum + std::log2(total)) / LOG2E : MASKED;
+    }
+  }
+
+  // Loads the queries of a block, times the scale, for scores in powers of two.
+  void load_queries(const Block& block, bool rotated, float* queries) const {
+    const Cache& cache = a_.caches[block.batch];
+    for (int r = 0; r < block.rows; r++) {
+      const float* const from = a_.queries + block.batch * a_.query_strides[0] + query_head(block, r) * a_.query_strides[1] +
+                                query_number(block, r) * a_.query_strides[2];
+      float* const query = queries + r * a_.key_dim;
+      for (int d = 0; d < a_.key_dim; d++) query[d] = from[d] * (a_.scale * LOG2E);
+      if (!rotated) continue;
+      if (cache.key_scale)
+        for (int d = 0; d < a_.key_dim; d++) query[d] /= cache.key_scale[block.head * a_.key_dim + d];
+      rotate(query, a_.key_dim, a_.key_rotation);
+    }
+  }
+
+  // Attends to the tokens of run number `run` of `runs`, whose edges are those of tiles.
+  void attend_run(const Block& block, int64_t run, int64_t runs, const Spaces& spaces, Scratch& scratch) const {
+    const Cache& cache = a_.caches[block.batch];
+    scratch.keys.resize(size_t(a_.key_dim) * TILE);
+    scratch.values.resize(size_t(value_pitch_) * TILE + LANES);
+    scratch.scores.resize(size_t(block.rows) * TILE);
+    scratch.queries.resize(2 * size_t(block.rows) * a_.key_dim);
+    int64_t tiles = 0;
+    for (int64_t p = 0; p < cache.part_count; p++) tiles += (cache.parts[p].tokens + TILE - 1) / TILE;
+    int64_t first = tiles * run / runs, last = tiles * (run + 1) / runs;
+    bool loaded[2] = {false, false};
+    for (int64_t p = 0; p < cache.part_count && last > 0; p++) {
+      const Part& part = cache.parts[p];
+      const int64_t here = (part.tokens + TILE - 1) / TILE;
+      const int64_t start = std::max<int64_t>(first, 0) * TILE, stop = std::min(std::min(last, here) * TILE, part.tokens);
+      if (start < stop) {
+        const int space = part.rotated ? ROTATED : PLAIN;
+        float* const queries = scratch.queries.data() + space * block.rows * a_.key_dim;
+        if (!loaded[space]) load_queries(block, part.rotated, queries);
+        loaded[space] = true;
+        attend_part(block, part, start, stop, queries, spaces[space], scratch);
+      }
+      first -= here;
+      last -= here;
+    }
+  }
+
+  void attend_part(const Block& block, const Part& part, int64_t start, int64_t stop, const float* queries, const Partial& partial, Scratch& scratch) const {
+    const Cache& cache = a_.caches[block.batch];
+    int64_t offset = 0;
+    if (part.ranges) {
+      offset = part.ranges[2 * block.head];
+      stop = std::min<int64_t>(stop, part.ranges[2 * block.head + 1]);
+    }
+    if (a_.causal) {  // the block's last query sees most
+      int64_t most = 0;
+      for (int r = 0; r < block.rows; r++) most = std::max(most, query_number(block, r));
+      stop = std::min(stop, cache.tokens - a_.length + most + 1 - part.position);
+    }
+    if (start >= stop) return;
+    const bool normalized = part.rotated && cache.key_scale;
+    int64_t first_mean = 0, mean_count = 0;
+    if (normalized) mean_count = score_means(block, part, offset + start, offset + stop, queries, first_mean, scratch);
+    for (int64_t base = start; base < stop; base += TILE) {
+      const int count = int(std::min<int64_t>(TILE, stop - base));
+      if (a_.mask && a_.mask_is_bool && is_hidden(block, part.position + base, count)) continue;
+      attend_tile(block, part, offset + base, base, count, queries, partial, first_mean, mean_count, scratch);
+    }
+  }
+
+  int64_t mean_of(const Cache& cache, const Part& part, int64_t token) const {
+    const int64_t row = part.first_row + row_of(part, token);
+    return cache.mean_index ? cache.mean_index[row] : (cache.mean_first + row) / MEAN_TOKENS;
+  }
+  int64_t row_of(const Part& part, int64_t token) const { return part.index ? part.index[token] : token; }
+
+  // Scores the means of a run's keys, [rows, means from first_mean on], and returns how many there are.
+  int64_t score_means(const Block& block, const Part& part, int64_t start, int64_t stop, const float* queries, int64_t& first_mean, Scratch& scratch) const {
+    const Cache& cache = a_.caches[block.batch];
+    int64_t least = mean_of(cache, part, start), most = least;
+    if (!part.index && !cache.mean_index) {
+      most = mean_of(cache, part, stop - 1);
+    } else {
+      for (int64_t token = start; token < stop; token++) {
+        const int64_t mean = mean_of(cache, part, token);
+        least = std::min(least, mean);
+        most = std::max(most, mean);
+      }
+    }
+    const int64_t count = most - least + 1;
+    scratch.mean_scores.resize(size_t(block.rows) * count);
+    float mean[MAX_DIM];
+    for (int64_t n = 0; n < count; n++) {
+      const uint16_t* const from = cache.means + block.head * cache.mean_head_stride + (least + n) * a_.key_dim;
+      for (int d = 0; d < a_.key_dim; d++) mean[d] = half_to_float(from[d]);
+      for (int r = 0; r < block.rows; r++) {
+        float total = 0;
+        for (int d = 0; d < a_.key_dim; d++) total += queries[r * a_.key_dim + d] * mean[d];
+        scratch.mean_scores.data()[r * count + n] = total;
+      }
+    }
+    first_mean = least;
+    return count;
+  }
+
+  const char* mask_at(const Block& block, int row, int64_t position, int64_t size) const {
+    return a_.mask + size * (block.batch * a_.mask_strides[0] + query_head(block, row) * a_.mask_strides[1] +
+                             query_number(block, row) * a_.mask_strides[2] + position * a_.mask_strides[3]);
+  }
+
+  // Whether no query of the block sees any of some tokens.
+  bool is_hidden(const Block& block, int64_t position, int count) const {
+    for (int r = 0; r < block.rows; r++) {
+      const char* const mask = mask_at(block, r, position, 1);
+      for (int t = 0; t < count; t++)
+        if (mask[t * a_.mask_strides[3]]) return false;
+    }
+    return true;
+  }
+
+  // Attends to `count` tokens from `token` on, which are `count` positions from `place` on after the part's first.
+  void attend_tile(const Block& block, const Part& part, int64_t token, int64_t place, int count, const float* queries, const Partial& partial, int64_t first_mean, int64_t mean_count, Scratch& scratch) const {
+    const Cache& cache = a_.caches[block.batch];
+    float* const scores = scratch.scores.data();
+    const char *keys = part.keys + block.head * part.key_head_stride, *values = part.values + block.head * part.value_head_stride;
+    const char *key_rows[TILE], *value_rows[TILE];
+    for (int t = 0; t < count; t++) {
+      const int64_t row = row_of(part, token + t);
+      key_rows[t] = keys + row * part.key_stride;
+      value_rows[t] = values + row * part.value_stride;
+    }
+    alignas(64) float key_gains[TILE], value_gains[TILE];
+    load_gains(key_rows, count, part.key_scale, part.key_format, part.wide_key_scale, a_.key_dim, key_gains);
+    load_gains(value_rows, count, part.value_scale, part.value_format, part.wide_value_scale, a_.value_dim, value_gains);
+    int64_t means[TILE];
+    bool one_mean = true;
+    for (int t = 0; mean_count && t < count; t++) {
+      means[t] = mean_of(cache, part, token + t) - first_mean;
+      one_mean &= means[t] == means[0];
+    }
+    // Decoders read further than the codes, and a buffer may end with the last row, or with any row of an index.
+    scratch.rows.resize(TILE * (code_bytes(part.key_format, a_.key_dim) + code_bytes(part.value_format, a_.value_dim) + 2 * SLACK));
+    char* copies = scratch.rows.data();
+    for (int t = part.index ? 0 : count - 1; t < count; t++) {
+      copies = copy_codes(key_rows[t], part.key_format, a_.key_dim, copies);
+      copies = copy_codes(value_rows[t], part.value_format, a_.value_dim, copies);
+    }
+    KEY_DECODERS[part.key_format](key_rows, count, a_.key_dim, *a_.levels, scratch.keys.data());
+    multiply<false>(block.rows, queries, a_.key_dim, scratch.keys.data(), TILE, a_.key_dim, scores, TILE, TILE);
+    for (int r = 0; r < block.rows; r++) {
+      float* const score = scores + r * TILE;
+      const float* const mean_scores = scratch.mean_scores.data() + r * mean_count;
+      for (int t = 0; t < TILE; t += LANES) {
+        Floats x = load<Floats>(score + t) * load<Floats>(key_gains + t);
+        if (mean_count && one_mean) x += mean_scores[means[0]];
+        store(score + t, x);
+      }
+      if (mean_count && !one_mean)
+        for (int t = 0; t < count; t++) score[t] += mean_scores[means[t]];
+      int64_t visible = count;
+      if (a_.causal) visible = std::min<int64_t>(count, cache.tokens - a_.length + query_number(block, r) + 1 - part.position - place);
+      for (int64_t t = std::max<int64_t>(visible, 0); t < TILE; t++) score[t] = MASKED;
+      if (a_.mask) apply_mask(block, r, part.position + place, int(std::max<int64_t>(visible, 0)), score);
+      weigh(score, r, value_gains, partial);
+    }
+
+    float* const tile = scratch.values.data();
+    VALUE_DECODERS[part.value_format](value_rows, count, a_.value_dim, *a_.levels, tile, value_pitch_);
+    multiply<true>(block.rows, scores, TILE, tile, value_pitch_, count, partial.outputs, value_pitch_, a_.value_dim);
+  }
+
+  void apply_mask(const Block& block, int row, int64_t position, int count, float* score) const {
+    const char* const mask = mask_at(block, row, position, a_.mask_is_bool ? 1 : 4);
+    for (int t = 0; t < count; t++) {
+      if (a_.mask_is_bool) {
+        if (!mask[t * a_.mask_strides[3]]) score[t] = MASKED;
+      } else {
+        score[t] = std::max(score[t] + reinterpret_cast<const float*>(mask)[t * a_.mask_strides[3]] * LOG2E, MASKED);
+      }
+    }
+  }
+
+  // Replaces a row of scores by weights times the gains of values, and updates its maximum, sum and output.
+  void weigh(float* score, int row, const float* value_gains, const Partial& partial) const {
+    Floats most = load<Floats>(score);
+    for (int t = LANES; t < TILE; t += LANES) most = larger(most, load<Floats>(score + t));
+    const float maximum = std::max(partial.maxima[row], largest(most));
+    if (maximum > partial.maxima[row]) {
+      const float factor = std::exp2(partial.maxima[row] - maximum);
+      partial.maxima[row] = maximum;
+      partial.sums[row] *= factor;
+      float* const output = partial.outputs + row * value_pitch_;
+      for (int d = 0; d < value_pitch_; d += LANES) store(output + d, load<Floats>(output + d) * factor);
+    }
+    Floats total{};
+    for (int t = 0; t < TILE; t += LANES) {
+      const Floats x = load<Floats>(score + t), weight = x > MASKED ? exp2(x - maximum) : Floats{};
+      total += weight + x * 0.0f;  // so that NaN stays NaN
+      store(score + t, weight * load<Floats>(value_gains + t));
+    }
+    partial.sums[row] += sum(total);
+  }
+
+  const Attention& a_;
+  const int64_t group_rows_;
+  const int value_pitch_;
+  int64_t per_block_;
+  std::vector<Block> blocks_;
+};
+
+}  // namespace
+}  // namespace tq
+
+extern "C" void tq_attend(const tq::Attention* attention) { tq::Call(*attention).run(); }

@@ -1,0 +1,234 @@
+"""Attention on a CPU: attend.cpp."""
+
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tq.codec.rows import RowLayout
+from mlx_tq.kernels import arguments
+from mlx_tq.kernels.cpu.arrays import Reader
+from mlx_tq.kernels.cpu.build import load_library
+from mlx_tq.kernels.cpu.codecs import (
+    FULL_FORMATS,
+    RotationStruct,
+    format_number,
+    int32,
+    level_tables,
+    long,
+    pointer,
+    rotation_struct,
+    thread_count,
+)
+from mlx_tq.kernels.regions import Mask, Regions
+
+class _Part(ctypes.Structure):
+    """Mirror of the struct in attend.cpp, as are the others."""
+
+    _fields_ = (
+        ("keys", pointer),
+        ("values", pointer),
+        ("index", pointer),
+        ("ranges", pointer),
+        ("key_stride", long),
+        ("value_stride", long),
+        ("key_head_stride", long),
+        ("value_head_stride", long),
+        ("tokens", long),
+        ("position", long),
+        ("first_row", long),
+        ("key_scale", int32),
+        ("value_scale", int32),
+        ("key_format", int32),
+        ("value_format", int32),
+        ("wide_key_scale", int32),
+        ("wide_value_scale", int32),
+        ("rotated", int32),
+        ("padding", int32),
+    )
+
+
+class _Cache(ctypes.Structure):
+    _fields_ = (
+        ("parts", ctypes.POINTER(_Part)),
+        ("key_scale", pointer),
+        ("means", pointer),
+        ("mean_index", pointer),
+        ("mean_head_stride", long),
+        ("part_count", long),
+        ("tokens", long),
+        ("mean_first", long),
+    )
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = (
+        ("queries", pointer),
+        ("query_strides", long * 3),
+        ("caches", ctypes.POINTER(_Cache)),
+        ("mask", pointer),
+        ("mask_strides", long * 4),
+        ("sinks", pointer),
+        ("output", pointer),
+        ("log_sums", pointer),
+        ("levels", pointer),
+        ("key_rotation", RotationStruct),
+        ("value_rotation", RotationStruct),
+        ("batch", long),
+        ("heads", long),
+        ("query_heads", long),
+        ("length", long),
+        ("key_dim", int32),
+        ("value_dim", int32),
+        ("causal", int32),
+        ("mask_is_bool", int32),
+        ("threads", int32),
+        ("scale", ctypes.c_float),
+    )
+
+
+def launch_attend(
+    queries: mx.array, regions: Regions, *, scale: float, mask: Mask = None, sinks: mx.array | None = None
+) -> mx.array:
+    return launch_attend_batch(queries, [regions], scale=scale, mask=mask, sinks=sinks)
+
+
+def launch_attend_batch(
+    queries: mx.array, batch: Sequence[Regions], *, scale: float, mask: Mask = None, sinks: mx.array | None = None
+) -> mx.array:
+    """Attend to one cache of batch size B, or to B caches of batch size 1, with any number of queries."""
+    layout = batch[0].layout
+    arguments.check_can_run(layout, queries.dtype, batch[0].full_keys.dtype)
+    q = queries.astype(mx.float32)
+    bias = _as_bias(mask, queries, batch[0].tokens)
+    logits = None if sinks is None else sinks.astype(mx.float32)
+    mx.eval(q, bias, logits, [_arrays(regions) for regions in batch])
+    rows, query_heads, length, _ = queries.shape
+    output = np.empty((rows, query_heads, length, layout.value.head_dim), np.float32)
+    with Reader() as reader:
+        caches = (_Cache * rows)()
+        kept = []
+        for row in range(rows):
+            single = len(batch) == 1
+            kept.append(_fill(caches[row], batch[0 if single else row], row if single else 0, reader))
+        call = _Attention(
+            caches=caches,
+            output=output.ctypes.data,
+            levels=level_tables().ctypes.data,
+            key_rotation=rotation_struct(layout.key.rotation),
+            value_rotation=rotation_struct(layout.value.rotation),
+            batch=rows,
+            heads=batch[0].full_keys.shape[1],
+            query_heads=query_heads,
+            length=length,
+            key_dim=layout.key.head_dim,
+            value_dim=layout.value.head_dim,
+            causal=isinstance(mask, str),
+            threads=thread_count(),
+            scale=scale,
+        )
+        memory = reader.read(q)
+        if memory.strides[3] != 4:
+            raise AssertionError
+        call.queries, call.query_strides = memory.address, (long * 3)(*(stride // 4 for stride in memory.strides[:3]))
+        if bias is not None:
+            memory = reader.read(bias)
+            call.mask, call.mask_is_bool = memory.address, bias.dtype == mx.bool_
+            call.mask_strides = (long * 4)(*(stride // bias.dtype.size for stride in memory.strides))
+        if logits is not None:
+            call.sinks = reader.read(logits).address
+        load_library().tq_attend(ctypes.byref(call))
+    return mx.array(output).astype(queries.dtype)
+
+
+def _arrays(regions: Regions) -> list[mx.array]:
+    arrays = [regions.full_keys, regions.full_values, *(part.rows for part in regions.shared)]
+    if regions.packed_rows is not None:
+        arrays.append(regions.packed_rows)
+    if regions.normalization is not None:
+        n = regions.normalization
+        arrays += [n.scale, n.means] + ([] if n.index is None else [n.index])
+    return arrays
+
+
+def _as_bias(mask: Mask, queries: mx.array, tokens: int) -> mx.array | None:
+    if not isinstance(mask, mx.array):
+        return None
+    shape = (*queries.shape[:3], tokens)
+    return mx.broadcast_to(mask if mask.dtype == mx.bool_ else mask.astype(mx.float32), shape)
+
+
+def _fill(cache: _Cache, regions: Regions, row: int, reader: Reader) -> object:
+    """Describe row `row` of the batch of a cache, and return what must stay alive."""
+    parts: list[_Part] = []
+    layout, sinks = regions.layout, regions.sink_tokens
+    keys, values = reader.read(regions.full_keys), reader.read(regions.full_values)
+    format = FULL_FORMATS[regions.full_keys.dtype]
+    template = _packed_part(layout)
+
+    def full(first: int, count: int, position: int) -> None:
+        if count > 0:
+            parts.append(
+                _Part(
+                    keys=keys.address + row * keys.strides[0] + first * keys.strides[2],
+                    values=values.address + row * values.strides[0] + first * values.strides[2],
+                    key_stride=keys.strides[2],
+                    value_stride=values.strides[2],
+                    key_head_stride=keys.strides[1],
+                    value_head_stride=values.strides[1],
+                    tokens=count,
+                    position=position,
+                    key_format=format,
+                    value_format=format,
+                )
+            )
+
+    full(0, min(sinks, regions.full_tokens), 0)
+    position = sinks
+    own = regions.packed_tokens - sum(part.tokens for part in regions.shared)
+    buffers = [(part.rows, part.tokens) for part in regions.shared]
+    if regions.packed_rows is not None and own:
+        buffers.append((regions.packed_rows, own))
+    for rows, count in buffers:
+        memory = reader.read(rows)
+        part = _Part.from_buffer_copy(template)
+        part.keys = memory.address + row * memory.strides[0]
+        part.values = part.keys + 2 * layout.key.words
+        part.key_stride = part.value_stride = memory.strides[2]
+        part.key_head_stride = part.value_head_stride = memory.strides[1]
+        part.tokens, part.position = count, position
+        part.first_row = position - sinks
+        parts.append(part)
+        position += count
+    full(sinks, regions.full_tokens - sinks, position)
+    array = (_Part * len(parts))(*parts)
+    cache.parts, cache.part_count, cache.tokens = array, len(parts), regions.tokens
+    if regions.normalization is not None:
+        n = regions.normalization
+        cache.key_scale = reader.read(n.scale).address + row * n.scale.shape[1] * n.scale.shape[2] * 4
+        memory = reader.read(n.means)
+        cache.means = memory.address + row * memory.strides[0]
+        cache.mean_head_stride = memory.strides[1] // 2
+        cache.mean_first = n.first
+        if n.index is not None:
+            cache.mean_index = reader.read(n.index).address
+    return array
+
+
+@lru_cache(maxsize=256)
+def _packed_part(layout: RowLayout) -> _Part:
+    key, value = layout.key, layout.value
+    scales = [0 if codec.scale_dtype is None else codec.scale_dtype.size for codec in (key, value)]
+    return _Part(
+        key_scale=2 * (key.words + value.words),
+        value_scale=2 * value.words + scales[0],
+        key_format=format_number(key),
+        value_format=format_number(value),
+        wide_key_scale=scales[0] == 4,
+        wide_value_scale=scales[1] == 4,
+        rotated=True,
+    )
+
+
