@@ -7,14 +7,13 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <cstdlib>
 #include <memory>
 #include <vector>
 
-#include "formats.h"
 #include "matrix.h"
 #include "pool.h"
 #include "rotation.h"
+#include "tiles.h"
 
 namespace tq {
 namespace {
@@ -73,58 +72,7 @@ struct Attention {
 
 namespace {
 
-const KeyDecoder KEY_DECODERS[FORMATS] = {decode_keys<FP32>, decode_keys<FP16>, decode_keys<BF16>, decode_keys<Q8>,
-    decode_keys<TQ4>, decode_keys<TQ3>, decode_keys<TQ2>, decode_keys<TCQ4>, decode_keys<TCQ3>, decode_keys<TCQ2>};
-const ValueDecoder VALUE_DECODERS[FORMATS] = {decode_values<FP32>, decode_values<FP16>, decode_values<BF16>, decode_values<Q8>,
-    decode_values<TQ4>, decode_values<TQ3>, decode_values<TQ2>, decode_values<TCQ4>, decode_values<TCQ3>, decode_values<TCQ2>};
-
-// Loads what multiplies the values of stored vectors, whose scales are `offset` bytes after their codes: TILE gains, of
-// which those from `count` on are undefined.
-void load_gains(const char* const* rows, int count, int32_t offset, int32_t format, bool wide, int dim, float* gains) {
-  if (format < Q8) {
-    std::fill_n(gains, TILE, 1.0f);
-    return;
-  }
-  const float factor = format == Q8 ? 1.0f / 127 : 1 / std::sqrt(float(dim));
-  if (wide) {
-    for (int t = 0; t < count; t++) memcpy(gains + t, rows[t] + offset, 4);
-    for (int t = 0; t < count; t++) gains[t] *= factor;
-    return;
-  }
-  uint16_t scales[TILE] = {};
-  for (int t = 0; t < count; t++) memcpy(scales + t, rows[t] + offset, 2);
-  for (int t = 0; t < TILE; t += LANES)
-    store(gains + t, from_half(__builtin_convertvector(load<Halves>(scales + t), Words)) * factor);
-}
-
-size_t code_bytes(int32_t format, int dim) { return size_t(dim) * BITS_OF[format] / 8; }
-
-// Moves the codes of a vector to `copy`, before SLACK more bytes, and returns their end.
-char* copy_codes(const char*& codes, int32_t format, int dim, char* copy) {
-  memcpy(copy, codes, code_bytes(format, dim));
-  codes = copy;
-  return copy + code_bytes(format, dim) + SLACK;
-}
-
 int round_up(int count, int multiple) { return (count + multiple - 1) / multiple * multiple; }
-
-// Memory of floats that starts at a cache line.
-class Floats64 {
- public:
-  void resize(size_t count) {
-    if (count <= size_) return;
-    memory_.reset(static_cast<float*>(aligned_alloc(64, (4 * count + 63) / 64 * 64)));
-    size_ = count;
-  }
-  float* data() { return memory_.get(); }
-
- private:
-  struct Free {
-    void operator()(float* memory) const { free(memory); }
-  };
-  std::unique_ptr<float, Free> memory_;
-  size_t size_ = 0;
-};
 
 // Of one thread.
 struct Scratch {

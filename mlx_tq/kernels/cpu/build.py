@@ -16,7 +16,7 @@ from mlx_tq.errors import KernelUnavailableError
 SOURCES = Path(__file__).parent
 _FLAGS = ["-std=c++17", "-O3", "-march=native", "-fPIC", "-w"]
 # Sums of products may be contracted, but for codes, which are the same bits on every machine.
-_CONTRACTED = {"attend": "fast", "encode": "off", "pool": "off"}
+_CONTRACTED = {"attend": "fast", "score": "fast", "recall_score": "fast", "encode": "off", "pool": "off"}
 _TIMEOUT = 300  # seconds
 
 

@@ -49,10 +49,6 @@ constexpr int CUT_CONTEXT = 16;
 constexpr float FORBIDDEN = 1e9f;
 
 inline Floats choose(Ints condition, Floats yes, Floats no) { return condition ? yes : no; }
-inline Floats root(Floats x) {
-  for (int lane = 0; lane < LANES; lane++) x[lane] = std::sqrt(x[lane]);
-  return x;
-}
 inline Floats clip(Floats x) {
   x = choose(x > FP16_MAX, splat(FP16_MAX), x);
   return choose(x < -FP16_MAX, splat(-FP16_MAX), x);
@@ -140,24 +136,7 @@ class Encoder {
 
   void rotate() {
     for (int d = 0; d < dim_; d++) x_[d] = x_[d] * v_.rotation.signs[d];
-    const int order = v_.rotation.order, power = dim_ / order;
-    for (int stride = 1; stride < power; stride *= 2)
-      for (int start = 0; start < dim_; start += 2 * stride)
-        for (int i = start; i < start + stride; i++) {
-          const Floats a = x_[i], b = x_[i + stride];
-          x_[i] = a + b;
-          x_[i + stride] = a - b;
-        }
-    if (order == 1) return;
-    Floats column[MAX_ORDER];
-    for (int i = 0; i < power; i++) {
-      for (int r = 0; r < order; r++) column[r] = x_[r * power + i];
-      for (int r = 0; r < order; r++) {
-        Floats total = column[0] * v_.rotation.matrix[r * order];
-        for (int c = 1; c < order; c++) total = total + column[c] * v_.rotation.matrix[r * order + c];
-        x_[r * power + i] = total;
-      }
-    }
+    hadamard(x_, dim_, v_.rotation, false);
   }
 
   // The sum in the order of `pairwise_sum`. Overwrites the terms.

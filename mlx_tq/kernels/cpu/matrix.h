@@ -37,6 +37,8 @@ void multiply_rows(const float* a, int64_t a_pitch, const float* b, int64_t b_pi
   int first = 0;
   for (; first + COLUMNS * LANES <= width; first += COLUMNS * LANES)
     multiply_block<R, COLUMNS, ADD>(a, a_pitch, b + first, b_pitch, depth, c + first, c_pitch);
+  for (; first + 2 * LANES <= width; first += 2 * LANES)
+    multiply_block<R, 2, ADD>(a, a_pitch, b + first, b_pitch, depth, c + first, c_pitch);
   for (; first < width; first += LANES) multiply_block<R, 1, ADD>(a, a_pitch, b + first, b_pitch, depth, c + first, c_pitch);
 }
 

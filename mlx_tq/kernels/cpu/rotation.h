@@ -15,26 +15,24 @@ struct Rotation {
   int32_t padding;
 };
 
-// The unnormalized transform H x, or that of H's transpose, in place.
-inline void hadamard(float* x, int dim, const Rotation& rotation, bool transpose) {
+// The unnormalized transform H x, or that of H's transpose, in place: of a vector of floats, or one in each lane.
+template <class T>
+inline void hadamard(T* x, int dim, const Rotation& rotation, bool transpose) {
   const int order = rotation.order, power = dim / order;
   for (int stride = 1; stride < power; stride *= 2)
     for (int start = 0; start < dim; start += 2 * stride)
       for (int i = start; i < start + stride; i++) {
-        const float a = x[i], b = x[i + stride];
+        const T a = x[i], b = x[i + stride];
         x[i] = a + b;
         x[i + stride] = a - b;
       }
   if (order == 1) return;
-  float column[MAX_ORDER];
+  T column[MAX_ORDER];
   for (int i = 0; i < power; i++) {
     for (int row = 0; row < order; row++) column[row] = x[row * power + i];
     for (int row = 0; row < order; row++) {
-      float total = 0;
-      for (int c = 0; c < order; c++) {
-        const float term = column[c] * rotation.matrix[transpose ? c * order + row : row * order + c];
-        total = c == 0 ? term : total + term;
-      }
+      T total = column[0] * rotation.matrix[transpose ? row : row * order];
+      for (int c = 1; c < order; c++) total = total + column[c] * rotation.matrix[transpose ? c * order + row : row * order + c];
       x[row * power + i] = total;
     }
   }

@@ -41,6 +41,17 @@ inline Floats splat(float value) { return Floats{} + value; }
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats as_floats(Words bits) { return (Floats)bits; }
 
+inline Floats root(Floats x) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_sqrt_ps((__m512)x);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_sqrt_ps((__m256)x);
+#else
+  for (int lane = 0; lane < LANES; lane++) x[lane] = std::sqrt(x[lane]);
+  return x;
+#endif
+}
+
 inline float sum(Floats x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)x);
