@@ -12,6 +12,7 @@ from mlx_tq.codec.formats import Codec
 from mlx_tq.codec.normalization import KeyNormalization, cast_clamped, decode_rotated_keys, normalize_queries
 from mlx_tq.codec.rotation import rotate_exactly
 from mlx_tq.kernels import arguments, backend
+from mlx_tq.kernels.cpu.attend import launch_attend
 from mlx_tq.kernels.gpu import Kernel
 from mlx_tq.kernels.regions import Mask, Regions, take_columns
 from mlx_tq.kernels.wht import wht
@@ -91,6 +92,7 @@ def _rotate(x: mx.array, codec: Codec, normalization: KeyNormalization | None) -
     return cast_clamped(rotate_exactly(y, codec.rotation), x.dtype, normalization)
 
 
+@backend.dispatch(cpu=launch_attend)
 def prefill(
     queries: mx.array, regions: Regions, *, scale: float, mask: Mask = None, sinks: mx.array | None = None
 ) -> mx.array:

@@ -16,6 +16,7 @@ from mlx_tq.codec.normalization import KeyNormalization, decode_rotated_keys, no
 from mlx_tq.codec.rotation import rotate
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import arguments, backend
+from mlx_tq.kernels.cpu.score import launch_recall_score
 from mlx_tq.kernels.gpu import Kernel, simdgroup_grid
 from mlx_tq.kernels.regions import Regions, apply_mask
 
@@ -70,7 +71,13 @@ def _launch(
     return RecallScores(maxima, mx.logsumexp(maxima + mx.log(sums), axis=-1))
 
 
-@backend.dispatch(_launch)
+def _launch_on_cpu(
+    queries: mx.array, keys: Encoded, layout: RowLayout, normalization: KeyNormalization | None, sizes: Sequence[int]
+) -> RecallScores:
+    return RecallScores(*launch_recall_score(queries, keys, layout, normalization, sizes))
+
+
+@backend.dispatch(_launch, _launch_on_cpu)
 def recall_score(
     queries: mx.array, keys: Encoded, layout: RowLayout, normalization: KeyNormalization | None, sizes: Sequence[int]
 ) -> RecallScores:

@@ -6,6 +6,17 @@ from typing import NamedTuple
 import mlx.core as mx
 
 
+class TracedArrayError(Exception):
+    """An array has no values: a function is being traced."""
+
+
+def evaluate(*arrays: object) -> None:
+    try:
+        mx.eval(*arrays)
+    except ValueError as error:  # as mlx says it inside mx.compile, mx.vmap and mx.grad
+        raise TracedArrayError from error
+
+
 class Memory(NamedTuple):
     address: int
     strides: tuple[int, ...]  # in bytes

@@ -27,15 +27,21 @@ constexpr int MEAN_TOKENS = 128;
 
 }  // namespace
 
-// Tokens of one cache that are stored alike. attend.py declares the same layout, as it does for `Cache` and `Attention`.
-struct Part {
-  const char *keys, *values;                  // of token 0 of KV head 0
-  const int32_t* index;                       // which row token t is; null: row t
-  const int32_t* ranges;                      // [heads, 2]: first token and number of tokens of each KV head; null: all
+// Rows in one piece of memory. attend.py declares the same layout, as it does for the next structs.
+struct Buffer {
+  const char *keys, *values;                  // of row number `first` of KV head 0
   int64_t key_stride, value_stride;           // bytes between rows
   int64_t key_head_stride, value_head_stride;
+  int64_t first;
+};
+
+// Tokens of one cache that are stored alike.
+struct Part {
+  const Buffer* buffers;
+  const int32_t* index;                       // which row token t is; null: row t
+  const int32_t* ranges;                      // [heads, 2]: first token and number of tokens of each KV head; null: all
+  int64_t buffer_count;
   int64_t tokens, position;                   // position of the first token in the sequence; others follow
-  int64_t first_row;                          // number of row 0 among the packed rows, by which means are found
   int32_t key_scale, value_scale;             // bytes from a row's first to its scale; not read in full precision
   int32_t key_format, value_format;
   int32_t wide_key_scale, wide_value_scale;   // fp32, not fp16
@@ -260,7 +266,7 @@ class Call {
   }
 
   int64_t mean_of(const Cache& cache, const Part& part, int64_t token) const {
-    const int64_t row = part.first_row + row_of(part, token);
+    const int64_t row = row_of(part, token);
     return cache.mean_index ? cache.mean_index[row] : (cache.mean_first + row) / MEAN_TOKENS;
   }
   int64_t row_of(const Part& part, int64_t token) const { return part.index ? part.index[token] : token; }
@@ -313,12 +319,14 @@ class Call {
   void attend_tile(const Block& block, const Part& part, int64_t token, int64_t place, int count, const float* queries, const Partial& partial, int64_t first_mean, int64_t mean_count, Scratch& scratch) const {
     const Cache& cache = a_.caches[block.batch];
     float* const scores = scratch.scores.data();
-    const char *keys = part.keys + block.head * part.key_head_stride, *values = part.values + block.head * part.value_head_stride;
     const char *key_rows[TILE], *value_rows[TILE];
+    const bool buffer_ends = part.index || part.buffer_count > 1;
     for (int t = 0; t < count; t++) {
       const int64_t row = row_of(part, token + t);
-      key_rows[t] = keys + row * part.key_stride;
-      value_rows[t] = values + row * part.value_stride;
+      const Buffer* buffer = part.buffers + part.buffer_count - 1;
+      while (row < buffer->first) buffer--;
+      key_rows[t] = buffer->keys + block.head * buffer->key_head_stride + (row - buffer->first) * buffer->key_stride;
+      value_rows[t] = buffer->values + block.head * buffer->value_head_stride + (row - buffer->first) * buffer->value_stride;
     }
     alignas(64) float key_gains[TILE], value_gains[TILE];
     load_gains(key_rows, count, part.key_scale, part.key_format, part.wide_key_scale, a_.key_dim, key_gains);
@@ -329,10 +337,10 @@ class Call {
       means[t] = mean_of(cache, part, token + t) - first_mean;
       one_mean &= means[t] == means[0];
     }
-    // Decoders read further than the codes, and a buffer may end with the last row, or with any row of an index.
+    // Decoders read further than the codes, and a buffer may end with the last row, or with another one.
     scratch.rows.resize(TILE * (code_bytes(part.key_format, a_.key_dim) + code_bytes(part.value_format, a_.value_dim) + 2 * SLACK));
     char* copies = scratch.rows.data();
-    for (int t = part.index ? 0 : count - 1; t < count; t++) {
+    for (int t = buffer_ends ? 0 : count - 1; t < count; t++) {
       copies = copy_codes(key_rows[t], part.key_format, a_.key_dim, copies);
       copies = copy_codes(value_rows[t], part.value_format, a_.value_dim, copies);
     }

@@ -9,7 +9,7 @@ import numpy as np
 
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import arguments
-from mlx_tq.kernels.cpu.arrays import Reader
+from mlx_tq.kernels.cpu.arrays import Memory, Reader, evaluate
 from mlx_tq.kernels.cpu.build import load_library
 from mlx_tq.kernels.cpu.codecs import (
     FULL_FORMATS,
@@ -24,21 +24,28 @@ from mlx_tq.kernels.cpu.codecs import (
 )
 from mlx_tq.kernels.regions import Mask, Regions
 
-class _Part(ctypes.Structure):
+class _Buffer(ctypes.Structure):
     """Mirror of the struct in attend.cpp, as are the others."""
 
     _fields_ = (
         ("keys", pointer),
         ("values", pointer),
-        ("index", pointer),
-        ("ranges", pointer),
         ("key_stride", long),
         ("value_stride", long),
         ("key_head_stride", long),
         ("value_head_stride", long),
+        ("first", long),
+    )
+
+
+class _Part(ctypes.Structure):
+    _fields_ = (
+        ("buffers", ctypes.POINTER(_Buffer)),
+        ("index", pointer),
+        ("ranges", pointer),
+        ("buffer_count", long),
         ("tokens", long),
         ("position", long),
-        ("first_row", long),
         ("key_scale", int32),
         ("value_scale", int32),
         ("key_format", int32),
@@ -104,7 +111,7 @@ def launch_attend_batch(
     q = queries.astype(mx.float32)
     bias = _as_bias(mask, queries, batch[0].tokens)
     logits = None if sinks is None else sinks.astype(mx.float32)
-    mx.eval(q, bias, logits, [_arrays(regions) for regions in batch])
+    evaluate(q, bias, logits, [_arrays(regions) for regions in batch])
     rows, query_heads, length, _ = queries.shape
     output = np.empty((rows, query_heads, length, layout.value.head_dim), np.float32)
     with Reader() as reader:
@@ -162,49 +169,40 @@ def _as_bias(mask: Mask, queries: mx.array, tokens: int) -> mx.array | None:
 
 def _fill(cache: _Cache, regions: Regions, row: int, reader: Reader) -> object:
     """Describe row `row` of the batch of a cache, and return what must stay alive."""
-    parts: list[_Part] = []
     layout, sinks = regions.layout, regions.sink_tokens
     keys, values = reader.read(regions.full_keys), reader.read(regions.full_values)
-    format = FULL_FORMATS[regions.full_keys.dtype]
-    template = _packed_part(layout)
+    full_format = FULL_FORMATS[regions.full_keys.dtype]
 
-    def full(first: int, count: int, position: int) -> None:
-        if count > 0:
-            parts.append(
-                _Part(
-                    keys=keys.address + row * keys.strides[0] + first * keys.strides[2],
-                    values=values.address + row * values.strides[0] + first * values.strides[2],
-                    key_stride=keys.strides[2],
-                    value_stride=values.strides[2],
-                    key_head_stride=keys.strides[1],
-                    value_head_stride=values.strides[1],
-                    tokens=count,
-                    position=position,
-                    key_format=format,
-                    value_format=format,
-                )
-            )
+    def full_part(first: int, stop: int, position: int) -> _Part:
+        buffer = _buffer(row, keys, values)
+        buffer.keys += first * keys.strides[2]
+        buffer.values += first * values.strides[2]
+        return _Part(
+            buffers=ctypes.pointer(buffer),
+            buffer_count=1,
+            tokens=stop - first,
+            position=position,
+            key_format=full_format,
+            value_format=full_format,
+        )
 
-    full(0, min(sinks, regions.full_tokens), 0)
-    position = sinks
-    own = regions.packed_tokens - sum(part.tokens for part in regions.shared)
-    buffers = [(part.rows, part.tokens) for part in regions.shared]
-    if regions.packed_rows is not None and own:
-        buffers.append((regions.packed_rows, own))
-    for rows, count in buffers:
-        memory = reader.read(rows)
-        part = _Part.from_buffer_copy(template)
-        part.keys = memory.address + row * memory.strides[0]
-        part.values = part.keys + 2 * layout.key.words
-        part.key_stride = part.value_stride = memory.strides[2]
-        part.key_head_stride = part.value_head_stride = memory.strides[1]
-        part.tokens, part.position = count, position
-        part.first_row = position - sinks
+    parts = [full_part(0, sinks, 0)]
+    if regions.packed_tokens:
+        buffers, first = [], 0
+        for rows, count in [*regions.shared, (regions.packed_rows, regions.packed_tokens)]:
+            if rows is not None and first < regions.packed_tokens:
+                memory = reader.read(rows)
+                buffer = _buffer(row, memory, memory)
+                buffer.values += 2 * layout.key.words
+                buffer.first = first
+                buffers.append(buffer)
+                first += count
+        part = _Part.from_buffer_copy(_packed_part(layout))
+        part.buffers, part.buffer_count = (_Buffer * len(buffers))(*buffers), len(buffers)
+        part.tokens, part.position = regions.packed_tokens, sinks
         parts.append(part)
-        position += count
-    full(sinks, regions.full_tokens - sinks, position)
-    array = (_Part * len(parts))(*parts)
-    cache.parts, cache.part_count, cache.tokens = array, len(parts), regions.tokens
+    parts.append(full_part(sinks, regions.full_tokens, sinks + regions.packed_tokens))
+    cache.parts, cache.part_count, cache.tokens = (_Part * len(parts))(*parts), len(parts), regions.tokens
     if regions.normalization is not None:
         n = regions.normalization
         cache.key_scale = reader.read(n.scale).address + row * n.scale.shape[1] * n.scale.shape[2] * 4
@@ -214,7 +212,18 @@ def _fill(cache: _Cache, regions: Regions, row: int, reader: Reader) -> object:
         cache.mean_first = n.first
         if n.index is not None:
             cache.mean_index = reader.read(n.index).address
-    return array
+    return parts
+
+
+def _buffer(row: int, keys: Memory, values: Memory) -> _Buffer:
+    return _Buffer(
+        keys=keys.address + row * keys.strides[0],
+        values=values.address + row * values.strides[0],
+        key_stride=keys.strides[2],
+        value_stride=values.strides[2],
+        key_head_stride=keys.strides[1],
+        value_head_stride=values.strides[1],
+    )
 
 
 @lru_cache(maxsize=256)

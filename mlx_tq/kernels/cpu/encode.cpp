@@ -348,7 +348,7 @@ class Encoder {
       char* const to = row(first + lane) + v_.codes;
       for (int d = 0; d < dim_; d++) {
         float x = x_[d][lane];
-        if (v_.clips) x = x > FP16_MAX ? FP16_MAX : x < -FP16_MAX ? -FP16_MAX : x;
+        if (v_.clips && v_.format == FP16) x = x > FP16_MAX ? FP16_MAX : x < -FP16_MAX ? -FP16_MAX : x;
         if (v_.format == FP32) {
           memcpy(to + 4 * d, &x, 4);
         } else {

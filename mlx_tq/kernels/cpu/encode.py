@@ -12,7 +12,7 @@ from mlx_tq.codec.formats.turbo import TurboCodec
 from mlx_tq.codec.normalization import KeyNormalization
 from mlx_tq.codec.rows import RowLayout, Rows
 from mlx_tq.kernels import arguments
-from mlx_tq.kernels.cpu.arrays import Reader
+from mlx_tq.kernels.cpu.arrays import Reader, evaluate
 from mlx_tq.kernels.cpu.build import load_library
 from mlx_tq.kernels.cpu.codecs import (
     RotationStruct,
@@ -75,7 +75,7 @@ def launch_encode(
     batch, heads, tokens, _ = keys.shape
     vectors = [x.astype(mx.float32) for x in (keys, values)]
     more = [] if normalization is None else _normalization_arrays(normalization, layout, tokens)
-    mx.eval(vectors, more)
+    evaluate(vectors, more)
     rows = np.zeros((batch, heads, tokens, layout.words), np.uint32)
     call = _Encoding(
         rows=rows.ctypes.data,

@@ -11,7 +11,7 @@ from mlx_tq.codec.formats import Encoded
 from mlx_tq.codec.normalization import KeyNormalization
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import arguments
-from mlx_tq.kernels.cpu.arrays import Reader
+from mlx_tq.kernels.cpu.arrays import Reader, evaluate
 from mlx_tq.kernels.cpu.build import load_library
 from mlx_tq.kernels.cpu.codecs import (
     RotationStruct,
@@ -98,7 +98,7 @@ def launch_score(
     if normalization is not None:
         index = normalization.mean_index(tokens)
         arrays += [mx.contiguous(array) for array in (normalization.scale, normalization.means, index)]
-    mx.eval(rows, arrays)
+    evaluate(rows, arrays)
     scores = np.empty((batch, heads, queries.shape[1], tokens), np.float32)
     with Reader() as reader:
         memory = reader.read(rows)
@@ -141,7 +141,7 @@ def launch_recall_score(
     if normalization is not None:
         mean_scores = arrays[0] @ normalization.means[0].astype(mx.float32).swapaxes(-1, -2)
         arrays += [mx.contiguous(mean_scores), mx.contiguous(normalization.mean_index(tokens))]
-    mx.eval(arrays, *keys)
+    evaluate(arrays, *keys)
     starts = np.array([0, *accumulate(sizes)], np.int64)
     maxima, log_sums = (np.empty((heads, count, len(sizes)), np.float32) for _ in range(2))
     with Reader() as reader:
