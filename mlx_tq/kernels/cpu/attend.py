@@ -1,7 +1,7 @@
 """Attention on a CPU: attend.cpp."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import mlx.core as mx
@@ -22,7 +22,9 @@ from mlx_tq.kernels.cpu.codecs import (
     rotation_struct,
     thread_count,
 )
+from mlx_tq.kernels.gpu import UnsupportedByKernelError
 from mlx_tq.kernels.regions import Mask, Regions
+
 
 class _Buffer(ctypes.Structure):
     """Mirror of the struct in attend.cpp, as are the others."""
@@ -108,37 +110,69 @@ def launch_attend_batch(
     """Attend to one cache of batch size B, or to B caches of batch size 1, with any number of queries."""
     layout = batch[0].layout
     arguments.check_can_run(layout, queries.dtype, batch[0].full_keys.dtype)
-    q = queries.astype(mx.float32)
-    bias = _as_bias(mask, queries, batch[0].tokens)
-    logits = None if sinks is None else sinks.astype(mx.float32)
-    evaluate(q, bias, logits, [_arrays(regions) for regions in batch])
-    rows, query_heads, length, _ = queries.shape
-    output = np.empty((rows, query_heads, length, layout.value.head_dim), np.float32)
+    arrays = [array for regions in batch for array in _arrays(regions)]
+    rows = queries.shape[0]
+
+    def fill(caches: ctypes.Array[_Cache], reader: Reader) -> object:
+        sources = [(batch[0], row) for row in range(rows)] if len(batch) == 1 else [(regions, 0) for regions in batch]
+        return [_fill(cache, regions, row, reader) for cache, (regions, row) in zip(caches, sources, strict=True)]
+
+    call = _Attention(
+        key_rotation=rotation_struct(layout.key.rotation),
+        value_rotation=rotation_struct(layout.value.rotation),
+        heads=batch[0].full_keys.shape[1],
+        key_dim=layout.key.head_dim,
+        value_dim=layout.value.head_dim,
+        scale=scale,
+    )
+    return _run(call, queries, arrays, fill, mask, sinks, batch[0].tokens)
+
+
+def launch_plain_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    scale: float,
+    mask: Mask = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Attend to keys [B, H, S, Dk] and values [B, H, S, Dv] that are in the model's dtype."""
+    if keys.dtype not in FULL_FORMATS or keys.dtype != values.dtype or keys.shape[3] % 2:
+        raise UnsupportedByKernelError(f"the CPU kernels cannot attend to {keys.dtype} keys of {keys.shape[3]} dims.")
+
+    def fill(caches: ctypes.Array[_Cache], reader: Reader) -> object:
+        memory = reader.read(keys), reader.read(values)
+        parts = [_full_part(row, *memory, keys.dtype, 0, keys.shape[2], 0) for row in range(len(caches))]
+        for cache, part in zip(caches, parts, strict=True):
+            cache.parts, cache.part_count, cache.tokens = ctypes.pointer(part), 1, keys.shape[2]
+        return parts
+
+    call = _Attention(heads=keys.shape[1], key_dim=keys.shape[3], value_dim=values.shape[3], scale=scale)
+    call.key_rotation = call.value_rotation = rotation_struct(None)
+    return _run(call, queries, [keys, values], fill, mask, sinks, keys.shape[2])
+
+
+def _run(
+    call: _Attention,
+    queries: mx.array,
+    arrays: list[mx.array],
+    fill: Callable[[ctypes.Array[_Cache], Reader], object],
+    mask: Mask,
+    sinks: mx.array | None,
+    tokens: int,
+) -> mx.array:
+    """Complete and run a call, whose caches `fill` describes from evaluated arrays."""
+    batch, query_heads, length, _ = queries.shape
+    q = mx.contiguous(queries.astype(mx.float32), allow_col_major=False)
+    bias = _as_bias(mask, (batch, query_heads, length, tokens))
+    logits = None if sinks is None else mx.contiguous(sinks.astype(mx.float32))
+    evaluate(q, bias, logits, arrays)
+    output = np.empty((batch, query_heads, length, call.value_dim), np.float32)
+    caches = (_Cache * batch)()
     with Reader() as reader:
-        caches = (_Cache * rows)()
-        kept = []
-        for row in range(rows):
-            single = len(batch) == 1
-            kept.append(_fill(caches[row], batch[0 if single else row], row if single else 0, reader))
-        call = _Attention(
-            caches=caches,
-            output=output.ctypes.data,
-            levels=level_tables().ctypes.data,
-            key_rotation=rotation_struct(layout.key.rotation),
-            value_rotation=rotation_struct(layout.value.rotation),
-            batch=rows,
-            heads=batch[0].full_keys.shape[1],
-            query_heads=query_heads,
-            length=length,
-            key_dim=layout.key.head_dim,
-            value_dim=layout.value.head_dim,
-            causal=isinstance(mask, str),
-            threads=thread_count(),
-            scale=scale,
-        )
+        kept = fill(caches, reader)
         memory = reader.read(q)
-        if memory.strides[3] != 4:
-            raise AssertionError
         call.queries, call.query_strides = memory.address, (long * 3)(*(stride // 4 for stride in memory.strides[:3]))
         if bias is not None:
             memory = reader.read(bias)
@@ -146,7 +180,11 @@ def launch_attend_batch(
             call.mask_strides = (long * 4)(*(stride // bias.dtype.size for stride in memory.strides))
         if logits is not None:
             call.sinks = reader.read(logits).address
+        call.caches, call.output, call.levels = caches, output.ctypes.data, level_tables().ctypes.data
+        call.batch, call.query_heads, call.length = batch, query_heads, length
+        call.causal, call.threads = isinstance(mask, str), thread_count()
         load_library().tq_attend(ctypes.byref(call))
+        del kept
     return mx.array(output).astype(queries.dtype)
 
 
@@ -160,33 +198,18 @@ def _arrays(regions: Regions) -> list[mx.array]:
     return arrays
 
 
-def _as_bias(mask: Mask, queries: mx.array, tokens: int) -> mx.array | None:
+def _as_bias(mask: Mask, shape: tuple[int, ...]) -> mx.array | None:
     if not isinstance(mask, mx.array):
         return None
-    shape = (*queries.shape[:3], tokens)
     return mx.broadcast_to(mask if mask.dtype == mx.bool_ else mask.astype(mx.float32), shape)
 
 
 def _fill(cache: _Cache, regions: Regions, row: int, reader: Reader) -> object:
     """Describe row `row` of the batch of a cache, and return what must stay alive."""
     layout, sinks = regions.layout, regions.sink_tokens
-    keys, values = reader.read(regions.full_keys), reader.read(regions.full_values)
-    full_format = FULL_FORMATS[regions.full_keys.dtype]
-
-    def full_part(first: int, stop: int, position: int) -> _Part:
-        buffer = _buffer(row, keys, values)
-        buffer.keys += first * keys.strides[2]
-        buffer.values += first * values.strides[2]
-        return _Part(
-            buffers=ctypes.pointer(buffer),
-            buffer_count=1,
-            tokens=stop - first,
-            position=position,
-            key_format=full_format,
-            value_format=full_format,
-        )
-
-    parts = [full_part(0, sinks, 0)]
+    full = reader.read(regions.full_keys), reader.read(regions.full_values)
+    dtype = regions.full_keys.dtype
+    parts = [_full_part(row, *full, dtype, 0, sinks, 0)]
     if regions.packed_tokens:
         buffers, first = [], 0
         for rows, count in [*regions.shared, (regions.packed_rows, regions.packed_tokens)]:
@@ -201,7 +224,7 @@ def _fill(cache: _Cache, regions: Regions, row: int, reader: Reader) -> object:
         part.buffers, part.buffer_count = (_Buffer * len(buffers))(*buffers), len(buffers)
         part.tokens, part.position = regions.packed_tokens, sinks
         parts.append(part)
-    parts.append(full_part(sinks, regions.full_tokens, sinks + regions.packed_tokens))
+    parts.append(_full_part(row, *full, dtype, sinks, regions.full_tokens, sinks + regions.packed_tokens))
     cache.parts, cache.part_count, cache.tokens = (_Part * len(parts))(*parts), len(parts), regions.tokens
     if regions.normalization is not None:
         n = regions.normalization
@@ -213,6 +236,22 @@ def _fill(cache: _Cache, regions: Regions, row: int, reader: Reader) -> object:
         if n.index is not None:
             cache.mean_index = reader.read(n.index).address
     return parts
+
+
+def _full_part(row: int, keys: Memory, values: Memory, dtype: mx.Dtype, start: int, stop: int, position: int) -> _Part:
+    """Describe tokens [start, stop) of full-precision keys and values, from a position on."""
+    buffer = _buffer(row, keys, values)
+    buffer.keys += start * keys.strides[2]
+    buffer.values += start * values.strides[2]
+    number = FULL_FORMATS[dtype]
+    return _Part(
+        buffers=ctypes.pointer(buffer),
+        buffer_count=1,
+        tokens=stop - start,
+        position=position,
+        key_format=number,
+        value_format=number,
+    )
 
 
 def _buffer(row: int, keys: Memory, values: Memory) -> _Buffer:
@@ -239,5 +278,3 @@ def _packed_part(layout: RowLayout) -> _Part:
         wide_value_scale=scales[1] == 4,
         rotated=True,
     )
-
-

@@ -60,7 +60,9 @@ def cache_folder() -> Path:
     except OSError as error:
         raise CompilerError(f"the folder for compiled kernels cannot be made: {error}. Set XDG_CACHE_HOME.") from error
     if owner != os.getuid() or mode & 0o022:
-        raise CompilerError(f"{folder}, where compiled kernels are kept, can be written by others. Run chmod 700 on it.")
+        raise CompilerError(
+            f"{folder}, where compiled kernels are kept, can be written by others. Run chmod 700 on it."
+        )
     return folder
 
 
@@ -85,7 +87,9 @@ def _compile(compiler: str, library: Path) -> None:
         objects = []
         for name, contracted in _CONTRACTED.items():
             objects.append(str(Path(scratch, f"{name}.o")))
-            _run(compiler, *_FLAGS, f"-ffp-contract={contracted}", "-c", str(SOURCES / f"{name}.cpp"), "-o", objects[-1])
+            _run(
+                compiler, *_FLAGS, f"-ffp-contract={contracted}", "-c", str(SOURCES / f"{name}.cpp"), "-o", objects[-1]
+            )
         built = Path(scratch, "kernels.so")
         _run(compiler, "-shared", *objects, "-o", str(built), "-pthread")
         built.replace(library)  # in one step: another process may build it too
