@@ -46,7 +46,7 @@ _get.argtypes, _release.argtypes = (ctypes.py_object, ctypes.POINTER(_Buffer), c
 
 
 class Reader:
-    """Gives the addresses of evaluated arrays inside a `with` block; mlx copies an array written to while it is open."""
+    """Gives the addresses of evaluated arrays inside a `with` block; meanwhile mlx would copy them to write to them."""
 
     def __init__(self) -> None:
         self._buffers: list[_Buffer] = []

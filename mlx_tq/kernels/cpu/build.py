@@ -8,47 +8,42 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
 from mlx_tq.errors import KernelUnavailableError
 
 SOURCES = Path(__file__).parent
-_FLAGS = ["-std=c++17", "-O3", "-march=native", "-fPIC", "-w"]
-# Sums of products may be contracted, but for codes, which are the same bits on every machine.
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-w")
+# Whether sums of products may be contracted. Codes are the same bits on every machine, so their sums may not.
 _CONTRACTED = {"attend": "fast", "score": "fast", "recall_score": "fast", "encode": "off", "pool": "off"}
-_TIMEOUT = 300  # seconds
-
-
-class CompilerError(KernelUnavailableError):
-    """The CPU kernels could not be compiled."""
+_TIMEOUT = 60  # seconds of a compilation, which takes 2 to 4
 
 
 @cache
 def load_library() -> ctypes.CDLL:
-    """Return the compiled kernels, from the user's cache folder where they are already there."""
+    """Return the compiled kernels, from the user's cache folder if they are there."""
     compiler = find_compiler()
-    folder = cache_folder()
-    library = folder / f"kernels-{_key(compiler)}.so"
-    if not library.exists():
-        _compile(compiler, library)
-    try:
-        return ctypes.CDLL(str(library))
-    except OSError:  # damaged
-        library.unlink()
-        _compile(compiler, library)
-        return ctypes.CDLL(str(library))
+    library = cache_folder() / f"kernels-{_key(compiler)}.so"
+    if library.exists():
+        try:
+            return ctypes.CDLL(str(library))
+        except OSError:  # a damaged file is made again
+            library.unlink()
+    _compile(compiler, library)
+    return ctypes.CDLL(str(library))
 
 
 def find_compiler() -> str:
     for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
-        if name and (found := shutil.which(name)):
-            return found
-    raise CompilerError("no C++ compiler was found (c++, g++ or clang++). Install one, or set CXX to its path.")
+        if name and (path := shutil.which(name)):
+            return path
+    raise KernelUnavailableError("no C++ compiler: c++, g++ or clang++ has to be on PATH, or CXX has to name one.")
 
 
 def cache_folder() -> Path:
-    """Return the folder of compiled kernels, which only its owner can read or write."""
+    """Return the folder of compiled kernels, which only its owner may write to."""
     if sys.platform == "darwin":
         base = Path.home() / "Library" / "Caches"
     else:
@@ -56,50 +51,59 @@ def cache_folder() -> Path:
     folder = base / "mlx_tq"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner, mode = folder.stat().st_uid, folder.stat().st_mode
+        status = folder.stat()
     except OSError as error:
-        raise CompilerError(f"the folder for compiled kernels cannot be made: {error}. Set XDG_CACHE_HOME.") from error
-    if owner != os.getuid() or mode & 0o022:
-        raise CompilerError(
-            f"{folder}, where compiled kernels are kept, can be written by others. Run chmod 700 on it."
+        raise KernelUnavailableError(
+            f"compiled CPU kernels have no folder: {error}. Set XDG_CACHE_HOME to one that can be written to."
+        ) from error
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise KernelUnavailableError(
+            f"others can write to {folder}, where compiled CPU kernels are. Run chmod 700 on it."
         )
     return folder
 
 
 def _key(compiler: str) -> str:
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    texts = [file.read_text() for file in sorted(SOURCES.iterdir()) if file.suffix in (".h", ".cpp")]
-    parts = [version, platform.machine(), _processor(), *_FLAGS, str(_CONTRACTED), *texts]
+    texts = [file.read_text(encoding="utf-8") for file in sorted(SOURCES.iterdir()) if file.suffix in (".h", ".cpp")]
+    version = _run(compiler, "--version")
+    parts = [version, platform.machine(), _instructions(), *_FLAGS, str(_CONTRACTED), *texts]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _processor() -> str:
-    """Return what -march=native depends on."""
+def _instructions() -> str:
+    """Return the instruction sets of the processor, on which -march=native depends."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
     return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))
 
 
 def _compile(compiler: str, library: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-        objects = []
-        for name, contracted in _CONTRACTED.items():
-            objects.append(str(Path(scratch, f"{name}.o")))
-            _run(
-                compiler, *_FLAGS, f"-ffp-contract={contracted}", "-c", str(SOURCES / f"{name}.cpp"), "-o", objects[-1]
-            )
-        built = Path(scratch, "kernels.so")
-        _run(compiler, "-shared", *objects, "-o", str(built), "-pthread")
-        built.replace(library)  # in one step: another process may build it too
-
-
-def _run(*command: str) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT)
+        with tempfile.TemporaryDirectory(dir=library.parent) as scratch, ThreadPoolExecutor() as pool:
+
+            def compile_one(name: str) -> str:
+                output, contracted = f"{scratch}/{name}.o", f"-ffp-contract={_CONTRACTED[name]}"
+                _run(compiler, *_FLAGS, contracted, "-c", str(SOURCES / f"{name}.cpp"), "-o", output)
+                return output
+
+            objects = list(pool.map(compile_one, _CONTRACTED))
+            built = Path(scratch, "kernels.so")
+            _run(compiler, "-shared", *objects, "-o", str(built), "-pthread")
+            built.replace(library)  # in one step: another process may build it too
+    except OSError as error:
+        raise KernelUnavailableError(
+            f"compiled CPU kernels cannot be saved: {error}. Set XDG_CACHE_HOME to a folder that can be written to."
+        ) from error
+
+
+def _run(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT)  # noqa: S603 - a compiler
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise CompilerError(f"the CPU kernels could not be compiled: {error}.") from error
+        raise KernelUnavailableError(f"the CPU kernels cannot be compiled: {error}.") from error
     if done.returncode:
-        lines = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()
-        raise CompilerError(f"the CPU kernels could not be compiled by {command[0]}: {lines[0]}")
+        message = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[0]
+        raise KernelUnavailableError(f"the CPU kernels cannot be compiled by {command[0]}: {message}.")
+    return done.stdout

@@ -34,13 +34,12 @@ def format_number(codec: Codec) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _rotation_data(rotation: Rotation) -> tuple[np.ndarray, np.ndarray]:
-    assert isinstance(rotation, WalshHadamard)
+def _rotation_data(rotation: WalshHadamard) -> tuple[np.ndarray, np.ndarray]:
     return np.array(rotation.signs), np.ascontiguousarray(hadamard_matrix(rotation.order), np.float32)
 
 
 def rotation_struct(rotation: Rotation | None) -> RotationStruct:
-    if rotation is None:
+    if not isinstance(rotation, WalshHadamard):  # `check_can_run` refuses other rotations
         return RotationStruct(None, None, 1, 0)
     signs, matrix = _rotation_data(rotation)
     return RotationStruct(signs.ctypes.data, matrix.ctypes.data, rotation.order, 0)
