@@ -4,6 +4,7 @@ The inverse rotation is never applied to a cached token: full-precision keys and
 output is rotated back once.
 """
 
+from functools import partial
 from itertools import pairwise
 
 import mlx.core as mx
@@ -12,7 +13,7 @@ from mlx_tq.codec.formats import Codec
 from mlx_tq.codec.normalization import KeyNormalization, cast_clamped, decode_rotated_keys, normalize_queries
 from mlx_tq.codec.rotation import rotate_exactly
 from mlx_tq.kernels import arguments, backend
-from mlx_tq.kernels.gpu import Kernel
+from mlx_tq.kernels.gpu import Kernel, fit_simdgroups
 from mlx_tq.kernels.regions import Mask, Regions, take_columns
 from mlx_tq.kernels.wht import wht
 
@@ -36,7 +37,8 @@ def _launch_dequantize(regions: Regions) -> tuple[mx.array, mx.array]:
     )
     # Without full-precision tokens the kernel reads neither array, but arrays must not be empty.
     full = (regions.keys, regions.values) if length else (mx.zeros((1, 1, 1, arguments.MIN_SIZE), dtype),) * 2
-    keys, values = DEQUANTIZE.run(
+    run = partial(
+        DEQUANTIZE.run,
         inputs=[
             rows.view(mx.uint16),
             *full,
@@ -52,10 +54,10 @@ def _launch_dequantize(regions: Regions) -> tuple[mx.array, mx.array]:
             *arguments.layout_constants(layout),
         ),
         grid=(decoding_threads + _round_up(32 * batch * heads * length), 2, 1),
-        threadgroup=(THREADS, 1, 1),
         output_shapes=[(batch, heads, tokens + length, codec.head_dim) for codec in (layout.key, layout.value)],
         output_dtypes=[dtype, dtype],
     )
+    keys, values = fit_simdgroups(THREADS // 32, lambda simdgroups: run(threadgroup=(32 * simdgroups, 1, 1)))
     return keys, values
 
 

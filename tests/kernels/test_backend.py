@@ -43,7 +43,7 @@ def rejected(monkeypatch, metal):
             names.append(kernel.name)
             raise RuntimeError(REJECTED)
 
-        return call
+        return gpu.CompiledKernel(call)
 
     monkeypatch.setattr(gpu, "compile_kernel", compile_kernel)
     return names

@@ -18,7 +18,7 @@ from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.config import BLOCK, EvictConfig, KVConfig
 from mlx_tq.evaluate.arms import parse_arm
-from mlx_tq.kernels import backend, thresholds
+from mlx_tq.kernels import backend, gpu, thresholds
 from mlx_tq.kernels.gpu import Kernel
 from mlx_tq.kernels.thresholds import KernelThresholds
 from mlx_tq.models import load
@@ -72,6 +72,22 @@ def test_generation_calls_the_kernels_and_has_the_same_tokens(embedded):
     assert calls["wht"] == (2 * 2 + 3) * layers  # queries and the output; means that encode subtracts
     assert calls["attend_short"] == 3 * layers  # the prompt's last token and two more
     assert calls["attend"] == calls["merge"] == (ANSWER - 2) * layers
+
+
+@pytest.mark.parametrize("max_threads", [448, 64, 32])
+def test_generation_with_few_threads_has_the_same_tokens(embedded, max_threads):
+    """A limit of 448 threads, of an M1 Max, changes nothing; smaller ones divide the work differently."""
+    model, tokenizer = embedded
+    ids = mx.array(tokenizer.encode(TEXT)[:PROMPT])
+    with backend.using("reference"):
+        expected = tokens_of(model, ids, make_prompt_cache(model, CONFIG))
+    with (
+        mock.patch.dict(gpu.thread_limits, clear=True),
+        thresholds.using(KernelThresholds(short_tokens=ids.size + 2)),
+        simulated(max_threads=max_threads),
+    ):
+        assert tokens_of(model, ids, make_prompt_cache(model, CONFIG)) == expected
+        assert ("attend_short" in gpu.thread_limits) == (max_threads < 448)
 
 
 def test_eviction_with_kernels_has_the_same_tokens(embedded):
