@@ -120,7 +120,9 @@ class StepView:
 
     def _attend(self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
         regions = self.merged_regions()
-        run = attend if regions.packed_tokens and queries.shape[2] <= thresholds.current().packed_queries else prefill
+        group = queries.shape[1] // regions.full_keys.shape[1]
+        most = thresholds.current(queries.shape[3], group).packed_queries
+        run = attend if regions.packed_tokens and queries.shape[2] <= most else prefill
         return run(queries, regions, scale=scale, mask=mask, sinks=sinks)
 
     def merged_regions(self) -> Regions:

@@ -23,6 +23,7 @@ from mlx_tq.kernels import arguments, backend, thresholds
 from mlx_tq.kernels.gpu import Constants, Kernel, fit_simdgroups, simdgroup_grid
 from mlx_tq.kernels.matrix_queries import matrix_queries
 from mlx_tq.kernels.regions import Mask, Regions
+from mlx_tq.kernels.thresholds import KernelThresholds
 
 ATTEND = Kernel(
     "attend",
@@ -132,7 +133,7 @@ class _Call:
 
     def attend(self) -> mx.array:
         """Attend in one kernel up to the threshold of tokens, else in two: [B, Hq, L, Dv]."""
-        if max(regions.tokens for regions in self.batch) > thresholds.current().short_tokens:
+        if max(regions.tokens for regions in self.batch) > self._limits.short_tokens:
             return self.merge(self.attend_blocks())
         halves = 1 if self.queries.shape[3] <= _SHORT_DIM else 2
         rows = _SHORT_QUERIES // halves
@@ -162,7 +163,7 @@ class _Call:
     def _attend_blocks(self, simdgroups: int) -> _BlockPartials:
         """Attend with at most this many simdgroups in a threadgroup."""
         by_matrix = self._matrix_tile(simdgroups)
-        tile, limits, cuts = by_matrix or self._tile(QUERIES, simdgroups), thresholds.current(), list[_Cut]()
+        tile, limits, cuts = by_matrix or self._tile(QUERIES, simdgroups), self._limits, list[_Cut]()
         for regions in self.batch:  # so that the tiles keep the GPU busy
             packed, full = (
                 min(-(-tokens // limits.min_block), max(1, limits.simdgroups // tile.simdgroups), limits.max_blocks)
@@ -190,7 +191,7 @@ class _Call:
         *arrays, sizes = partials
         inputs = [*arrays, arguments.sign_flips(value.rotation), self._sink_input(), arguments.small_input(sizes)]
         (attended,) = fit_simdgroups(
-            thresholds.current().merge_simdgroups,
+            self._limits.merge_simdgroups,
             lambda simdgroups: MERGE.run(
                 inputs=inputs,
                 constants=(
@@ -259,7 +260,7 @@ class _Call:
         heads, layout = self.batch[0].full_keys.shape[1], self.batch[0].layout
         per_head = query_heads // heads * length
         if (
-            per_head < thresholds.current().matrix_queries
+            per_head < self._limits.matrix_queries
             or backend.current() != "metal"
             or len(self.batch) > 1
             or isinstance(self.mask, mx.array)
@@ -270,6 +271,11 @@ class _Call:
         tiles = -(-per_head // (8 * most))
         simdgroups = -(-per_head // (8 * tiles))
         return _Tile(8 * simdgroups, simdgroups, self.queries.shape[0] * heads * tiles)
+
+    @cached_property
+    def _limits(self) -> KernelThresholds:
+        heads = self.batch[0].full_keys.shape[1]
+        return thresholds.current(self.queries.shape[3], self.queries.shape[1] // heads)
 
     @cached_property
     def _bias(self) -> tuple[mx.array, tuple[int, int, int]]:
@@ -295,7 +301,6 @@ class _Call:
     def _arguments(self, cuts: list[_Cut], tile: "_Tile") -> tuple[list[mx.array], Constants, list[int]]:
         """Return the arrays of the caches, with the levels of trellis codes, the constants, and `attend_sizes`."""
         rows, query_heads, length, _ = self.queries.shape
-        limits = thresholds.current()
         full_keys, layout = self.batch[0].full_keys, self.batch[0].layout
         dtype, repeats, causal = full_keys.dtype, rows // len(self.batch), isinstance(self.mask, str)
         _, bias_strides = self._bias
@@ -323,8 +328,8 @@ class _Call:
             ("NORMALIZED", self.normalized),
             ("MEAN_TOKENS", MEAN_TOKENS),
             *arguments.layout_constants(layout),
-            ("KEY_TABLE", limits.level_tables == 2 and _has_table(layout.key)),
-            ("VALUE_TABLE", limits.level_tables > 0 and _has_table(layout.value)),
+            ("KEY_TABLE", self._limits.level_tables == 2 and _has_table(layout.key)),
+            ("VALUE_TABLE", self._limits.level_tables > 0 and _has_table(layout.value)),
         )
         levels = arguments.trellis_levels(layout.key, layout.value)
         return [*levels, *chain.from_iterable(zip(*sources, strict=True))], constants, sizes
