@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -209,16 +209,28 @@ def write(measured: dict[HeadShape, KernelThresholds]) -> Path:
 
 
 _overrides: list[KernelThresholds] = []
+_changes: list[dict[str, int]] = []
 
 
 def current(head_dim: int, group: int) -> KernelThresholds:
     """Return the thresholds for heads of this size, with `group` query heads for each KV head."""
-    return _overrides[-1] if _overrides else table().nearest(HeadShape(head_dim, group))
+    values = _overrides[-1] if _overrides else table().nearest(HeadShape(head_dim, group))
+    return replace(values, **_changes[-1]) if _changes else values
 
 
 def fingerprint() -> str:
     """Return what changes when the thresholds of any shape do."""
     return repr(_overrides[-1] if _overrides else table()[:2])
+
+
+@contextmanager
+def changed(**values: int) -> Iterator[None]:
+    """Replace some of the thresholds of every shape inside a `with` block."""
+    _changes.append(values)
+    try:
+        yield
+    finally:
+        _changes.pop()
 
 
 @contextmanager

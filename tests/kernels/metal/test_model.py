@@ -3,6 +3,8 @@
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
+from io import StringIO
 from statistics import mean
 from unittest import mock
 
@@ -14,6 +16,7 @@ from mlx_lm.generate import generate_step
 from benchmarks.studies.layers import Side, measure_layers
 from kernels.cases import random
 from kernels.metal.simulated import launching, simulated, zeros
+from mlx_tq.__main__ import main
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.config import BLOCK, EvictConfig, KVConfig
@@ -22,8 +25,10 @@ from mlx_tq.kernels import backend, gpu, thresholds
 from mlx_tq.kernels.gpu import Kernel
 from mlx_tq.kernels.thresholds import KernelThresholds
 from mlx_tq.models import load
-from mlx_tq.prompt_cache.compressed import compressed_attention, make_prompt_cache
+from mlx_tq.prompt_cache.build import build_caches
+from mlx_tq.prompt_cache.compressed import compressed_attention, make_prompt_cache, plan_caches
 from mlx_tq.prompt_cache.layer_group import compressed_caches
+from mlx_tq.prompt_cache.warm_up import compile_kernels
 
 PROMPT, ANSWER = 216, 6
 DIM, HEAVY = 128, 16 << 20
@@ -88,6 +93,61 @@ def test_generation_with_few_threads_has_the_same_tokens(embedded, max_threads):
     ):
         assert tokens_of(model, ids, make_prompt_cache(model, CONFIG)) == expected
         assert ("attend_short" in gpu.thread_limits) == (max_threads < 448)
+
+
+@contextmanager
+def compiling():
+    """Yield the names of the kernels that are compiled on the simulator."""
+    with simulated():
+        compiled, compile_kernel = [], gpu.compile_kernel
+
+        @cache
+        def compile_named(kernel, device, constants):
+            compiled.append(kernel.name)
+            return compile_kernel(kernel, device, constants)
+
+        with mock.patch.object(gpu, "compile_kernel", compile_named):
+            yield compiled
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_no_answer_waits_for_a_compiler(embedded, normalize):
+    model, tokenizer = embedded
+    ids, config = mx.array(tokenizer.encode(TEXT)[:PROMPT]), replace(CONFIG, normalize=normalize)
+    with compiling() as compiled:
+        compile_kernels(model, plan_caches(model, config))
+        assert {"encode", "wht", "dequantize", "attend", "merge", "attend_short"} == set(compiled)
+        compiled.clear()
+        for short_tokens in (0, ids.size + 2):
+            with thresholds.changed(short_tokens=short_tokens):
+                tokens_of(model, ids, make_prompt_cache(model, config))
+        assert not compiled
+
+
+def test_no_verify_pass_or_batch_waits_for_a_compiler(embedded):
+    model, tokenizer = embedded
+    prompts = [tokenizer.encode(TEXT)[start : start + 150] for start in (0, 20)]
+    plan = plan_caches(model, CONFIG)
+    with compiling() as compiled, compressed_attention(model):
+        compile_kernels(model, plan, lengths=range(1, 5), batches=True)
+        sequences = [build_caches(plan) for _ in prompts]
+        for ids, caches in zip(prompts, sequences, strict=True):
+            mx.eval(model(mx.array([ids]), cache=caches))
+        assert sequences[0][0].packed_tokens
+        compiled.clear()
+        for length in (4, 3, 2, 1):
+            mx.eval(model(mx.array([prompts[0][:length]]), cache=sequences[0]))
+        batch = [rows[0].merge(list(rows)) for rows in zip(*sequences, strict=True)]
+        mx.eval(model(mx.array([[1], [2]]), cache=batch))
+        assert not compiled
+
+
+def test_nothing_is_compiled_without_a_gpu(embedded, monkeypatch):
+    model, _ = embedded
+    plan = plan_caches(model, CONFIG)
+    monkeypatch.setattr(type(model), "__call__", lambda *_: pytest.fail("the model ran"))
+    compile_kernels(model, plan, batches=True)
+    compile_kernels(model, None)
 
 
 def test_eviction_with_kernels_has_the_same_tokens(embedded):
@@ -193,3 +253,16 @@ def test_a_step_does_not_synchronize(use_kernels):
         assert mx.get_peak_memory() - before < HEAVY
         mx.eval(outputs)
         assert mx.get_peak_memory() - before >= HEAVY, "an evaluation shows"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("generate", "-p", "hi", "-m", "2", "--ignore-chat-template"), ("chat", "-m", "2")],
+    ids=["generate", "chat"],
+)
+def test_commands_compile_kernels_that_their_answer_does_not_need(words, monkeypatch, capsys):
+    """A short context takes one kernel, and packs nothing."""
+    monkeypatch.setattr("sys.stdin", StringIO("hi\n"))
+    with compiling() as compiled:
+        assert main([*words]) == 0
+        assert {"encode", "dequantize", "attend", "merge", "attend_short"} <= set(compiled)
