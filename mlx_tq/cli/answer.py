@@ -54,6 +54,7 @@ from mlx_tq.policies import CalibratedPolicy
 from mlx_tq.policies.policy import AUTO as AUTO_CALIBRATION
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.compressed import compressed_attention
+from mlx_tq.prompt_cache.run_summary import RunSummary
 from mlx_tq.prompt_cache.statistics import CacheStats, cache_stats, tokens_seen
 from mlx_tq.prompt_cache.warm_up import compile_kernels
 from mlx_tq.rescue import AUTO, OFF, START_S, open_client
@@ -299,6 +300,7 @@ def _report(
             "recalled": recalled if can_recall else None,
             "rescued": quoted if request.rescue.service != OFF else None,
             "plan": plan_dict(opened.plan, cache.tokens) if opened.plan else None,
+            "ran": RunSummary.of(opened.plan, cache.tokens).to_dict() if opened.plan else None,
         }
         if shadow is not None:
             report["shadow"] = shadow.report().to_dict()
@@ -308,6 +310,8 @@ def _report(
     elif args.verbose:
         show_restored(turn, can_recall=can_recall)
         show_stats(turn, cache)
+        if opened.plan is not None:
+            note(str(RunSummary.of(opened.plan, cache.tokens)))
         if shadow is not None:
             show_shadow(shadow.report(), shadow.native_dtype)
         if not ranks.is_alone:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import mlx.core as mx
 
 from mlx_tq.errors import KernelUnavailableError
+from mlx_tq.kernels.execution_record import record
 
 # Values that a kernel's text leaves open, by name. Each set of values is compiled separately.
 Constant = int | bool | mx.Dtype
@@ -118,6 +119,7 @@ class Kernel:
                 thread_limits[self.name] = min(compiled.thread_limit, thread_limits.get(self.name, threads))
                 compiled.check(self.name, threads)
             raise KernelUnavailableError(f"kernel {self.name!r} cannot run on {device}: {error}") from error
+        record(self.name)
         return outputs
 
 

@@ -13,6 +13,7 @@ from mlx_tq.codec.formats import Codec
 from mlx_tq.codec.normalization import KeyNormalization, cast_clamped, decode_rotated_keys, normalize_queries
 from mlx_tq.codec.rotation import rotate_exactly
 from mlx_tq.kernels import arguments, backend
+from mlx_tq.kernels.execution_record import record
 from mlx_tq.kernels.gpu import Kernel, fit_simdgroups
 from mlx_tq.kernels.regions import Mask, Regions, take_columns
 from mlx_tq.kernels.wht import wht
@@ -99,6 +100,7 @@ def prefill(
     """Attend to a cache, with or without packed tokens; arguments and result are those of `attend`, for any L."""
     layout, normalization = regions.layout, regions.normalization
     attention = mx.fast.scaled_dot_product_attention
+    record("mlx attention")
     if regions.packed_tokens == 0:
         return attention(queries, regions.keys, regions.values, scale=scale, mask=mask, sinks=sinks)
     if isinstance(mask, mx.array):  # packed tokens come first in what `dequantize` returns

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_tq.config import BLOCK
-from mlx_tq.kernels import backend, thresholds
+from mlx_tq.kernels import backend, execution_record, thresholds
 from mlx_tq.kernels.thresholds import RANGES
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed_attention
@@ -18,9 +18,10 @@ def compile_kernels(model: Any, plan: Plan | None, *, lengths: Iterable[int] = (
     """Run a prompt, then passes of `lengths` tokens, on small caches of the plan: attention in one kernel and in two.
 
     Their regions are small too, for sizes are no part of a kernel. With `batches`, decode steps of two sequences
-    follow. Without a GPU this does nothing.
+    follow. Without a GPU nothing runs. The execution record begins anew.
     """
     if plan is None or backend.current() == "reference" or not any(layer.has_kernels for layer in plan.layers):
+        execution_record.clear()
         return
     layers = [replace(layer, spec=replace(layer.spec, sinks=0, window=1)) for layer in plan.layers]
     small = replace(plan, layers=layers, eviction=None)
@@ -35,6 +36,7 @@ def compile_kernels(model: Any, plan: Plan | None, *, lengths: Iterable[int] = (
             _run_both(model, 1, length, sequences[0])
         if batches and all(hasattr(cache, "merge") for cache in sequences[0]):
             _run_both(model, 2, 1, [rows[0].merge(list(rows)) for rows in zip(*sequences, strict=True)])
+    execution_record.clear()
 
 
 def _run_both(model: Any, batch: int, length: int, caches: list[Any]) -> None:

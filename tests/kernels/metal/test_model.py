@@ -1,5 +1,6 @@
 """A whole model on the simulator: it uses every kernel, and its tokens are those of the reference implementation."""
 
+import json
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
@@ -257,7 +258,7 @@ def test_a_step_does_not_synchronize(use_kernels):
 
 @pytest.mark.parametrize(
     "words",
-    [("generate", "-p", "hi", "-m", "2", "--ignore-chat-template"), ("chat", "-m", "2")],
+    [("generate", "-p", "hi", "-m", "2"), ("chat", "-m", "2")],
     ids=["generate", "chat"],
 )
 def test_commands_compile_kernels_that_their_answer_does_not_need(words, monkeypatch, capsys):
@@ -266,3 +267,20 @@ def test_commands_compile_kernels_that_their_answer_does_not_need(words, monkeyp
     with compiling() as compiled:
         assert main([*words]) == 0
         assert {"encode", "dequantize", "attend", "merge", "attend_short"} <= set(compiled)
+    ran = "ran on metal kernels; prefill: mlx attention; decode: mlx attention"
+    assert f"{ran}; in full precision: layers 0-5 (compression starts at 288 tokens)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("short_tokens", "kernels"), [(4096, ["attend_short"]), (0, ["attend", "merge"])])
+def test_an_answer_reports_the_kernels_that_ran(short_tokens, kernels, capsys):
+    """Those of a verify pass are apart, and those that were only compiled are not named."""
+    words = ["generate", "-p", TEXT, "-m", "4", "--ignore-chat-template", "--prefill-step-size", "64", "--json"]
+    words += ["--kv-sinks", "8", "--kv-window", "8", "--kv-key", "fp16", "--draft-model", "needle"]
+    with simulated(), thresholds.using(KernelThresholds(short_tokens=short_tokens, matrix_queries=64)):
+        assert main([*words, "--num-draft-tokens", "2"]) == 0
+    ran = json.loads(capsys.readouterr().out)["ran"]
+    assert ran["backend"] == "metal kernels"
+    assert ran["phases"]["short passes"] == kernels
+    assert set(ran["phases"]["decode"]) == set(kernels)
+    assert set(ran["phases"]["prefill"]) == {"mlx attention", "dequantize", "wht"}
+    assert ran["full_precision"] == [{"layers": [*range(6)], "reason": "the format of keys is fp16"}]
