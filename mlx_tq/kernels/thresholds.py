@@ -9,6 +9,7 @@ import math
 import os
 import platform
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -209,13 +210,21 @@ def write(measured: dict[HeadShape, KernelThresholds]) -> Path:
 
 
 _overrides: list[KernelThresholds] = []
-_changes: list[dict[str, int]] = []
+
+
+class _Thread(threading.local):
+    changes: tuple[dict[str, int], ...] = ()
+
+
+_thread = _Thread()
 
 
 def current(head_dim: int, group: int) -> KernelThresholds:
     """Return the thresholds for heads of this size, with `group` query heads for each KV head."""
     values = _overrides[-1] if _overrides else table().nearest(HeadShape(head_dim, group))
-    return replace(values, **_changes[-1]) if _changes else values
+    for changes in _thread.changes:
+        values = replace(values, **changes)
+    return values
 
 
 def fingerprint() -> str:
@@ -225,12 +234,12 @@ def fingerprint() -> str:
 
 @contextmanager
 def changed(**values: int) -> Iterator[None]:
-    """Replace some of the thresholds of every shape inside a `with` block."""
-    _changes.append(values)
+    """Replace some of the thresholds of every shape inside a `with` block, in this thread."""
+    outer, _thread.changes = _thread.changes, (*_thread.changes, values)
     try:
         yield
     finally:
-        _changes.pop()
+        _thread.changes = outer
 
 
 @contextmanager
