@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from mlx_tq.errors import ConfigError, KernelUnavailableError
 from mlx_tq.kernels import gpu
+from mlx_tq.kernels.execution_record import record
 
 BACKENDS = ("auto", "metal", "cuda", "reference")
 
@@ -86,6 +87,7 @@ def dispatch(
         @wraps(reference)
         def run(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
             if current() == "reference":
+                record(f"reference {reference.__name__}")
                 return reference(*args, **kwargs)
             try:
                 return launch(*args, **kwargs)
@@ -96,6 +98,7 @@ def dispatch(
                 warnings.warn(message, KernelFallbackWarning, stacklevel=2)
                 if not isinstance(error, gpu.UnsupportedByKernelError):
                     _state.failure = str(error)
+                record(f"reference {reference.__name__}")
                 return reference(*args, **kwargs)
 
         return run

@@ -4,6 +4,7 @@ The inverse rotation is never applied to a cached token: full-precision keys and
 output is rotated back once.
 """
 
+from functools import partial
 from itertools import pairwise
 
 import mlx.core as mx
@@ -12,7 +13,8 @@ from mlx_tq.codec.formats import Codec
 from mlx_tq.codec.normalization import KeyNormalization, cast_clamped, decode_rotated_keys, normalize_queries
 from mlx_tq.codec.rotation import rotate_exactly
 from mlx_tq.kernels import arguments, backend
-from mlx_tq.kernels.gpu import Kernel
+from mlx_tq.kernels.execution_record import record
+from mlx_tq.kernels.gpu import Kernel, fit_simdgroups
 from mlx_tq.kernels.regions import Mask, Regions, take_columns
 from mlx_tq.kernels.wht import wht
 
@@ -36,7 +38,8 @@ def _launch_dequantize(regions: Regions) -> tuple[mx.array, mx.array]:
     )
     # Without full-precision tokens the kernel reads neither array, but arrays must not be empty.
     full = (regions.keys, regions.values) if length else (mx.zeros((1, 1, 1, arguments.MIN_SIZE), dtype),) * 2
-    keys, values = DEQUANTIZE.run(
+    run = partial(
+        DEQUANTIZE.run,
         inputs=[
             rows.view(mx.uint16),
             *full,
@@ -52,10 +55,10 @@ def _launch_dequantize(regions: Regions) -> tuple[mx.array, mx.array]:
             *arguments.layout_constants(layout),
         ),
         grid=(decoding_threads + _round_up(32 * batch * heads * length), 2, 1),
-        threadgroup=(THREADS, 1, 1),
         output_shapes=[(batch, heads, tokens + length, codec.head_dim) for codec in (layout.key, layout.value)],
         output_dtypes=[dtype, dtype],
     )
+    keys, values = fit_simdgroups(THREADS // 32, lambda simdgroups: run(threadgroup=(32 * simdgroups, 1, 1)))
     return keys, values
 
 
@@ -97,6 +100,7 @@ def prefill(
     """Attend to a cache, with or without packed tokens; arguments and result are those of `attend`, for any L."""
     layout, normalization = regions.layout, regions.normalization
     attention = mx.fast.scaled_dot_product_attention
+    record("mlx attention")
     if regions.packed_tokens == 0:
         return attention(queries, regions.keys, regions.values, scale=scale, mask=mask, sinks=sinks)
     if isinstance(mask, mx.array):  # packed tokens come first in what `dequantize` returns

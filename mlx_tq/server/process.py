@@ -23,6 +23,7 @@ from mlx_tq.prefix_cache.folder import Folder
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.plan import Plan
+from mlx_tq.prompt_cache.warm_up import compile_kernels
 from mlx_tq.rescue import RescueClient, open_client
 from mlx_tq.server.admission import EngineLimits
 from mlx_tq.server.app import Api
@@ -156,6 +157,7 @@ def _load(
     limits = replace(limits, memory=ranks.min(args.kv_memory_limit or free_memory()))
     if args.kv_memory_limit:
         check_memory(plan, _LEAST_CONTEXT, args.kv_memory_limit, args.prefill_step_size)
+    compile_kernels(model, plan, batches=args.decode_concurrency > 1)
     show_plan(plan, min(_SHOWN_TOKENS, position_limit(model) or _SHOWN_TOKENS))
     prefix_cache = None if folder is None else PrefixCache(model, plan, folder, log.warning, salt)
     return model, tokenizer, plan, limits, prefix_cache

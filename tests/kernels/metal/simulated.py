@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from math import prod
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -10,7 +12,7 @@ import mlx.core as mx
 from metal_sim.capture import capture
 from metal_sim.run import Counters, simulate
 from mlx_tq.kernels import backend, gpu
-from mlx_tq.kernels.gpu import Constants, Kernel
+from mlx_tq.kernels.gpu import CompiledKernel, Constants, Kernel
 
 ORDERS = (0, 1, 7)
 
@@ -27,20 +29,42 @@ def launching(run: Callable[..., list[mx.array]], device: str = "metal") -> Iter
 
 @contextmanager
 def simulated(
-    *, order: int = 0, sanitize: bool = False, edit: Callable[[str], str] = lambda text: text
+    *,
+    order: int = 0,
+    sanitize: bool = False,
+    edit: Callable[[str], str] = lambda text: text,
+    max_threads: int = 1024,
 ) -> Iterator[list[Counters]]:
-    """Use the simulator as the GPU, and yield the counters of each call; the arguments are those of `simulate`."""
+    """Use the simulator as the GPU, and yield the counters of each call; the arguments are those of `simulate`.
+
+    With more than `max_threads` in a threadgroup, a call raises the error of mlx.
+    """
     counters: list[Counters] = []
+    compile_kernel = gpu.compile_kernel
 
-    def run(kernel: Kernel, *, inputs: list[mx.array], constants: Constants, **call: Any) -> list[mx.array]:
-        if kernel.sources:  # mlx copies arrays that are not contiguous
-            inputs = [mx.contiguous(array) for array in inputs]
-        compiled = gpu.compile_kernel(kernel, "metal", constants)
-        result = simulate(compiled, inputs=inputs, **call, order=order, sanitize=sanitize, edit=edit)
-        counters.append(result.counters)
-        return result.outputs
+    @cache
+    def compile_simulated(kernel: Kernel, device: str, constants: Constants) -> CompiledKernel:
+        compiled = compile_kernel(kernel, device, constants)
 
-    with launching(run):
+        def call(*, inputs: list[mx.array], **call: Any) -> list[mx.array]:
+            if (threads := prod(call["threadgroup"])) > max_threads:
+                raise ValueError(
+                    f"Thread group size ({threads}) is greater than  the maximum allowed threads per threadgroup "
+                    f"({max_threads})."
+                )
+            if kernel.sources:  # mlx copies arrays that are not contiguous
+                inputs = [mx.contiguous(array) for array in inputs]
+            result = simulate(compiled, inputs=inputs, **call, order=order, sanitize=sanitize, edit=edit)
+            counters.append(result.counters)
+            return result.outputs
+
+        return CompiledKernel(call)
+
+    with (
+        mock.patch.object(gpu, "gpu_backend", return_value="metal"),
+        mock.patch.object(gpu, "compile_kernel", compile_simulated),
+        backend.using("metal"),
+    ):
         yield counters
 
 
