@@ -20,7 +20,6 @@ from mlx_tq.cli.loading import (
     calibrate_model,
     check_memory,
     check_positions,
-    free_memory,
     join_ranks,
     load_options,
     make_caches,
@@ -159,7 +158,7 @@ def _limit_tokens(opened: PromptCache, prompt: int, limit: int | None, request: 
             warn(f"evicted tokens are dropped, so the answer cannot use them.{remedy}")
         if limit is not None and tokens > _NEARLY_FULL * limit:
             warn(f"this run may reach {tokens:,} of {limit:,} positions. Eviction does not extend the context.")
-    check_memory(plan, tokens, args.kv_memory_limit or free_memory(), args.prefill_step_size)
+    check_memory(plan, tokens, args.kv_memory_limit, args.prefill_step_size)
     return max_tokens
 
 

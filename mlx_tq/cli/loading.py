@@ -300,14 +300,24 @@ def free_memory() -> int:
     raise ConfigError("free memory is unknown on this system; give --kv-memory-limit, such as 8GB.")
 
 
-def check_memory(plan: Plan, tokens: int, limit: int, step: int) -> None:
-    """Raise ConfigError if the cache of `tokens` tokens needs more than `limit` bytes, with the context that fits."""
-    needed = plan.peak_nbytes(tokens, step)
-    if needed <= limit:
+def check_memory(plan: Plan, tokens: int, limit: int | None, step: int) -> None:
+    """Raise ConfigError if `tokens` tokens do not fit, with the context that fits.
+
+    `limit` is the bytes of their cache; None is the free memory, into which the prefill has to fit too.
+    """
+    needs = plan.peak_nbytes if limit is None else plan.cache_peak_nbytes
+    available = free_memory() if limit is None else limit
+    needed = needs(tokens, step)
+    if needed <= available:
         return
-    fits = next((n for n in (tokens * k // 64 for k in range(63, 0, -1)) if plan.peak_nbytes(n, step) <= limit), 0)
-    remedy = "Not even a short prompt fits: raise --kv-memory-limit, or lower --kv-sinks and --kv-window."
+    fits = next((n for n in (tokens * k // 64 for k in range(63, 0, -1)) if needs(n, step) <= available), 0)
+    flag = "lower --prefill-step-size" if limit is None else "raise --kv-memory-limit"
+    remedy = f"Not even a short prompt fits: {flag}, or lower --kv-sinks and --kv-window."
     if fits:
         remedy = f"About {fits:,} tokens fit: shorten the prompt or --max-tokens, or use --kv-profile small."
-    sizes = f"needs {human_bytes(needed)} of KV cache; {human_bytes(limit)} are available"
+    prefill = ""
+    if limit is None:
+        prefill = f" and, in prefill steps of {step:,}, {human_bytes(plan.transient_nbytes(tokens, step))} for a moment"
+    cache = human_bytes(plan.cache_peak_nbytes(tokens, step))
+    sizes = f"needs {cache} of KV cache{prefill}; {human_bytes(available)} are available"
     raise ConfigError(f"a context of {tokens:,} tokens {sizes}. {remedy}")

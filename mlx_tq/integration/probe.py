@@ -56,6 +56,7 @@ class ModelFacts:
     counts_keys: bool = False  # the model reads how many keys it fetched
     positions: int | None = None  # that the model allows, if its configuration says
     ranks: Ranks = ALONE  # each has its own heads
+    activations: int = 0  # numbers that a token's pass through one layer keeps at once, as far as the model says
 
 
 # By id of a model: the model, the shapes and types of its weights at the time, and its facts.
@@ -222,4 +223,19 @@ def _probe(model: Any) -> ModelFacts:
         for dims in {(slot.key_dim, slot.value_dim, slot.query_heads // slot.heads, slot.dtype) for slot in slots}:
             probe_vector_queries(*dims[:3], dtype_of(dims[3]))
     counts_keys = any(view.is_counted for probe in probes.values() for view in probe.views)
-    return ModelFacts(name, loaded_name(model), classes, slots, counts_keys, position_limit(model), ranks_of(model))
+    return ModelFacts(
+        name,
+        loaded_name(model),
+        classes,
+        slots,
+        counts_keys,
+        position_limit(model),
+        ranks_of(model),
+        _count_activations(model),
+    )
+
+
+def _count_activations(model: Any) -> int:
+    """Count the residual stream, its norm and a layer's input and output, and gate, input and product of its MLP."""
+    hidden, inner = (config_value(getattr(model, "args", None), f"{name}_size") for name in ("hidden", "intermediate"))
+    return 4 * (hidden if isinstance(hidden, int) else 0) + 3 * (inner if isinstance(inner, int) else 0)

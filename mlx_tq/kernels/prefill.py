@@ -122,9 +122,7 @@ def prefill(
     return mx.concatenate(outputs, axis=1)
 
 
-def _attend_decoded(
-    queries: mx.array, regions: Regions, scale: float, mask: Mask, sinks: mx.array | None
-) -> mx.array:
+def _attend_decoded(queries: mx.array, regions: Regions, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
     layout, normalization = regions.layout, regions.normalization
     if layout.key.rotation is None:
         rotated = cast_clamped(normalize_queries(queries, normalization), queries.dtype, normalization)
