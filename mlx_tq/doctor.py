@@ -95,8 +95,7 @@ def _show_capacity(args: argparse.Namespace) -> int:
         batches.add_row(profile.profile, *sizes)
     stdout.print(
         f"Memory {human_bytes(memory)}, weights {human_bytes(weights)}; {dtype}, at most {limit:,} tokens.\n"
-        f"Estimates, with prefill in steps of {PREFILL_STEP:,} tokens: layers with outlier keys need more; "
-        "keep 10 % free."
+        f"Estimates with --prefill-step-size {PREFILL_STEP}: layers with outlier keys need more; keep 10 % free."
     )
     stdout.print("", lengths, "", batches, sep="\n")
     return DONE

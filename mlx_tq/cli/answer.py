@@ -21,6 +21,7 @@ from mlx_tq.cli.loading import (
     check_memory,
     check_positions,
     join_ranks,
+    limit_buffer_cache,
     load_options,
     make_caches,
     open_caches,
@@ -128,6 +129,7 @@ def _load(args: argparse.Namespace, ranks: Ranks) -> tuple[Any, Any, dict[str, A
     """Return the model, by default that of the cache file, its tokenizer and its configuration."""
     if args.prompt_cache_file is not None:
         apply_cache_source(args, args.prompt_cache_file)
+    limit_buffer_cache()
     model_config = {"quantize_activations": args.quantize_activations}
     options = load_options(args)
     model, tokenizer, config = load(args.model, ranks=ranks, model_config=model_config, return_config=True, **options)

@@ -46,6 +46,8 @@ from mlx_tq.prompt_cache.layer_group import cache_parts
 from mlx_tq.prompt_cache.measurements import calibration_path, find_losses, make_folder
 from mlx_tq.prompt_cache.plan import Plan, without_queries
 
+# Share of the GPU's memory for freed buffers, and most bytes of them: some times what a prefill step takes.
+_CACHE_SHARE, _MAX_BUFFER_CACHE = 8, 8 * 10**9
 _ANSWERING = ("generate", "chat", "server", "cache_prompt")  # commands that measure nothing
 
 
@@ -61,6 +63,22 @@ def join_ranks(request: Request) -> Ranks:
             )
     stderr.quiet = not ranks.is_first
     return ranks
+
+
+def limit_buffer_cache(usable: int | None = None) -> int | None:
+    """Limit the freed buffers that mlx keeps for reuse on a GPU, of which `usable` bytes may be used; return the limit.
+
+    By default they may fill the GPU's memory, because a growing context frees buffers that are too small for its next
+    ones. On a CPU, mlx keeps 32 MB by itself, and None is returned.
+    """
+    if usable is None:
+        if gpu_backend() is None:
+            return None
+        info = mx.device_info()
+        usable = int(info.get("max_recommended_working_set_size") or info["total_memory"])
+    limit = min(usable // _CACHE_SHARE, _MAX_BUFFER_CACHE)
+    mx.set_cache_limit(limit)
+    return limit
 
 
 def load_options(args: argparse.Namespace, **tokenizer_config: Any) -> dict[str, Any]:
@@ -81,6 +99,7 @@ def load_model(
 
     Each of several ranks gets its part of the model.
     """
+    limit_buffer_cache()
     if stderr.is_terminal:
         note(f"Loading {args.model or EMBEDDED}")
     model, tokenizer = load(args.model, ranks=ranks, **load_options(args, **tokenizer_config))

@@ -12,12 +12,12 @@ from mlx_tq.cli.screen import human_bytes, note
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import position_limit
-from mlx_tq.prompt_cache.memory import other_bytes, sequence_bytes, transient_bytes, weights_nbytes
+from mlx_tq.prompt_cache.memory import PREFILL_STEP, other_bytes, sequence_bytes, transient_bytes, weights_nbytes
 
 _PROFILES = ("safe", "balanced", "small", "tiny")  # the best first
 _POLICY = "triattention"
 _BUDGET_STEP = 256  # tokens
-_STEPS = (1024, 512, 256)  # tokens, shorter prefill steps, which are tried before a smaller profile
+_STEPS = (1024, 512, PREFILL_STEP)  # tokens, shorter prefill steps, which are tried before a smaller profile
 
 
 def fit_memory(request: Request) -> Request:

@@ -101,7 +101,7 @@ def is_fused(shape: AttentionShape, device: str | None) -> bool:
 
 @cache
 def _has_matrix_cores() -> bool:
-    """Return whether mlx uses the matrix cores (NAX) of this Mac's GPU, which those from M5 on have."""
+    """Return whether mlx uses the matrix cores of this Mac's GPU, which those from M5 on have."""
     generation = re.search(r"g(\d+)", str(mx.device_info().get("architecture", "")))
     version = tuple(int(part) for part in platform.mac_ver()[0].split(".")[:2] if part)
     return generation is not None and int(generation[1]) >= _NAX_GENERATION and version >= _NAX_MACOS

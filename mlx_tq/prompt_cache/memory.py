@@ -20,7 +20,7 @@ from mlx_tq.prompt_cache.layer_group import EvictionPlan, cache_arrays
 from mlx_tq.prompt_cache.plan import LayerPlan, Plan, budget_in_tokens, choose_formats
 from mlx_tq.prompt_cache.transient import activation_nbytes, attention_nbytes, growth_nbytes
 
-PREFILL_STEP = 2048  # tokens, the default of the commands
+PREFILL_STEP = 256  # tokens, the shortest that --memory chooses
 _PROBE_TOKENS = 8
 _DEFAULT_LIMIT = 1 << 20  # tokens, if a model's configuration names no limit
 

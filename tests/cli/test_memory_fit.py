@@ -4,8 +4,10 @@ import math
 import re
 from importlib import import_module
 
+import mlx.core as mx
 import pytest
 
+from mlx_tq.cli.loading import limit_buffer_cache
 from mlx_tq.cli.options import Request
 from mlx_tq.cli.startup import check_request
 from mlx_tq.config import PROFILES, KVConfig, parse_budget
@@ -119,3 +121,18 @@ def test_generate_runs_with_what_was_chosen(quick):
     assert report.json["plan"]["config"]["value"] == "q8"
     assert len(re.findall(r"Memory 200\.0 MB, weights .* MB: --kv-profile safe fits \(", report.err)) == 1
     assert ", weights " not in quick("generate", "-p", "hi", "-m", 2, "--memory", "200MB", "--verbose", "F").err
+
+
+@pytest.mark.parametrize(("usable", "limit"), [(8 * 10**7, 10**7), (16 * 10**9, 2 * 10**9), (128 * 10**9, 8 * 10**9)])
+def test_freed_buffers_of_a_gpu_are_limited(usable, limit):
+    previous = mx.set_cache_limit(0)
+    mx.set_cache_limit(previous)
+    assert limit_buffer_cache() is None, "a CPU keeps mlx's own limit"
+    try:
+        assert limit_buffer_cache(usable) == limit
+        buffers = [mx.zeros(1_000_000, mx.uint8) for _ in range(40)]
+        mx.eval(buffers)
+        del buffers
+        assert 10**6 <= mx.get_cache_memory() <= limit
+    finally:
+        assert mx.set_cache_limit(previous) == limit
