@@ -86,7 +86,10 @@ class BatchView:
             if row is None:
                 outputs.append(padding)
                 continue
-            out = row.attend(queries[i : i + 1, :, :count], scale, mask, sinks)
+            own = queries[i : i + 1, :, :count]
+            if outputs:  # else mlx would compute the scores of all rows before their outputs
+                own = mx.depends(own, outputs[-1:])
+            out = row.attend(own, scale, mask, sinks)
             outputs.append(out if count == length else mx.concatenate([out, padding], axis=2))
         return mx.concatenate(outputs, axis=0)
 

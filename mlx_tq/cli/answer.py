@@ -20,8 +20,8 @@ from mlx_tq.cli.loading import (
     calibrate_model,
     check_memory,
     check_positions,
-    free_memory,
     join_ranks,
+    limit_buffer_cache,
     load_options,
     make_caches,
     open_caches,
@@ -137,6 +137,7 @@ def _load(args: argparse.Namespace, ranks: Ranks) -> tuple[Any, Any, dict[str, A
     """Return the model, by default that of the cache file, its tokenizer and its configuration."""
     if args.prompt_cache_file is not None:
         apply_cache_source(args, args.prompt_cache_file)
+    limit_buffer_cache()
     model_config = {"quantize_activations": args.quantize_activations}
     options = load_options(args)
     model, tokenizer, config = load(args.model, ranks=ranks, model_config=model_config, return_config=True, **options)
@@ -167,7 +168,7 @@ def _limit_tokens(opened: PromptCache, prompt: int, limit: int | None, request: 
             warn(f"evicted tokens are dropped, so the answer cannot use them.{remedy}")
         if limit is not None and tokens > _NEARLY_FULL * limit:
             warn(f"this run may reach {tokens:,} of {limit:,} positions. Eviction does not extend the context.")
-    check_memory(plan, tokens, args.kv_memory_limit or free_memory(), args.prefill_step_size)
+    check_memory(plan, tokens, args.kv_memory_limit, args.prefill_step_size)
     return max_tokens
 
 

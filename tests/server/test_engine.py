@@ -54,7 +54,7 @@ def test_a_batch_attends_to_packed_rows(loaded, monkeypatch):
     assert calls["attend"] + calls["attend_batch"] >= 3 * 5 * layers
     assert calls["prefill"] >= 5 * layers
     assert max(running) == 5
-    assert max(compressed) <= 5 * plan.peak_nbytes(304)
+    assert max(compressed) <= 5 * plan.cache_peak_nbytes(304)
     assert max(native) == 5 * plan.native_nbytes(304) > 1.2 * max(compressed)
     assert [running[-1], compressed[-1], native[-1]] == [0, 0, 0]
 
