@@ -95,6 +95,7 @@ TQ_FN void tq_attend(int lane, int member, TQ_THREAD const tq_block& block, Quer
   using WEIGHTS = tq_rows<QUERIES, 32 * TEAM>;
   constexpr int UNIT = V::VALUES, SPAN = SPLIT::SPAN, VALUES = SPLIT::VALUES;
   constexpr int AHEAD = QUERIES > 4 ? 4 : 8;  // loads at once; more take registers that other warps need
+  constexpr int TURNS = int(SPLIT::LANES) / int(SPLIT::SLOTS);  // tokens of a lane's values
   int place = 32 * member + lane;
   TQ_UNROLL for (int q = 0; q < QUERIES; q++) {
     partial.maximum[q] = TQ_MASKED;
@@ -158,7 +159,7 @@ TQ_FN void tq_attend(int lane, int member, TQ_THREAD const tq_block& block, Quer
     tq_team_barrier<TEAM>();
     int tokens = block.stop - base < 32 * TEAM ? block.stop - base : 32 * TEAM;
     if (place < int(SPLIT::SLOTS) * SPAN) {
-      TQ_UNROLL_BY(int(SPLIT::UNITS) == 1 ? AHEAD : 1) for (int slot = place / SPAN; slot < tokens; slot += int(SPLIT::SLOTS)) {
+      TQ_UNROLL_BY(int(SPLIT::UNITS) > 1 ? 1 : AHEAD < TURNS ? AHEAD : TURNS) for (int slot = place / SPAN; slot < tokens; slot += int(SPLIT::SLOTS)) {
         auto value = values + int64_t(base + slot) * VALUE_WORDS;
         WEIGHTS::load(weight, slot, p);
         TQ_UNROLL for (int u = 0; u < int(SPLIT::UNITS); u++) {
