@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
 import mlx.core as mx
@@ -68,17 +68,27 @@ def simulated(
         yield counters
 
 
+class Captured(NamedTuple):
+    text: str
+    threads: int  # of a threadgroup
+
+
 @contextmanager
-def captured() -> Iterator[dict[str, str]]:
-    """Use a GPU whose outputs are zeros, and yield the texts of the kernels called, by name."""
-    texts: dict[str, str] = {}
+def captured(dialect: str = "metal") -> Iterator[dict[str, Captured]]:
+    """Use a GPU whose outputs are zeros, and yield the kernels called, by name, with the helpers of a dialect."""
+    kernels: dict[str, Captured] = {}
+    kernel_text = gpu.kernel_text
 
     def run(kernel: Kernel, *, inputs: list[mx.array], constants: Constants, **call: Any) -> list[mx.array]:
-        texts[kernel.name] = capture(gpu.compile_kernel.__wrapped__(kernel, "metal", constants), inputs, **call)
+        text = capture(gpu.compile_kernel.__wrapped__(kernel, "metal", constants), inputs, **call)
+        kernels[kernel.name] = Captured(text, prod(call["threadgroup"]))
         return zeros(**call)
 
-    with launching(run):
-        yield texts
+    def text(name: str, _device: str, **parts: bool) -> gpu.KernelText:
+        return kernel_text(name, dialect, **parts)
+
+    with launching(run, dialect), mock.patch.object(gpu, "kernel_text", text):
+        yield kernels
 
 
 def zeros(output_shapes: list[tuple[int, ...]], output_dtypes: list[mx.Dtype], **call: Any) -> list[mx.array]:
