@@ -94,6 +94,8 @@ TQ_FN void tq_attend(int lane, int member, TQ_THREAD const tq_block& block, Quer
   using SPLIT = tq_split<V, TEAM>;
   using WEIGHTS = tq_rows<QUERIES, 32 * TEAM>;
   constexpr int UNIT = V::VALUES, SPAN = SPLIT::SPAN, VALUES = SPLIT::VALUES;
+  constexpr int AHEAD = QUERIES > 4 ? 4 : 8;  // loads at once; more take registers that other warps need
+  constexpr int TURNS = int(SPLIT::LANES) / int(SPLIT::SLOTS);  // tokens of a lane's values
   int place = 32 * member + lane;
   TQ_UNROLL for (int q = 0; q < QUERIES; q++) {
     partial.maximum[q] = TQ_MASKED;
@@ -113,7 +115,7 @@ TQ_FN void tq_attend(int lane, int member, TQ_THREAD const tq_block& block, Quer
       float decoded[K::VALUES];
       if (K::PAIRED) {
         auto paired = pairs + int64_t(token) * (KEY_WORDS / 2);
-        TQ_ROLLED for (int unit = 0; unit < int(K::COUNT); unit += 2) {
+        TQ_UNROLL_BY(K::VALUES == 1 ? AHEAD : 4) for (int unit = 0; unit < int(K::COUNT); unit += 2) {
           uint words[K::WORDS];
           TQ_UNROLL for (int n = 0; n < int(K::WORDS); n++) words[n] = paired[K::place(unit, n) / 2];
           K::decode(key, words, decoded);
@@ -123,7 +125,7 @@ TQ_FN void tq_attend(int lane, int member, TQ_THREAD const tq_block& block, Quer
           tq_score<QUERIES, K>(query, unit + 1, decoded, score);
         }
       } else {
-        TQ_ROLLED for (int unit = 0; unit < int(K::COUNT); unit++) {
+        TQ_UNROLL_BY(2) for (int unit = 0; unit < int(K::COUNT); unit++) {
           K::load(key, unit, decoded);
           tq_score<QUERIES, K>(query, unit, decoded, score);
         }
@@ -157,12 +159,12 @@ TQ_FN void tq_attend(int lane, int member, TQ_THREAD const tq_block& block, Quer
     tq_team_barrier<TEAM>();
     int tokens = block.stop - base < 32 * TEAM ? block.stop - base : 32 * TEAM;
     if (place < int(SPLIT::SLOTS) * SPAN) {
-      for (int slot = place / SPAN; slot < tokens; slot += int(SPLIT::SLOTS)) {
+      TQ_UNROLL_BY(int(SPLIT::UNITS) > 1 ? 1 : AHEAD < TURNS ? AHEAD : TURNS) for (int slot = place / SPAN; slot < tokens; slot += int(SPLIT::SLOTS)) {
         auto value = values + int64_t(base + slot) * VALUE_WORDS;
         WEIGHTS::load(weight, slot, p);
         TQ_UNROLL for (int u = 0; u < int(SPLIT::UNITS); u++) {
           int unit = u * int(SPLIT::LANES) + place % SPAN;
-          if (unit < int(V::COUNT)) {
+          if (int(V::COUNT) % int(SPLIT::LANES) == 0 || unit < int(V::COUNT)) {
             float decoded[UNIT];
             V::load(value, unit, decoded);
             TQ_UNROLL for (int q = 0; q < QUERIES; q++)

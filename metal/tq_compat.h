@@ -11,6 +11,10 @@
 #define TQ_UNROLL _Pragma("unroll")
 // nvcc would unroll some loops until registers run out; Metal's compiler may decide by itself.
 #define TQ_ROLLED _Pragma("unroll 1")
+// Unrolls a loop so that COUNT iterations load before the first one waits: nvcc moves loads up, and a warp that waits for
+// each of them leaves an SM idle. Metal's compiler may decide by itself.
+#define TQ_PRAGMA(text) _Pragma(#text)
+#define TQ_UNROLL_BY(count) TQ_PRAGMA(unroll (count))
 #define threadgroup __shared__
 
 typedef unsigned char uchar;
@@ -62,6 +66,7 @@ TQ_FN auto tq_recast(Pointer pointer) {
 #define TQ_THREAD thread
 #define TQ_UNROLL _Pragma("clang loop unroll(full)")
 #define TQ_ROLLED
+#define TQ_UNROLL_BY(count)
 
 TQ_FN float tq_add(float a, float b) { return a + b; }
 TQ_FN float tq_sub(float a, float b) { return a - b; }

@@ -114,9 +114,3 @@ struct tq_vectors : tq_unit<D, BITS> {
     return tq_gain<D, BITS, WIDE>(words + SCALE);
   }
 };
-
-// The same vectors, without a pointer to pairs of words.
-template <class Vectors>
-struct tq_unpaired : Vectors {
-  enum { PAIRED = 0 };
-};

@@ -46,7 +46,6 @@ def run(args: argparse.Namespace) -> int:
         apply_cache_source,
         check_memory,
         check_positions,
-        free_memory,
         load_model,
         make_caches,
     )
@@ -74,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         check_positions(len(ids), limit)
         caches, plan, _ = make_caches(model, config)
         if plan is not None:
-            check_memory(plan, len(ids), free_memory(), args.prefill_step_size)
+            check_memory(plan, len(ids), None, args.prefill_step_size)
             show_plan(plan, len(ids))
         with compressed_attention(model), prefill_progress() as progress:
             options = {"prefill_step_size": args.prefill_step_size, "prompt_progress_callback": progress}

@@ -69,7 +69,7 @@ def _show_capacity(args: argparse.Namespace) -> int:
     from mlx_tq.cli.screen import human_bytes, stdout, table  # likewise
     from mlx_tq.config import PROFILES  # likewise
     from mlx_tq.integration.probe import model_facts  # likewise
-    from mlx_tq.prompt_cache.memory import capacities, context_limit, weights_nbytes  # likewise
+    from mlx_tq.prompt_cache.memory import PREFILL_STEP, capacities, context_limit, weights_nbytes  # likewise
 
     model = outline_model(args)
     recommended = mx.device_info().get("max_recommended_working_set_size")  # what the GPU of a Mac may use
@@ -95,7 +95,7 @@ def _show_capacity(args: argparse.Namespace) -> int:
         batches.add_row(profile.profile, *sizes)
     stdout.print(
         f"Memory {human_bytes(memory)}, weights {human_bytes(weights)}; {dtype}, at most {limit:,} tokens.\n"
-        "Estimates: layers with outlier keys and prefill need more; keep 10 % free."
+        f"Estimates with --prefill-step-size {PREFILL_STEP}: layers with outlier keys need more; keep 10 % free."
     )
     stdout.print("", lengths, "", batches, sep="\n")
     return DONE

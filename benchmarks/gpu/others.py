@@ -2,7 +2,6 @@
 
 import copy
 import time
-from dataclasses import asdict
 from typing import Any
 
 import mlx.core as mx
@@ -11,11 +10,12 @@ from benchmarks.evict.bench_cost import POLICY, filled
 from benchmarks.gpu.models import make_model
 from benchmarks.gpu.setting import Cells, Setting
 from benchmarks.kernels.cases import make_cases
+from mlx_tq.bench.tuning import tune
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.config import BLOCK, KVConfig
 from mlx_tq.kernels.encode import encode
 from mlx_tq.kernels.recall_score import group_queries, recall_score
-from mlx_tq.kernels.tuning import tune
+from mlx_tq.kernels.thresholds import to_rows
 from mlx_tq.prompt_cache.layer_group import begin_pass, compressed_caches, layer_group_of
 
 EVICT_TOKENS, EVICT_LAYERS = 16384, 2
@@ -92,4 +92,5 @@ def measure_thresholds(setting: Setting) -> dict[str, Any]:
         if time.perf_counter() - started > (1 if setting.dry else TUNE_SECONDS):
             complete = False
             break
-    return {"steps": [step[:3] for step in steps], "best": asdict(steps[-1][3]), "complete": complete}
+    best = to_rows({step.shape: step.best for step in steps})
+    return {"steps": [step[:4] for step in steps], "best": best, "complete": complete}

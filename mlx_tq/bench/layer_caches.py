@@ -23,6 +23,7 @@ from mlx_tq.config import BLOCK, KVConfig
 from mlx_tq.kernels import backend
 from mlx_tq.kernels.attend import attend
 from mlx_tq.kernels.encode import encode
+from mlx_tq.kernels.prefill import prefill
 from mlx_tq.kernels.regions import Regions
 
 CHECKED_TOKENS = 4096  # up to this many, a compressed arm is also compared with its reference implementation
@@ -56,7 +57,7 @@ class LayerArm:
     """A compressed cache, mlx-lm's quantized one (`kv_bits`), or its plain one.
 
     With `writes`, tokens are appended as mlx-lm appends them: while the step before is still being computed, so that
-    each write copies the buffer.
+    each write copies the buffer. With `decodes`, a compressed cache is decoded for mlx's own attention, as for prompts.
     """
 
     name: str
@@ -64,6 +65,7 @@ class LayerArm:
     config: KVConfig | None = None
     kv_bits: int | None = None
     writes: bool = False
+    decodes: bool = False
 
 
 class Problem(NamedTuple):
@@ -169,7 +171,7 @@ def _compressed(cell: Cell, arm: LayerArm, config: KVConfig, queries: mx.array, 
 
     def attention(cache: list[mx.array], queries: mx.array) -> mx.array:
         regions = Regions(cache[0], packed, layout, cache[1], cache[2], sinks, full, normalization)
-        return attend(queries, regions, **cell.options)
+        return (prefill if arm.decodes else attend)(queries, regions, **cell.options)
 
     problem = _chain(attention, [rows, *full_arrays], queries, count)
     if cell.tokens > CHECKED_TOKENS:

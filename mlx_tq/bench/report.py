@@ -10,7 +10,7 @@ from typing import Any
 from mlx_tq.bench.model import Figure
 from mlx_tq.cli.diagnostics import Check, environment
 from mlx_tq.cli.screen import human_bytes
-from mlx_tq.kernels.thresholds import KernelThresholds
+from mlx_tq.kernels.thresholds import HeadShape, KernelThresholds, to_rows
 
 _COLUMNS = """KV is the size of the caches' arrays after the answer, active all memory beyond that before the prompt,
 and peak the maximum, weights included. Each line is the median of its rounds; the lines took turns."""
@@ -61,14 +61,15 @@ def _markdown_table(title: str, columns: list[str], rows: list[list[str]]) -> st
 def markdown_report(
     model: str,
     checks: list[Check],
-    best: KernelThresholds,
+    best: dict[HeadShape, KernelThresholds],
     figures: list[Figure],
     skipped: dict[str, str],
     machine: dict[str, Any],
     layers: dict[str, Any],
 ) -> str:
     failed = {check.name: f"{check.measured}, expected {check.expected}" for check in checks if not check.passed}
-    data = figures_as_dict(model, figures, skipped) | {"thresholds": asdict(best), "machine": machine, "layers": layers}
+    tuned = {"thresholds": to_rows(best), "machine": machine, "layers": layers}
+    data = figures_as_dict(model, figures, skipped) | tuned
     parts = [
         "# mlx_tq on this machine",
         _list(environment() | machine),
@@ -76,7 +77,7 @@ def markdown_report(
         f"{len(checks) - len(failed)} of {len(checks)} passed.",
         _list(failed),
         "## Thresholds",
-        _list(asdict(best)),
+        *(f"Heads of {dim}, groups of {group}:\n\n{_list(asdict(values))}" for (dim, group), values in best.items()),
         f"## {model}",
         _COLUMNS,
         markdown_tables(figures),

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from mlx_tq.bench.machine import gpu_memory, hide_home, machine_state, swap_grow
 from mlx_tq.bench.model import BenchedCache, Figure, measure_model
 from mlx_tq.bench.report import figure_tables, figures_as_dict, layer_table, markdown_report, markdown_tables
 from mlx_tq.bench.timing import measure_speed
+from mlx_tq.bench.tuning import tune
 from mlx_tq.cli.diagnostics import environment, run_checks
 from mlx_tq.cli.inputs import load_text
 from mlx_tq.cli.loading import calibrate_model
@@ -27,8 +28,7 @@ from mlx_tq.errors import ConfigError
 from mlx_tq.files import atomic_write
 from mlx_tq.integration.probe import model_facts, native_caches
 from mlx_tq.kernels import backend, thresholds
-from mlx_tq.kernels.thresholds import KernelThresholds
-from mlx_tq.kernels.tuning import tune
+from mlx_tq.kernels.thresholds import HeadShape, KernelThresholds
 from mlx_tq.models import load, short_name
 
 LAYER_TOKENS = [2048, 8192, 32768]
@@ -42,7 +42,7 @@ def run_benchmarks(args: argparse.Namespace) -> int:
     if args.report is not None:
         return _report(args)
     if args.tune:
-        _write({"environment": environment(), "thresholds": asdict(_tune(args))}, args.json)
+        _write({"environment": environment(), "thresholds": thresholds.to_rows(_tune(args))}, args.json)
     elif args.model is None:
         _measure_layers(args)
     else:
@@ -52,12 +52,12 @@ def run_benchmarks(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> int:
     before = machine_state()
-    checks = run_checks(kernels=backend.current() != "reference")
-    tuned: list[KernelThresholds] = []
+    checks = run_checks(kernels=backend.is_gpu())
+    tuned: list[dict[HeadShape, KernelThresholds]] = []
     figures, skipped = _measure_figures(args, lambda: tuned.append(_tune(args)))
     layers: dict[str, Any] = {"floors": measure_speed()._asdict(), "cells": []}
     dtype = (args.dtypes or ["float16"])[0]
-    for shape in REPORT_SHAPES if backend.current() != "reference" else [_layer_shape(args)]:
+    for shape in REPORT_SHAPES if backend.is_gpu() else [_layer_shape(args)]:
         for tokens in args.tokens or LAYER_TOKENS:
             measured = _measure_layer(args, shape, tokens, dtype)
             layers["cells"].append({"shape": shape, "tokens": tokens, **measured.to_dict()})
@@ -96,16 +96,17 @@ def _measure_layer(args: argparse.Namespace, shape: LayerShape, tokens: int, dty
     return measure_cell(Cell(shape, tokens), arms, rounds=args.rounds, seconds=CHAIN_SECONDS, memory=memory)
 
 
-def _tune(args: argparse.Namespace) -> KernelThresholds:
-    columns = ("threshold", "value", "seconds; for packed_queries and short_tokens the speedup over the other way")
-    shown = table(f"thresholds, {thresholds.machine()}", *columns)
-    measured = list(tune(args.tokens or LAYER_TOKENS, args.rounds))
-    for name, value, figure, _ in measured:
-        shown.add_row(name, str(value), f"{figure:.3g}")
-    best = measured[-1][-1]
+def _tune(args: argparse.Namespace) -> dict[HeadShape, KernelThresholds]:
+    columns = ("threshold", "head size", "group", "value", "times as fast as the built-in value, or as the other way")
+    shown, best = table(f"thresholds, {thresholds.machine()}", *columns), {}
+    for step in tune(args.tokens or LAYER_TOKENS, args.rounds):
+        shown.add_row(step.name, *map(str, step.shape), str(step.value), f"{step.speed:.3g}")
+        best[step.shape] = step.best
     path = thresholds.write(best)
     _screen(args).print(shown)
-    stderr.print(f"{best}\nsaved for this machine: {path}", soft_wrap=True)
+    for (dim, group), values in best.items():
+        stderr.print(f"heads of {dim}, groups of {group}: {values}", soft_wrap=True)
+    stderr.print(f"saved for this machine: {path}", soft_wrap=True)
     return best
 
 

@@ -19,6 +19,7 @@ from mlx_tq.codec.formats.base import dtype_name, dtype_of
 from mlx_tq.errors import ConfigError, UnsupportedModelError
 from mlx_tq.kernels import thresholds
 from mlx_tq.kernels.attend import attend_batch
+from mlx_tq.kernels.execution_record import DECODE, SHORT_PASSES, in_phase
 from mlx_tq.kernels.regions import Mask
 
 
@@ -73,9 +74,10 @@ class BatchView:
                 "such a mask could describe. Run the sequences one at a time."
             )
         length = queries.shape[2]
-        if self._steps_together(length):
+        if self._steps_together(queries):
             rows = [row for row in self.rows if row is not None]
-            out = attend_batch(queries, [row.merged_regions() for row in rows], scale=scale, mask=mask, sinks=sinks)
+            with in_phase(DECODE if length == 1 else SHORT_PASSES):
+                out = attend_batch(queries, [row.merged_regions() for row in rows], scale=scale, mask=mask, sinks=sinks)
             pending = [array for i, row in enumerate(rows) for array in row.notify(queries[i : i + 1], scale)]
             return mx.depends(out, pending) if pending else out
         outputs = []
@@ -84,14 +86,18 @@ class BatchView:
             if row is None:
                 outputs.append(padding)
                 continue
-            out = row.attend(queries[i : i + 1, :, :count], scale, mask, sinks)
+            own = queries[i : i + 1, :, :count]
+            if outputs:  # else mlx would compute the scores of all rows before their outputs
+                own = mx.depends(own, outputs[-1:])
+            out = row.attend(own, scale, mask, sinks)
             outputs.append(out if count == length else mx.concatenate([out, padding], axis=2))
         return mx.concatenate(outputs, axis=0)
 
-    def _steps_together(self, length: int) -> bool:
-        """Return whether all rows attend to packed tokens of one layout with L = `length` queries each."""
+    def _steps_together(self, queries: mx.array) -> bool:
+        """Return whether all rows attend to packed tokens of one layout with all their queries."""
+        _, query_heads, length, dim = queries.shape
         return (
-            length <= thresholds.current().packed_queries
+            length <= thresholds.current(dim, query_heads // self.key_heads[0]).packed_queries
             and all(row is not None and row.earlier is None for row in self.rows)
             and all(count == length for count in self.counts)
             and any(row.regions.packed_tokens for row in self.rows if row is not None)

@@ -15,6 +15,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_tq.cache.layer import CompressedKVCache, Group
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.cache.view import Handle, StepView, check_attention_is_patched, make_handles
+from mlx_tq.kernels.mlx_attention import attention
 from mlx_tq.kernels.regions import Mask
 
 
@@ -93,7 +94,7 @@ class ShadowView:
         return self.keys, self.values
 
     def attend(self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
-        out = mx.fast.scaled_dot_product_attention(queries, self.keys, self.values, scale=scale, mask=mask, sinks=sinks)
+        out = attention(queries, self.keys, self.values, scale=scale, mask=mask, sinks=sinks)
         if self.positions is None:
             pending = self.compressed.notify(queries, scale)
         else:

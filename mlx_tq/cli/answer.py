@@ -20,8 +20,8 @@ from mlx_tq.cli.loading import (
     calibrate_model,
     check_memory,
     check_positions,
-    free_memory,
     join_ranks,
+    limit_buffer_cache,
     load_options,
     make_caches,
     open_caches,
@@ -54,7 +54,9 @@ from mlx_tq.policies import CalibratedPolicy
 from mlx_tq.policies.policy import AUTO as AUTO_CALIBRATION
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.compressed import compressed_attention
+from mlx_tq.prompt_cache.run_summary import RunSummary
 from mlx_tq.prompt_cache.statistics import CacheStats, cache_stats, tokens_seen
+from mlx_tq.prompt_cache.warm_up import compile_kernels
 from mlx_tq.rescue import AUTO, OFF, START_S, open_client
 from mlx_tq.session.restore import take_archive_warning
 from mlx_tq.session.shadow_mode import Shadow, make_shadow
@@ -99,6 +101,7 @@ def answer_request(request: Request, inputs: Inputs | None) -> int:
             "compressed cache of limited size, use --kv-evict and --kv-budget instead."
         )
     plan = opened.plan
+    compile_kernels(model, plan, lengths=_pass_lengths(args))
     options["max_tokens"] = _limit_tokens(opened, len(ids), limit, request)
     if args.verbose and plan is not None:
         show_plan(plan, tokens_seen(opened.caches) + len(ids) + max(options["max_tokens"], 0), request.recall_blocker)
@@ -125,10 +128,16 @@ def answer_request(request: Request, inputs: Inputs | None) -> int:
     return INTERRUPTED if answer[1].finish_reason == "interrupted" else DONE
 
 
+def _pass_lengths(args: argparse.Namespace) -> range:
+    """Return the tokens of a pass while answering: one, or as many as a draft model proposes, and one."""
+    return range(1, 2 + (0 if args.draft_model is None else args.num_draft_tokens))
+
+
 def _load(args: argparse.Namespace, ranks: Ranks) -> tuple[Any, Any, dict[str, Any]]:
     """Return the model, by default that of the cache file, its tokenizer and its configuration."""
     if args.prompt_cache_file is not None:
         apply_cache_source(args, args.prompt_cache_file)
+    limit_buffer_cache()
     model_config = {"quantize_activations": args.quantize_activations}
     options = load_options(args)
     model, tokenizer, config = load(args.model, ranks=ranks, model_config=model_config, return_config=True, **options)
@@ -159,7 +168,7 @@ def _limit_tokens(opened: PromptCache, prompt: int, limit: int | None, request: 
             warn(f"evicted tokens are dropped, so the answer cannot use them.{remedy}")
         if limit is not None and tokens > _NEARLY_FULL * limit:
             warn(f"this run may reach {tokens:,} of {limit:,} positions. Eviction does not extend the context.")
-    check_memory(plan, tokens, args.kv_memory_limit or free_memory(), args.prefill_step_size)
+    check_memory(plan, tokens, args.kv_memory_limit, args.prefill_step_size)
     return max_tokens
 
 
@@ -267,7 +276,9 @@ def _load_draft(model: Any, tokenizer: Any, caches: list[Any], request: Request)
         policy = replace(config.evict.policy, calibration=AUTO_CALIBRATION)  # the file is of the other model
         config = replace(config, evict=replace(config.evict, policy=policy))
     calibrate_model(draft, draft_tokenizer, config, name=args.draft_model, waits=waits_for_calibration(args))
-    return draft, make_caches(draft, config, args.max_kv_size).caches
+    caches, plan, _ = make_caches(draft, config, args.max_kv_size)
+    compile_kernels(draft, plan, lengths=_pass_lengths(args))
+    return draft, caches
 
 
 def _report(
@@ -290,6 +301,7 @@ def _report(
             "recalled": recalled if can_recall else None,
             "rescued": quoted if request.rescue.service != OFF else None,
             "plan": plan_dict(opened.plan, cache.tokens) if opened.plan else None,
+            "ran": RunSummary.of(opened.plan, cache.tokens).to_dict() if opened.plan else None,
         }
         if shadow is not None:
             report["shadow"] = shadow.report().to_dict()
@@ -299,6 +311,8 @@ def _report(
     elif args.verbose:
         show_restored(turn, can_recall=can_recall)
         show_stats(turn, cache)
+        if opened.plan is not None:
+            note(str(RunSummary.of(opened.plan, cache.tokens)))
         if shadow is not None:
             show_shadow(shadow.report(), shadow.native_dtype)
         if not ranks.is_alone:

@@ -35,6 +35,8 @@ from mlx_tq.config import RescueConfig
 from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import CacheFormatError, ConfigError, one_line, unknown_name
 from mlx_tq.prompt_cache.cache_file import check_config, with_formats
+from mlx_tq.prompt_cache.run_summary import RunSummary
+from mlx_tq.prompt_cache.warm_up import compile_kernels
 from mlx_tq.rescue import AUTO, OFF, START_S
 from mlx_tq.session import Session
 from mlx_tq.session.restore import take_archive_warning
@@ -105,6 +107,7 @@ def run_chat(request: Request) -> int:
             session.load(args.load)
             if request.changes_cache:  # flags can only repeat what the conversation was saved with
                 check_config(args.load, session.config, with_formats(model, request.change(session.config)))
+        compile_kernels(model, session.plan)
         chat = Chat(session, settings, warnings, ranks)
         chat.show_conversation()
         note(sampling_line)
@@ -212,6 +215,8 @@ class Chat:
             )
         else:
             note("interrupted before the answer: the message was removed")
+        if self._session.plan is not None and len(self._session.turns) == 1:
+            note(str(RunSummary.of(self._session.plan, self._session.stats.tokens)))
         stderr.print(memory_bar(self._session))
 
     def _read_line(self, prompt: str) -> str:

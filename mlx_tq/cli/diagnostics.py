@@ -14,7 +14,7 @@ from mlx_tq.codec import CodecOptions, TurboQuant, format_names, get_format
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import KernelUnavailableError
 from mlx_tq.kernels import backend, cpu_streams, selftest, thresholds
-from mlx_tq.kernels.gpu import gpu_backend
+from mlx_tq.kernels.gpu import gpu_backend, thread_limits
 from mlx_tq.kernels.selftest import KernelCheck
 
 _DIM = 128
@@ -110,6 +110,8 @@ def blas_warning() -> str | None:
 
 
 def environment() -> dict[str, str]:
+    """Return what computes here; "thread limits" are those for which a kernel runs with fewer threads."""
+    limits = ", ".join(f"{kernel} {threads}" for kernel, threads in sorted(thread_limits.items()))
     used = gpu_backend() or "cpu"
     name = None if used == "cpu" else mx.device_info().get("device_name")
     return {
@@ -118,6 +120,7 @@ def environment() -> dict[str, str]:
         "blas": blas(),
         "attention": backend.describe(),
         "thresholds": thresholds.table().origin,
+        **({"thread limits": limits} if limits else {}),
         "system": platform.platform(),
         "python": platform.python_version(),
         **{package: version(package) for package in ("mlx", "mlx-lm", "numpy")},

@@ -46,6 +46,8 @@ from mlx_tq.prompt_cache.layer_group import cache_parts
 from mlx_tq.prompt_cache.measurements import calibration_path, find_losses, make_folder
 from mlx_tq.prompt_cache.plan import Plan, without_queries
 
+# Share of the GPU's memory for freed buffers, and most bytes of them: some times what a prefill step takes.
+_CACHE_SHARE, _MAX_BUFFER_CACHE = 8, 8 * 10**9
 _ANSWERING = ("generate", "chat", "server", "cache_prompt")  # commands that measure nothing
 
 
@@ -61,6 +63,22 @@ def join_ranks(request: Request) -> Ranks:
             )
     stderr.quiet = not ranks.is_first
     return ranks
+
+
+def limit_buffer_cache(usable: int | None = None) -> int | None:
+    """Limit the freed buffers that mlx keeps for reuse on a GPU, of which `usable` bytes may be used; return the limit.
+
+    By default they may fill the GPU's memory, because a growing context frees buffers that are too small for its next
+    ones. On a CPU, mlx keeps 32 MB by itself, and None is returned.
+    """
+    if usable is None:
+        if gpu_backend() is None:
+            return None
+        info = mx.device_info()
+        usable = int(info.get("max_recommended_working_set_size") or info["total_memory"])
+    limit = min(usable // _CACHE_SHARE, _MAX_BUFFER_CACHE)
+    mx.set_cache_limit(limit)
+    return limit
 
 
 def load_options(args: argparse.Namespace, **tokenizer_config: Any) -> dict[str, Any]:
@@ -81,6 +99,7 @@ def load_model(
 
     Each of several ranks gets its part of the model.
     """
+    limit_buffer_cache()
     if stderr.is_terminal:
         note(f"Loading {args.model or EMBEDDED}")
     model, tokenizer = load(args.model, ranks=ranks, **load_options(args, **tokenizer_config))
@@ -300,14 +319,24 @@ def free_memory() -> int:
     raise ConfigError("free memory is unknown on this system; give --kv-memory-limit, such as 8GB.")
 
 
-def check_memory(plan: Plan, tokens: int, limit: int, step: int) -> None:
-    """Raise ConfigError if the cache of `tokens` tokens needs more than `limit` bytes, with the context that fits."""
-    needed = plan.peak_nbytes(tokens, step)
-    if needed <= limit:
+def check_memory(plan: Plan, tokens: int, limit: int | None, step: int) -> None:
+    """Raise ConfigError if `tokens` tokens do not fit, with the context that fits.
+
+    `limit` is the bytes of their cache; None is the free memory, into which the prefill has to fit too.
+    """
+    needs = plan.peak_nbytes if limit is None else plan.cache_peak_nbytes
+    available = free_memory() if limit is None else limit
+    needed = needs(tokens, step)
+    if needed <= available:
         return
-    fits = next((n for n in (tokens * k // 64 for k in range(63, 0, -1)) if plan.peak_nbytes(n, step) <= limit), 0)
-    remedy = "Not even a short prompt fits: raise --kv-memory-limit, or lower --kv-sinks and --kv-window."
+    fits = next((n for n in (tokens * k // 64 for k in range(63, 0, -1)) if needs(n, step) <= available), 0)
+    flag = "lower --prefill-step-size" if limit is None else "raise --kv-memory-limit"
+    remedy = f"Not even a short prompt fits: {flag}, or lower --kv-sinks and --kv-window."
     if fits:
         remedy = f"About {fits:,} tokens fit: shorten the prompt or --max-tokens, or use --kv-profile small."
-    sizes = f"needs {human_bytes(needed)} of KV cache; {human_bytes(limit)} are available"
+    prefill = ""
+    if limit is None:
+        prefill = f" and, in prefill steps of {step:,}, {human_bytes(plan.transient_nbytes(tokens, step))} for a moment"
+    cache = human_bytes(plan.cache_peak_nbytes(tokens, step))
+    sizes = f"needs {cache} of KV cache{prefill}; {human_bytes(available)} are available"
     raise ConfigError(f"a context of {tokens:,} tokens {sizes}. {remedy}")

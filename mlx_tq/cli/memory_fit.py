@@ -3,7 +3,7 @@
 import argparse
 import os
 from bisect import bisect_right
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_tq.cli.loading import outline_model
@@ -12,11 +12,12 @@ from mlx_tq.cli.screen import human_bytes, note
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import position_limit
-from mlx_tq.prompt_cache.memory import other_bytes, sequence_bytes, weights_nbytes
+from mlx_tq.prompt_cache.memory import PREFILL_STEP, other_bytes, sequence_bytes, transient_bytes, weights_nbytes
 
 _PROFILES = ("safe", "balanced", "small", "tiny")  # the best first
 _POLICY = "triattention"
 _BUDGET_STEP = 256  # tokens
+_STEPS = (1024, 512, PREFILL_STEP)  # tokens, shorter prefill steps, which are tried before a smaller profile
 
 
 def fit_memory(request: Request) -> Request:
@@ -29,16 +30,35 @@ def fit_memory(request: Request) -> Request:
     """
     fit = _MemoryFit(request)
     typed = " ".join(f"{flag} {request.args.typed[flag]}" for flag in NAMING_FORMATS if flag in request.args.typed)
-    fits = True
     if typed:
-        chosen, nbytes = request, fit.nbytes(request.config)
-        fits = nbytes <= fit.available
-        line = f"{typed} {'fits' if fits else 'does not fit'} ({human_bytes(nbytes)} for {fit.context})"
+        chosen, need = request, fit.need(request.config)
+        line = f"{typed} {'fits' if need.fits else 'does not fit'} ({need.describe(fit.context)})"
     else:
-        chosen, line = fit.choose()
+        chosen, need, line = fit.choose()
     if getattr(request.args, "verbose", True):
-        note(f"Memory {fit.memory}, weights {human_bytes(fit.weights)}: {line}. Prefill takes more for a moment")
-    return replace(chosen, args=_change_args(chosen.args, kv_memory_limit=fit.available)) if fits else chosen
+        note(f"Memory {fit.memory}, weights {human_bytes(fit.weights)}: {line}")
+    if not need.fits:
+        return chosen
+    limits = {"kv_memory_limit": fit.available - need.transient, "prefill_step_size": need.step}
+    return replace(chosen, args=_change_args(chosen.args, **limits))
+
+
+@dataclass(frozen=True)
+class _Need:
+    """What a whole context needs beside weights."""
+
+    cache: int
+    transient: int  # that a prefill step takes for a moment
+    step: int
+    fits: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.cache + self.transient
+
+    def describe(self, context: str) -> str:
+        transient = f"{human_bytes(self.transient)} during prefill in steps of {self.step:,}"
+        return f"{human_bytes(self.cache)} for {context}, and {transient}"
 
 
 class _MemoryFit:
@@ -54,34 +74,45 @@ class _MemoryFit:
             raise ConfigError(f"--context is {self.tokens:,}; the model allows {limit:,}. Lower it, or drop it.")
         self.weights = weights_nbytes(model)
         self.available = args.memory - self.weights
+        self._steps = [args.prefill_step_size]
+        if "--prefill-step-size" not in args.typed:
+            self._steps += [step for step in _STEPS if step < args.prefill_step_size]
         self.memory, self.context = human_bytes(args.memory), f"{self.tokens:,} tokens"
         self._request, self._model = request, model
         self._others = other_bytes(model)
 
-    def nbytes(self, config: KVConfig) -> int:
-        """Return the bytes of the caches of a whole context."""
-        step = self._request.args.prefill_step_size
-        return sequence_bytes(self._model, config, self._others, step)(self.tokens)
+    def need(self, config: KVConfig) -> _Need:
+        """Return what a whole context needs, with the largest prefill step that fits, or else the smallest."""
+        need = None
+        for step in self._steps:
+            cache = sequence_bytes(self._model, config, self._others, step)(self.tokens)
+            transient = transient_bytes(self._model, config, step)(self.tokens)
+            need = _Need(cache, transient, step, cache + transient <= self.available)
+            if need.fits:
+                break
+        assert need is not None  # noqa: S101 - tells the type checker
+        return need
 
-    def choose(self) -> tuple[Request, str]:
-        """Return the request with the best profile that fits, and why it is that one."""
+    def choose(self) -> tuple[Request, _Need, str]:
+        """Return the request with the best profile that fits, what it needs, and why it is that one."""
         better, nbytes = "", 0
         for profile in _PROFILES:
             candidate = self._change({"--kv-profile": profile})
-            nbytes = self.nbytes(candidate.config)
-            if nbytes <= self.available:
-                return candidate, f"--kv-profile {profile} fits ({human_bytes(nbytes)} for {self.context}){better}"
+            need = self.need(candidate.config)
+            if need.fits:
+                return candidate, need, f"--kv-profile {profile} fits ({need.describe(self.context)}){better}"
+            nbytes = need.nbytes
             better = f"; {profile} would need {human_bytes(self.weights + nbytes)} in total"
         return self._evict(nbytes)
 
-    def _evict(self, smallest: int) -> tuple[Request, str]:
+    def _evict(self, smallest: int) -> tuple[Request, _Need, str]:
         """Return the request with the largest budget of tokens that fits; without eviction, `smallest` bytes do not."""
         args, config = self._request.args, self._request.config
         policy = args.kv_evict or _POLICY
         flags = {"--kv-profile": _PROFILES[-1], "--kv-evict": policy}
 
         def nbytes(tokens: int) -> int:
-            return self.nbytes(self._change({**flags, "--kv-budget": str(tokens)}).config)
+            return self.need(self._change({**flags, "--kv-budget": str(tokens)}).config).nbytes
 
         least = config.sinks + config.num_protected + _BUDGET_STEP
         budgets = range(least, self.tokens if args.kv_budget is None else 0, _BUDGET_STEP)
@@ -90,12 +121,16 @@ class _MemoryFit:
             cache, enough = human_bytes(smallest), human_bytes(1.01 * (self.weights + smallest))
             raise ConfigError(
                 f"--memory {self.memory} is too small: the weights take {human_bytes(self.weights)}, and the cache of "
-                f"{self.context} at least {cache}. Give {enough}, a lower --context, or a smaller model."
+                f"{self.context} with its prefill at least {cache}. Give {enough}, a lower --context, or a smaller "
+                "model."
             )
         tokens = budgets[bisect_right(budgets, self.available, key=nbytes) - 1]
         flags["--kv-budget"] = str(tokens)
         words = " ".join(f"{flag} {value}" for flag, value in flags.items())
-        return self._change(flags), f"{words}, because no profile holds all {self.context}"
+        chosen = self._change(flags)
+        need = self.need(chosen.config)
+        why = f"because no profile holds all {self.context} ({need.describe('what stays')})"
+        return chosen, need, f"{words}, {why}"
 
     def _change(self, flags: dict[str, str]) -> Request:
         """Return the request as if `flags` were typed; what the environment says of formats gives way."""

@@ -9,6 +9,7 @@ from mlx_lm.models.cache import CacheList, KVCache
 
 from mlx_tq.cache.view import Handle, make_handles
 from mlx_tq.integration.probe import native_caches
+from mlx_tq.kernels.mlx_attention import attention
 from mlx_tq.kernels.regions import Mask
 from mlx_tq.prompt_cache.compressed import compressed_attention
 
@@ -87,7 +88,7 @@ def _watch(cache: Any, calls: list[Attended | None]) -> Any:
     def attend(
         queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Mask, sinks: mx.array | None
     ) -> mx.array:
-        output = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+        output = attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
         calls[number] = Attended(queries, keys, values, scale, mask, sinks, output, queries[:, :, :0])
         return output
 

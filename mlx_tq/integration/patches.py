@@ -21,6 +21,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_tq.cache.view import Handle
 from mlx_tq.errors import ConfigError, UnsupportedModelError
+from mlx_tq.kernels.mlx_attention import attention
 from mlx_tq.kernels.regions import Mask
 
 Undo = Callable[[], None]
@@ -95,7 +96,9 @@ def scaled_dot_product_attention(
     queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Mask, sinks: mx.array | None = None
 ) -> mx.array:
     """Run mlx-lm's attention, where keys and values may be handles of a compressed cache."""
-    if not isinstance(keys, Handle):
+    if isinstance(keys, mx.array):
+        return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+    if not isinstance(keys, Handle):  # of mlx-lm's quantized cache
         return _mlx_lm_attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)  # type: ignore[no-any-return]
     view = keys.view
     if view.wants_queries:

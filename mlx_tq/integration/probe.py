@@ -14,10 +14,12 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, KVCache
 
 from mlx_tq.cache.view import Handle, make_handles
-from mlx_tq.codec.formats.base import dtype_name
+from mlx_tq.codec.formats.base import dtype_name, dtype_of
 from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import UnsupportedModelError
 from mlx_tq.integration.patches import capture_queries, find_call, patch_attention, patch_rope, recorded_calls
+from mlx_tq.kernels.gpu import gpu_backend
+from mlx_tq.kernels.mlx_attention import probe_vector_queries
 from mlx_tq.kernels.regions import Mask
 from mlx_tq.models import config_value, is_outline, loaded_name, ranks_of
 
@@ -39,6 +41,7 @@ class SlotFacts:
     shared: bool  # later layers read this cache too
     rope: Any = None  # the RoPE module that made the queries
     no_rope: str = ""  # why there is none
+    query_heads: int = 0  # 0 if not known
     nearby_rope: Any = None  # the RoPE module of this or an earlier layer that rotates vectors of this size
 
 
@@ -53,6 +56,7 @@ class ModelFacts:
     counts_keys: bool = False  # the model reads how many keys it fetched
     positions: int | None = None  # that the model allows, if its configuration says
     ranks: Ranks = ALONE  # each has its own heads
+    activations: int = 0  # numbers that a token's pass through one layer keeps at once, as far as the model says
 
 
 # By id of a model: the model, the shapes and types of its weights at the time, and its facts.
@@ -94,6 +98,7 @@ class _ProbeView:
     def __init__(self, keys: mx.array, values: mx.array) -> None:
         self._keys, self._values = keys, values
         self.is_attended = self.is_counted = False
+        self.query_heads = 0
         self.rope: dict[str, Any] = {}  # fields of SlotFacts
 
     def key_shape(self) -> tuple[int, ...]:
@@ -110,7 +115,7 @@ class _ProbeView:
     def attend(self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
         if not self.is_attended:
             self._find_rope(queries)
-        self.is_attended = True
+        self.is_attended, self.query_heads = True, queries.shape[1]
         return mx.fast.scaled_dot_product_attention(
             queries, self._keys, self._values, scale=scale, mask=mask, sinks=sinks
         )
@@ -164,6 +169,7 @@ class _ProbeCache(KVCache):  # type: ignore[misc]
             dtype=dtype_name(keys.dtype),
             key_norm=norm,
             shared=len(self.views) > self._updates,
+            query_heads=max(view.query_heads for view in self.views),
             **self.views[0].rope,
         )
 
@@ -213,5 +219,23 @@ def _probe(model: Any) -> ModelFacts:
             "never sees them. Use --kv-profile off."
         )
     slots = [probe.facts(index, part, model) for (index, part), probe in probes.items()]
+    if gpu_backend() == "metal" and not is_outline(model):
+        for dims in {(slot.key_dim, slot.value_dim, slot.query_heads // slot.heads, slot.dtype) for slot in slots}:
+            probe_vector_queries(*dims[:3], dtype_of(dims[3]))
     counts_keys = any(view.is_counted for probe in probes.values() for view in probe.views)
-    return ModelFacts(name, loaded_name(model), classes, slots, counts_keys, position_limit(model), ranks_of(model))
+    return ModelFacts(
+        name,
+        loaded_name(model),
+        classes,
+        slots,
+        counts_keys,
+        position_limit(model),
+        ranks_of(model),
+        _count_activations(model),
+    )
+
+
+def _count_activations(model: Any) -> int:
+    """Count the residual stream, its norm and a layer's input and output, and gate, input and product of its MLP."""
+    hidden, inner = (config_value(getattr(model, "args", None), f"{name}_size") for name in ("hidden", "intermediate"))
+    return 4 * (hidden if isinstance(hidden, int) else 0) + 3 * (inner if isinstance(inner, int) else 0)

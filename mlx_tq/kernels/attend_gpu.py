@@ -20,9 +20,10 @@ from mlx_tq.codec.formats.trellis import TrellisCodec
 from mlx_tq.codec.formats.turbo import TurboCodec
 from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization
 from mlx_tq.kernels import arguments, backend, thresholds
-from mlx_tq.kernels.gpu import Constants, Kernel, simdgroup_grid
+from mlx_tq.kernels.gpu import Constants, Kernel, fit_simdgroups, simdgroup_grid
 from mlx_tq.kernels.matrix_queries import matrix_queries
 from mlx_tq.kernels.regions import Mask, Regions
+from mlx_tq.kernels.thresholds import KernelThresholds
 
 ATTEND = Kernel(
     "attend",
@@ -132,13 +133,18 @@ class _Call:
 
     def attend(self) -> mx.array:
         """Attend in one kernel up to the threshold of tokens, else in two: [B, Hq, L, Dv]."""
-        if max(regions.tokens for regions in self.batch) > thresholds.current().short_tokens:
+        if max(regions.tokens for regions in self.batch) > self._limits.short_tokens:
             return self.merge(self.attend_blocks())
         halves = 1 if self.queries.shape[3] <= _SHORT_DIM else 2
-        simdgroups = _SHORT_SIMDGROUPS // halves
+        rows = _SHORT_QUERIES // halves
+        return fit_simdgroups(_SHORT_SIMDGROUPS // halves, lambda simdgroups: self._attend_short(simdgroups, rows))
+
+    def _attend_short(self, simdgroups: int, rows: int) -> mx.array:
+        if simdgroups == 1:  # packed and full-precision tokens need one each
+            return self.merge(self.attend_blocks())
         cuts = [_divide_simdgroups(regions, simdgroups) for regions in self.batch]
         value = self.batch[0].layout.value
-        tile = self._tile(_SHORT_QUERIES // halves, is_short=True)
+        tile = self._tile(min(rows, simdgroups), is_short=True)
         arrays, constants, sizes = self._arguments(cuts, tile)
         outputs = [arguments.sign_flips(value.rotation), self._sink_input()]
         (attended,) = ATTEND_SHORT.run(
@@ -152,8 +158,12 @@ class _Call:
         return attended
 
     def attend_blocks(self) -> _BlockPartials:
-        by_matrix = self._matrix_tile()
-        tile, limits, cuts = by_matrix or self._tile(QUERIES), thresholds.current(), list[_Cut]()
+        return fit_simdgroups(_MATRIX_SIMDGROUPS, self._attend_blocks)
+
+    def _attend_blocks(self, simdgroups: int) -> _BlockPartials:
+        """Attend with at most this many simdgroups in a threadgroup."""
+        by_matrix = self._matrix_tile(simdgroups)
+        tile, limits, cuts = by_matrix or self._tile(QUERIES, simdgroups), self._limits, list[_Cut]()
         for regions in self.batch:  # so that the tiles keep the GPU busy
             packed, full = (
                 min(-(-tokens // limits.min_block), max(1, limits.simdgroups // tile.simdgroups), limits.max_blocks)
@@ -175,21 +185,25 @@ class _Call:
         return _BlockPartials(outputs, maxima, sums, sizes)
 
     def merge(self, partials: _BlockPartials) -> mx.array:
-        shape, simdgroups = self.queries.shape[:3], thresholds.current().merge_simdgroups
+        shape = self.queries.shape[:3]
         value = self.batch[0].layout.value
         constants = dict(arguments.codec_constants("VALUE", value))
         *arrays, sizes = partials
-        (attended,) = MERGE.run(
-            inputs=[*arrays, arguments.sign_flips(value.rotation), self._sink_input(), arguments.small_input(sizes)],
-            constants=(
-                ("T", self.queries.dtype),
-                ("SINKS", self.sinks is not None),
-                ("SIMDGROUPS", simdgroups),
-                *((name, constants[name]) for name in ("VALUE_DIM", "VALUE_ORDER", "VALUE_ROTATED")),
+        inputs = [*arrays, arguments.sign_flips(value.rotation), self._sink_input(), arguments.small_input(sizes)]
+        (attended,) = fit_simdgroups(
+            self._limits.merge_simdgroups,
+            lambda simdgroups: MERGE.run(
+                inputs=inputs,
+                constants=(
+                    ("T", self.queries.dtype),
+                    ("SINKS", self.sinks is not None),
+                    ("SIMDGROUPS", simdgroups),
+                    *((name, constants[name]) for name in ("VALUE_DIM", "VALUE_ORDER", "VALUE_ROTATED")),
+                ),
+                **simdgroup_grid(simdgroups * math.prod(shape), simdgroups),
+                output_shapes=[(*shape, value.head_dim)],
+                output_dtypes=[self.queries.dtype],
             ),
-            **simdgroup_grid(simdgroups * math.prod(shape), simdgroups),
-            output_shapes=[(*shape, value.head_dim)],
-            output_dtypes=[self.queries.dtype],
         )
         return attended
 
@@ -222,20 +236,23 @@ class _Call:
     def _sink_input(self) -> mx.array:
         return _NO_SINKS if self.sinks is None else arguments.pad_input(self.sinks.astype(mx.float32))
 
-    def _tile(self, most: int, *, is_short: bool = False) -> "_Tile":
-        """Divide the query rows of each KV head into tiles of up to `most` rows, for attend or attend_short."""
+    def _tile(self, most: int, simdgroups: int = max(_TEAMS), *, is_short: bool = False) -> "_Tile":
+        """Divide the query rows of each KV head into tiles of up to `most` rows, for attend or attend_short.
+
+        At most `simdgroups` share a tile of attend.
+        """
         rows, query_heads, length, _ = self.queries.shape
         heads, value = self.batch[0].full_keys.shape[1], self.batch[0].layout.value
         per_head = query_heads // heads * length
         even = -(-per_head // -(-per_head // most))
         size = next(size for size in _ROWS if size >= even)
-        team, values = _team(size, value.head_dim, (arguments.count_units(value), value.head_dim))
+        team, values = _team(size, value.head_dim, (arguments.count_units(value), value.head_dim), simdgroups)
         if values > _MOST_LANE_VALUES and size > 1:
-            return self._tile(size // 2, is_short=is_short)
+            return self._tile(size // 2, simdgroups, is_short=is_short)
         return _Tile(size, 1 if is_short else team, rows * heads * -(-per_head // size))
 
-    def _matrix_tile(self) -> "_Tile | None":
-        """Return the tile of attend_matrix, or None where attend.metal serves.
+    def _matrix_tile(self, most: int) -> "_Tile | None":
+        """Return the tile of attend_matrix with up to `most` simdgroups, or None where attend.metal serves.
 
         It multiplies in half precision, and has no mask array and one cache; CUDA has no such matrices.
         """
@@ -243,7 +260,7 @@ class _Call:
         heads, layout = self.batch[0].full_keys.shape[1], self.batch[0].layout
         per_head = query_heads // heads * length
         if (
-            per_head < thresholds.current().matrix_queries
+            per_head < self._limits.matrix_queries
             or backend.current() != "metal"
             or len(self.batch) > 1
             or isinstance(self.mask, mx.array)
@@ -251,9 +268,14 @@ class _Call:
             or any(codec.head_dim % 32 or codec.head_dim > _MATRIX_DIM for codec in (layout.key, layout.value))
         ):
             return None
-        tiles = -(-per_head // (8 * _MATRIX_SIMDGROUPS))
+        tiles = -(-per_head // (8 * most))
         simdgroups = -(-per_head // (8 * tiles))
         return _Tile(8 * simdgroups, simdgroups, self.queries.shape[0] * heads * tiles)
+
+    @cached_property
+    def _limits(self) -> KernelThresholds:
+        heads = self.batch[0].full_keys.shape[1]
+        return thresholds.current(self.queries.shape[3], self.queries.shape[1] // heads)
 
     @cached_property
     def _bias(self) -> tuple[mx.array, tuple[int, int, int]]:
@@ -279,7 +301,6 @@ class _Call:
     def _arguments(self, cuts: list[_Cut], tile: "_Tile") -> tuple[list[mx.array], Constants, list[int]]:
         """Return the arrays of the caches, with the levels of trellis codes, the constants, and `attend_sizes`."""
         rows, query_heads, length, _ = self.queries.shape
-        limits = thresholds.current()
         full_keys, layout = self.batch[0].full_keys, self.batch[0].layout
         dtype, repeats, causal = full_keys.dtype, rows // len(self.batch), isinstance(self.mask, str)
         _, bias_strides = self._bias
@@ -307,8 +328,8 @@ class _Call:
             ("NORMALIZED", self.normalized),
             ("MEAN_TOKENS", MEAN_TOKENS),
             *arguments.layout_constants(layout),
-            ("KEY_TABLE", limits.level_tables == 2 and _has_table(layout.key)),
-            ("VALUE_TABLE", limits.level_tables > 0 and _has_table(layout.value)),
+            ("KEY_TABLE", self._limits.level_tables == 2 and _has_table(layout.key)),
+            ("VALUE_TABLE", self._limits.level_tables > 0 and _has_table(layout.value)),
         )
         levels = arguments.trellis_levels(layout.key, layout.value)
         return [*levels, *chain.from_iterable(zip(*sources, strict=True))], constants, sizes
@@ -352,15 +373,15 @@ def _mask_bias(mask: Mask, tokens: int) -> tuple[mx.array, tuple[int, int, int]]
     return mx.broadcast_to(bias, (batch, heads, length, tokens)), strides
 
 
-def _team(rows: int, dim: int, units: Sequence[int]) -> tuple[int, int]:
-    """Return how many simdgroups share a tile, and how many values of outputs a lane then has.
+def _team(rows: int, dim: int, units: Sequence[int], most: int) -> tuple[int, int]:
+    """Return how many simdgroups, up to `most`, share a tile, and how many values of outputs a lane then has.
 
     `units` are those of a packed and of a full-precision value vector. A team of several needs one for each lane.
     """
     teams = {
         team: rows * max(dim // count * -(-count // (32 * team)) for count in units)
         for team in _TEAMS
-        if team == 1 or min(units) >= 32 * team
+        if team == 1 or (team <= most and min(units) >= 32 * team)
     }
     return next(((t, n) for t, n in teams.items() if n <= _LANE_VALUES), max(teams.items()))
 

@@ -13,6 +13,7 @@ from mlx_tq.errors import ConfigError, KernelUnavailableError
 from mlx_tq.kernels import gpu
 from mlx_tq.kernels.cpu.arrays import TracedArrayError
 from mlx_tq.kernels.cpu.build import load_library
+from mlx_tq.kernels.execution_record import record
 
 BACKENDS = ("auto", "metal", "cuda", "cpu", "reference")
 GPUS = ("metal", "cuda")
@@ -100,16 +101,19 @@ def dispatch(
     def decorate(reference: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
         @wraps(reference)
         def run(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
-            run_kernel = launch if is_gpu() else cpu if current() == "cpu" else None
+            name, run_kernel = reference.__name__, launch if is_gpu() else cpu if current() == "cpu" else None
             if run_kernel is None:
+                if launch is not None:
+                    record(f"reference {name}")
                 return reference(*args, **kwargs)
             try:
-                return run_kernel(*args, **kwargs)
+                result = run_kernel(*args, **kwargs)
             except TracedArrayError:
                 return reference(*args, **kwargs)
             except KernelUnavailableError as error:
                 is_unsupported = isinstance(error, gpu.UnsupportedByKernelError)
                 if is_unsupported and not is_gpu():  # the reference implementation runs on the same device
+                    record(f"reference {name}")
                     return reference(*args, **kwargs)
                 if _state.choice != "auto":
                     raise
@@ -117,7 +121,11 @@ def dispatch(
                 warnings.warn(message, KernelFallbackWarning, stacklevel=2)
                 if not is_unsupported:
                     _state.failure = str(error)
+                record(f"reference {name}")
                 return reference(*args, **kwargs)
+            if run_kernel is cpu:
+                record(name)
+            return result
 
         return run
 

@@ -8,7 +8,7 @@ from mlx_tq.codec.normalization import KeyNormalization
 from mlx_tq.codec.rows import RowLayout, Rows
 from mlx_tq.kernels import arguments, backend
 from mlx_tq.kernels.cpu.encode import launch_encode
-from mlx_tq.kernels.gpu import Kernel, simdgroup_grid
+from mlx_tq.kernels.gpu import Kernel, fit_simdgroups, simdgroup_grid
 from mlx_tq.kernels.wht import wht
 
 ENCODE = Kernel(
@@ -32,18 +32,19 @@ def _launch_encode(
         means = means if rotation is None else wht(means, rotation, inverse=True)
         inputs += arguments.normalization_inputs(replace(normalization, means=means), tokens)
     levels = arguments.trellis_levels(layout.key, layout.value)
-    simdgroups = 1 if levels else 4  # a trellis search needs up to 20 KB of threadgroup memory
-    words, flags = ENCODE.run(
-        inputs=[*inputs, *levels],
-        constants=(
-            ("T", keys.dtype),
-            ("SIMDGROUPS", simdgroups),
-            *arguments.normalization_constants(normalization, keys.dtype),
-            *arguments.layout_constants(layout),
+    constants = (
+        *arguments.normalization_constants(normalization, keys.dtype),
+        *arguments.layout_constants(layout),
+    )
+    words, flags = fit_simdgroups(
+        1 if levels else 4,  # a trellis search needs up to 20 KB of threadgroup memory
+        lambda simdgroups: ENCODE.run(
+            inputs=[*inputs, *levels],
+            constants=(("T", keys.dtype), ("SIMDGROUPS", simdgroups), *constants),
+            **simdgroup_grid(count, simdgroups, 2),
+            output_shapes=[(batch, heads, tokens, 2 * layout.words), (2, count)],
+            output_dtypes=[mx.uint16, mx.uint8],
         ),
-        **simdgroup_grid(count, simdgroups, 2),
-        output_shapes=[(batch, heads, tokens, 2 * layout.words), (2, count)],
-        output_dtypes=[mx.uint16, mx.uint8],
     )
     health = mx.stack([(flags & 1).sum(), (flags >> 1).sum()]).astype(mx.int32)
     return Rows(words.view(mx.uint32), health)
@@ -63,12 +64,15 @@ def _launch_compact(rows: mx.array, kept_rows: mx.array, capacity: int) -> mx.ar
     shape = (batch, heads, capacity, words)
     if kept_rows.size == 0:
         return mx.zeros(shape, mx.uint32)
-    (compacted,) = COMPACT.run(
-        inputs=[rows, kept_rows, arguments.small_input([kept_rows.size, capacity])],
-        constants=(),
-        **simdgroup_grid(kept_rows.size, 8, batch * heads),
-        output_shapes=[shape],
-        output_dtypes=[mx.uint32],
+    (compacted,) = fit_simdgroups(
+        8,
+        lambda simdgroups: COMPACT.run(
+            inputs=[rows, kept_rows, arguments.small_input([kept_rows.size, capacity])],
+            constants=(),
+            **simdgroup_grid(kept_rows.size, simdgroups, batch * heads),
+            output_shapes=[shape],
+            output_dtypes=[mx.uint32],
+        ),
     )
     return compacted
 

@@ -1,18 +1,19 @@
 """Compiles the kernels of metal/ when they are first called, and runs them on the GPU."""
 
+import math
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 
 from mlx_tq.errors import KernelUnavailableError
+from mlx_tq.kernels.execution_record import record
 
 # Values that a kernel's text leaves open, by name. Each set of values is compiled separately.
 Constant = int | bool | mx.Dtype
@@ -26,11 +27,16 @@ _DIALECTS = re.compile(r"#if defined\(__CUDACC__\).*?\n(.*?)\n#else\n(.*?)\n#end
 _OPTIONAL = re.compile(r"#if TQ_(NORMALIZED|TRELLIS)\n(.*?)(?:#else\n(.*?))?#endif\n", re.S)
 _INCLUDE = re.compile(r'#include "(\w+\.(?:h|inc))"\n')
 _SELECT = re.compile(r"TQ_SELECT\((\w+), (\w+)\)")
+# Of two errors that mlx raises when it evaluates a kernel: too many threads, and a call inside of `mx.compile`.
+_THREAD_LIMIT = re.compile(r"maximum allowed threads per threadgroup \((\d+)\)")
+_TRACING = "function transformations"
 _TYPE_NAMES = {
     "metal": {mx.float16: "float16_t", mx.bfloat16: "bfloat16_t", mx.float32: "float"},
     "cuda": {mx.float16: "__half", mx.bfloat16: "__nv_bfloat16", mx.float32: "float"},
     "plain": {mx.float16: "float16", mx.bfloat16: "bfloat16", mx.float32: "float32"},
 }
+
+_Result = TypeVar("_Result")
 
 
 def simdgroup_grid(count: int, simdgroups: int, others: int = 1) -> dict[str, tuple[int, int, int]]:
@@ -44,6 +50,21 @@ def simdgroup_grid(count: int, simdgroups: int, others: int = 1) -> dict[str, tu
 
 class UnsupportedByKernelError(KernelUnavailableError):
     """Kernels do not have this format, rotation, head size or dtype; other calls can still use them."""
+
+
+class ThreadLimitError(KernelUnavailableError):
+    """The GPU does not run so many threads in a threadgroup: the limit depends on the chip and the kernel."""
+
+
+def fit_simdgroups(most: int, launch: Callable[[int], _Result]) -> _Result:
+    """Call `launch` with a number of simdgroups per threadgroup, halved while the GPU does not run so many threads."""
+    while True:
+        try:
+            return launch(most)
+        except ThreadLimitError:
+            if most == 1:
+                raise
+            most //= 2
 
 
 class KernelText(NamedTuple):
@@ -86,20 +107,53 @@ class Kernel:
                 f"kernel {self.name!r} needs a GPU and mlx's default device is {mx.default_device()}. "
                 "Use backend auto or reference."
             )
+        threads = math.prod(call["threadgroup"])
         try:
             compiled = compile_kernel(self, device, constants)
+            compiled.check(self.name, threads)
             outputs = compiled(inputs=inputs, **call)
-            if compiled not in _proven:
-                with suppress(ValueError):  # inside `mx.compile`, which cannot wait; a compiler's is a RuntimeError
-                    mx.eval(outputs)
-                    _proven.add(compiled)
+            compiled.wait_once(outputs)
         except (RuntimeError, ValueError) as error:
+            if limit := _THREAD_LIMIT.search(str(error)):
+                compiled.thread_limit = int(limit.group(1))
+                thread_limits[self.name] = min(compiled.thread_limit, thread_limits.get(self.name, threads))
+                compiled.check(self.name, threads)
             raise KernelUnavailableError(f"kernel {self.name!r} cannot run on {device}: {error}") from error
+        record(self.name)
         return outputs
 
 
-# Compiled kernels that have run: the GPU's compiler has accepted their text.
-_proven: set[Callable[..., list[mx.array]]] = set()
+class CompiledKernel:
+    """A kernel with given constants: the function of mlx, and what its first call showed."""
+
+    def __init__(self, call: Callable[..., list[mx.array]]) -> None:
+        self._call = call
+        self._has_run = False  # the GPU's compiler has accepted the text
+        self.thread_limit: int | None = None  # of a threadgroup, where a call exceeded it
+
+    def __call__(self, **call: Any) -> list[mx.array]:
+        return self._call(**call)
+
+    def check(self, name: str, threads: int) -> None:
+        if self.thread_limit is not None and threads > self.thread_limit:
+            raise ThreadLimitError(
+                f"kernel {name!r} has {threads} threads per threadgroup, and the GPU allows {self.thread_limit}."
+            )
+
+    def wait_once(self, outputs: list[mx.array]) -> None:
+        """Wait for the first outputs, except inside of `mx.compile`, where nothing can wait."""
+        if self._has_run:
+            return
+        try:
+            mx.eval(outputs)
+            self._has_run = True
+        except ValueError as error:
+            if _TRACING not in str(error):
+                raise
+
+
+# Threads per threadgroup that the GPU allows, by kernel, where a call exceeded them.
+thread_limits: dict[str, int] = {}
 
 
 def gpu_backend() -> str | None:
@@ -110,8 +164,8 @@ def gpu_backend() -> str | None:
 
 
 @cache
-def compile_kernel(kernel: Kernel, device: str, constants: Constants) -> Callable[..., list[mx.array]]:
-    """Return the object of `mx.fast` for a kernel; the GPU compiles its text at the first call.
+def compile_kernel(kernel: Kernel, device: str, constants: Constants) -> CompiledKernel:
+    """Make the function of `mx.fast` for a kernel; the GPU compiles its text at the first call.
 
     Constants stand in the text, for mlx would parse `template` values at every call, and in the name, for mlx keeps one
     text per name.
@@ -133,7 +187,7 @@ def compile_kernel(kernel: Kernel, device: str, constants: Constants) -> Callabl
         for name, value in constants
     ]
     make: Any = mx.fast.metal_kernel if device == "metal" else mx.fast.cuda_kernel
-    compiled: Callable[..., list[mx.array]] = make(
+    call = make(
         name="_".join(["mlx_tq", kernel.name, *(_literal(value, "plain") for value in values.values())]),
         input_names=kernel.input_names(constants),
         output_names=list(kernel.outputs),
@@ -141,7 +195,7 @@ def compile_kernel(kernel: Kernel, device: str, constants: Constants) -> Callabl
         source="".join(declarations) + _SELECT.sub(select, body),
         ensure_row_contiguous=bool(kernel.sources),
     )
-    return compiled
+    return CompiledKernel(call)
 
 
 def _has_trellis(values: dict[str, Any]) -> bool:

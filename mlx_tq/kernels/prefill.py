@@ -4,6 +4,8 @@ The inverse rotation is never applied to a cached token: full-precision keys and
 output is rotated back once.
 """
 
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import mlx.core as mx
@@ -13,7 +15,9 @@ from mlx_tq.codec.normalization import KeyNormalization, cast_clamped, decode_ro
 from mlx_tq.codec.rotation import rotate_exactly
 from mlx_tq.kernels import arguments, backend
 from mlx_tq.kernels.cpu.attend import launch_attend
-from mlx_tq.kernels.gpu import Kernel
+from mlx_tq.kernels.execution_record import record
+from mlx_tq.kernels.gpu import Kernel, fit_simdgroups
+from mlx_tq.kernels.mlx_attention import attention, bounds
 from mlx_tq.kernels.regions import Mask, Regions, take_columns
 from mlx_tq.kernels.wht import wht
 
@@ -37,7 +41,8 @@ def _launch_dequantize(regions: Regions) -> tuple[mx.array, mx.array]:
     )
     # Without full-precision tokens the kernel reads neither array, but arrays must not be empty.
     full = (regions.keys, regions.values) if length else (mx.zeros((1, 1, 1, arguments.MIN_SIZE), dtype),) * 2
-    keys, values = DEQUANTIZE.run(
+    run = partial(
+        DEQUANTIZE.run,
         inputs=[
             rows.view(mx.uint16),
             *full,
@@ -53,10 +58,10 @@ def _launch_dequantize(regions: Regions) -> tuple[mx.array, mx.array]:
             *arguments.layout_constants(layout),
         ),
         grid=(decoding_threads + _round_up(32 * batch * heads * length), 2, 1),
-        threadgroup=(THREADS, 1, 1),
         output_shapes=[(batch, heads, tokens + length, codec.head_dim) for codec in (layout.key, layout.value)],
         output_dtypes=[dtype, dtype],
     )
+    keys, values = fit_simdgroups(THREADS // 32, lambda simdgroups: run(threadgroup=(32 * simdgroups, 1, 1)))
     return keys, values
 
 
@@ -96,14 +101,35 @@ def _rotate(x: mx.array, codec: Codec, normalization: KeyNormalization | None) -
 def prefill(
     queries: mx.array, regions: Regions, *, scale: float, mask: Mask = None, sinks: mx.array | None = None
 ) -> mx.array:
-    """Attend to a cache, with or without packed tokens; arguments and result are those of `attend`, for any L."""
-    layout, normalization = regions.layout, regions.normalization
-    attention = mx.fast.scaled_dot_product_attention
+    """Attend to a cache, with or without packed tokens; arguments and result are those of `attend`, for any L.
+
+    Where all decoded keys and values would exceed `bounds().decoded`, those of one KV head are decoded at a time.
+    """
+    record("mlx attention")
     if regions.packed_tokens == 0:
         return attention(queries, regions.keys, regions.values, scale=scale, mask=mask, sinks=sinks)
     if isinstance(mask, mx.array):  # packed tokens come first in what `dequantize` returns
         start, stop = regions.sink_tokens, regions.sink_tokens + regions.packed_tokens
         mask = take_columns(mask, (start, stop), (0, start), (stop, regions.tokens))
+    if regions.full_nbytes <= bounds().decoded:
+        return _attend_decoded(queries, regions, scale, mask, sinks)
+    heads = regions.full_keys.shape[1]
+    groups = queries.shape[1] // heads
+    outputs: list[mx.array] = []
+    for head in range(heads):
+        members = slice(head * groups, (head + 1) * groups)
+        own, rows = queries[:, members], regions.head(head)
+        if outputs:  # else mlx would decode all heads before it attends to one
+            own, packed = mx.depends([own, rows.rows()], outputs[-1:])
+            rows = replace(rows, packed_rows=packed, shared=())
+        of_heads = isinstance(mask, mx.array) and mask.ndim > 2 and mask.shape[-3] > 1
+        own_mask = mask[..., members, :, :] if isinstance(mask, mx.array) and of_heads else mask
+        outputs.append(_attend_decoded(own, rows, scale, own_mask, None if sinks is None else sinks[members]))
+    return mx.concatenate(outputs, axis=1)
+
+
+def _attend_decoded(queries: mx.array, regions: Regions, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
+    layout, normalization = regions.layout, regions.normalization
     if layout.key.rotation is None:
         rotated = cast_clamped(normalize_queries(queries, normalization), queries.dtype, normalization)
     else:

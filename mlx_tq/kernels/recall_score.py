@@ -17,7 +17,7 @@ from mlx_tq.codec.rotation import rotate
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import arguments, backend
 from mlx_tq.kernels.cpu.score import launch_recall_score
-from mlx_tq.kernels.gpu import Kernel, simdgroup_grid
+from mlx_tq.kernels.gpu import Kernel, fit_simdgroups, simdgroup_grid
 from mlx_tq.kernels.regions import Regions, apply_mask
 
 RECALL_SCORE = Kernel(
@@ -45,28 +45,32 @@ def _launch(
     heads, tokens = keys.codes.shape[1:3]
     count, dim = queries.shape[2:]
     tiles = mx.pad(queries, [(0, 0), (0, 0), (0, -count % QUERIES), (0, 0)]).reshape(heads, -1, QUERIES, dim)
-    maxima, sums = RECALL_SCORE.run(
-        inputs=[
-            arguments.pad_input(keys.codes),
-            arguments.small_input([], mx.float32).reshape(1, 1, -1)
-            if keys.scale is None
-            else arguments.pad_input(keys.scale),
-            mx.contiguous(tiles.swapaxes(-1, -2)),
-            arguments.pad_input(mx.array([0, *accumulate(sizes)], mx.int32)),
-            arguments.small_input([count, len(sizes)]),
-            *arguments.normalization_inputs(normalization, tokens)[1:],  # queries are already divided by the key scale
-            *arguments.trellis_levels(layout.key),
-        ],
-        constants=(
-            ("SIMDGROUPS", SIMDGROUPS),
-            ("QUERIES", QUERIES),
-            ("SPAN", 32 if dim <= 128 else 16 if dim <= 256 else 8),  # decoded keys take at most 19 KB
-            ("NORMALIZED", normalization is not None),
-            *arguments.codec_constants("KEY", layout.key),
+    inputs = [
+        arguments.pad_input(keys.codes),
+        arguments.small_input([], mx.float32).reshape(1, 1, -1)
+        if keys.scale is None
+        else arguments.pad_input(keys.scale),
+        mx.contiguous(tiles.swapaxes(-1, -2)),
+        arguments.pad_input(mx.array([0, *accumulate(sizes)], mx.int32)),
+        arguments.small_input([count, len(sizes)]),
+        *arguments.normalization_inputs(normalization, tokens)[1:],  # queries are already divided by the key scale
+        *arguments.trellis_levels(layout.key),
+    ]
+    constants = (
+        ("QUERIES", QUERIES),
+        ("SPAN", 32 if dim <= 128 else 16 if dim <= 256 else 8),  # decoded keys take at most 19 KB
+        ("NORMALIZED", normalization is not None),
+        *arguments.codec_constants("KEY", layout.key),
+    )
+    maxima, sums = fit_simdgroups(
+        SIMDGROUPS,
+        lambda simdgroups: RECALL_SCORE.run(
+            inputs=inputs,
+            constants=(("SIMDGROUPS", simdgroups), *constants),
+            **simdgroup_grid(simdgroups * len(sizes), simdgroups, heads),
+            output_shapes=[(heads, count, len(sizes))] * 2,
+            output_dtypes=[mx.float32] * 2,
         ),
-        **simdgroup_grid(SIMDGROUPS * len(sizes), SIMDGROUPS, heads),
-        output_shapes=[(heads, count, len(sizes))] * 2,
-        output_dtypes=[mx.float32] * 2,
     )
     return RecallScores(maxima, mx.logsumexp(maxima + mx.log(sums), axis=-1))
 

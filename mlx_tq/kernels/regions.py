@@ -1,7 +1,7 @@
 """The tokens of one layer that attention reads, and the masks that apply to them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -51,6 +51,28 @@ class Regions:
     @property
     def values(self) -> mx.array:
         return self.full_values[:, :, : self.full_tokens]
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes of all keys and values in the model's dtype."""
+        batch, heads, _, key_dim = self.full_keys.shape
+        return batch * heads * self.tokens * (key_dim + self.full_values.shape[3]) * self.full_keys.dtype.size
+
+    def head(self, index: int) -> "Regions":
+        """Return the part of one KV head."""
+        part = slice(index, index + 1)
+        normalization = self.normalization
+        if normalization is not None:
+            scale, means = normalization.scale[:, part], normalization.means[:, part]
+            normalization = replace(normalization, scale=scale, means=means)
+        return replace(
+            self,
+            packed_rows=None if self.packed_rows is None else self.packed_rows[:, part],
+            shared=tuple(SharedRows(rows[:, part], tokens) for rows, tokens in self.shared),
+            full_keys=self.full_keys[:, part],
+            full_values=self.full_values[:, part],
+            normalization=normalization,
+        )
 
     def rows(self, start: int = 0, stop: int | None = None) -> mx.array:
         """Return packed rows [start, stop) in one array, uint32 [B, H, n, W]; by default all of them."""

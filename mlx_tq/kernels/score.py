@@ -11,7 +11,7 @@ from mlx_tq.codec.rotation import WalshHadamard, rotate, rotate_back
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import arguments, backend
 from mlx_tq.kernels.cpu.score import launch_score
-from mlx_tq.kernels.gpu import Kernel, simdgroup_grid
+from mlx_tq.kernels.gpu import Kernel, fit_simdgroups, simdgroup_grid
 
 SCORE = Kernel(
     "score",
@@ -36,23 +36,24 @@ def _launch(
     count = pairs.shape[1]
     # Without pairs the kernel reads neither array, but arrays must not be empty.
     pair_inputs = [weights, pairs] if count else [arguments.small_input([], mx.float32), arguments.small_input([])]
-    (scores,) = SCORE.run(
-        inputs=[
-            rows.view(mx.uint16),
-            arguments.sign_flips(layout.key.rotation),
-            *(mx.contiguous(x) for x in (queries, *pair_inputs)),
-            arguments.small_input([tokens, count]),
-            *arguments.normalization_inputs(normalization, tokens),
-            *arguments.trellis_levels(layout.key, layout.value),
-        ],
-        constants=(
-            ("SIMDGROUPS", SIMDGROUPS),
-            ("NORMALIZED", normalization is not None),
-            *arguments.layout_constants(layout),
+    inputs = [
+        rows.view(mx.uint16),
+        arguments.sign_flips(layout.key.rotation),
+        *(mx.contiguous(x) for x in (queries, *pair_inputs)),
+        arguments.small_input([tokens, count]),
+        *arguments.normalization_inputs(normalization, tokens),
+        *arguments.trellis_levels(layout.key, layout.value),
+    ]
+    constants = (("NORMALIZED", normalization is not None), *arguments.layout_constants(layout))
+    (scores,) = fit_simdgroups(
+        SIMDGROUPS,
+        lambda simdgroups: SCORE.run(
+            inputs=inputs,
+            constants=(("SIMDGROUPS", simdgroups), *constants),
+            **simdgroup_grid(tokens, simdgroups, batch * heads),
+            output_shapes=[(batch, heads, queries.shape[1], tokens)],
+            output_dtypes=[mx.float32],
         ),
-        **simdgroup_grid(tokens, SIMDGROUPS, batch * heads),
-        output_shapes=[(batch, heads, queries.shape[1], tokens)],
-        output_dtypes=[mx.float32],
     )
     return scores
 

@@ -81,7 +81,7 @@ def _calls(
     rotation = layout.key.rotation
 
     def attend_with(short_tokens: int) -> list[mx.array]:
-        with thresholds.using(replace(thresholds.current(), short_tokens=short_tokens)):
+        with thresholds.changed(short_tokens=short_tokens):
             return [attend(queries, regions, scale=dim**-0.5, mask="causal")]
 
     calls: dict[str, Callable[[], list[mx.array]]] = {

@@ -1,16 +1,21 @@
 """Thresholds of the attention kernels: tables that follow from a GPU's number of cores, and measured ones.
 
-`mlx_tq.bench --tune` measures a table and writes a file, which is used from then on by the chip that it names.
+`mlx_tq.bench --tune` measures them for several shapes of heads, and writes a file. What it has for another chip, or was
+measured with another version of macOS or mlx, is not used.
 """
 
 import json
+import math
 import os
+import platform
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +29,7 @@ VERSION = 1
 
 # Smallest and largest value of each threshold. A threadgroup of `merge_simdgroups` must fit D = 512.
 RANGES = {
-    "packed_queries": (1, 64),
+    "packed_queries": (0, 64),
     "short_tokens": (0, 65536),
     "simdgroups": (1, 65536),
     "min_block": (32, 4096),
@@ -68,14 +73,27 @@ TABLES = {
 
 
 class ThresholdsWarning(RuntimeWarning):
-    """The file of measured thresholds cannot be read, and the built-in table is used."""
+    """The file of measured thresholds cannot be used, and the built-in table is used."""
+
+
+class HeadShape(NamedTuple):
+    head_dim: int  # of keys
+    group: int  # query heads of a KV head
+
+    def distance(self, other: "HeadShape") -> float:
+        return sum(abs(math.log2(a / b)) for a, b in zip(self, other, strict=True))
 
 
 class Table(NamedTuple):
-    """Thresholds, and a few words on where they come from."""
+    """Thresholds by shape, those of other shapes if none are measured, and a few words on where they come from."""
 
-    values: KernelThresholds
+    measured: dict[HeadShape, KernelThresholds]
+    built_in: KernelThresholds
     origin: str
+
+    def nearest(self, shape: HeadShape) -> KernelThresholds:
+        """Return the thresholds of the measured shape that is most like this one."""
+        return self.measured[min(self.measured, key=shape.distance)] if self.measured else self.built_in
 
 
 def file() -> Path:
@@ -87,7 +105,17 @@ def file() -> Path:
 
 def machine() -> str:
     """Return the key of this machine in the file: chip and backend."""
-    return f"{mx.device_info().get('device_name', 'unknown')}, {backend.current()}"
+    return f"{_chip()}, {backend.current()}"
+
+
+def _chip() -> str:
+    return str(mx.device_info().get("device_name", "unknown"))
+
+
+def _versions() -> dict[str, str]:
+    """Return what changes how fast kernels are on the same chip."""
+    system = f"macOS {platform.mac_ver()[0]}" if sys.platform == "darwin" else platform.system()
+    return {"system": system, "mlx": version("mlx")}
 
 
 def chip_class() -> str:
@@ -105,42 +133,73 @@ def table() -> Table:
 @cache
 def _table(_backend: str) -> Table:
     """Load the table once per backend, because every layer of every step needs it."""
-    built_in = Table(TABLES[chip_class()], f"built in for {chip_class()!r}")
+    built_in = TABLES[chip_class()]
     try:
-        values = _read(file()).get(machine())
-        if values is None:
-            return built_in
-        names = [field.name for field in fields(KernelThresholds)]
-        if not isinstance(values, dict) or sorted(values) != sorted(names):
-            raise ConfigError(f"a table must have the values {', '.join(names)}.")
-        return Table(KernelThresholds(**values), f"measured, {file()}")
+        measured = _measured_here(_read(file()))
+        if measured:
+            shapes = ", ".join(f"D {dim} G {group}" for dim, group in measured)
+            return Table(measured, built_in, f"measured for {shapes} in {file()}; other shapes use the nearest")
     except (OSError, ValueError, ConfigError) as error:
         warnings.warn(
             f"ignoring the measured thresholds in {file()}: {error} Run mlx_tq.bench --tune again, or delete the file",
             ThresholdsWarning,
             stacklevel=4,
         )
-        return built_in
+    return Table({}, built_in, f"built in for {chip_class()!r}")
+
+
+def _measured_here(machines: dict[str, Any]) -> dict[HeadShape, KernelThresholds]:
+    """Return the thresholds of this machine, or none; raise ConfigError if all were measured elsewhere."""
+    entry = machines.get(machine())
+    if entry is None:
+        if machines and not any(name.startswith(f"{_chip()}, ") for name in machines):
+            raise ConfigError(f"they are of {'; '.join(machines)}, and this is {machine()}.")
+        return {}
+    names = [field.name for field in fields(KernelThresholds)]
+    shapes = entry.get("shapes") if isinstance(entry, dict) else None
+    if not isinstance(shapes, list):
+        raise ConfigError("a machine must have system, mlx, and a list of shapes.")
+    there = {name: entry.get(name) for name in _versions()}
+    if there != _versions():
+        then, now = ("{system} and mlx {mlx}".format(**versions) for versions in (there, _versions()))
+        raise ConfigError(f"they were measured with {then}, and this is {now}.")
+    measured = {}
+    for values in shapes:
+        if not isinstance(values, dict) or sorted(values) != sorted([*HeadShape._fields, *names]):
+            raise ConfigError(f"a shape must have the values {', '.join([*HeadShape._fields, *names])}.")
+        shape = HeadShape(*(values[name] for name in HeadShape._fields))
+        if not all(type(size) is int and size > 0 for size in shape):
+            raise ConfigError(
+                f"head_dim and group are {shape.head_dim!r} and {shape.group!r}; valid are positive integers."
+            )
+        measured[shape] = KernelThresholds(**{name: values[name] for name in names})
+    return measured
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the tables of a file by machine, or none if there is no file."""
+    """Return what a file has by machine, or nothing if there is no file."""
     if not path.exists():
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"not valid JSON ({error}).") from error
-    tables = content.get("tables") if isinstance(content, dict) and content.get("version") == VERSION else None
-    if not isinstance(tables, dict):
-        raise ConfigError(f"expected an object with version {VERSION} and tables.")
-    return tables
+    machines = content.get("machines") if isinstance(content, dict) and content.get("version") == VERSION else None
+    if not isinstance(machines, dict):
+        raise ConfigError(f"expected an object with version {VERSION} and machines.")
+    return machines
 
 
-def write(values: KernelThresholds) -> Path:
+def to_rows(measured: dict[HeadShape, KernelThresholds]) -> list[dict[str, int]]:
+    """Return thresholds as plain data: a row for each shape."""
+    return [shape._asdict() | asdict(values) for shape, values in measured.items()]
+
+
+def write(measured: dict[HeadShape, KernelThresholds]) -> Path:
     """Save the thresholds measured on this machine, next to those of other machines, and return the file."""
     path = file()
-    content = {"version": VERSION, "tables": {**_read(path), machine(): asdict(values)}}
+    entry = {**_versions(), "shapes": to_rows(measured)}
+    content = {"version": VERSION, "machines": {**_read(path), machine(): entry}}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as temporary:
@@ -154,8 +213,34 @@ def write(values: KernelThresholds) -> Path:
 _overrides: list[KernelThresholds] = []
 
 
-def current() -> KernelThresholds:
-    return _overrides[-1] if _overrides else _table(backend.current()).values
+class _Thread(threading.local):
+    changes: tuple[dict[str, int], ...] = ()
+
+
+_thread = _Thread()
+
+
+def current(head_dim: int, group: int) -> KernelThresholds:
+    """Return the thresholds for heads of this size, with `group` query heads for each KV head."""
+    values = _overrides[-1] if _overrides else table().nearest(HeadShape(head_dim, group))
+    for changes in _thread.changes:
+        values = replace(values, **changes)
+    return values
+
+
+def fingerprint() -> str:
+    """Return what changes when the thresholds of any shape do."""
+    return repr(_overrides[-1] if _overrides else table()[:2])
+
+
+@contextmanager
+def changed(**values: int) -> Iterator[None]:
+    """Replace some of the thresholds of every shape inside a `with` block, in this thread."""
+    outer, _thread.changes = _thread.changes, (*_thread.changes, values)
+    try:
+        yield
+    finally:
+        _thread.changes = outer
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import mlx.core as mx
 from mlx_tq.codec.normalization import KeyNormalization, cast_clamped, normalize_queries
 from mlx_tq.codec.rotation import Rotation, WalshHadamard, rotate_exactly
 from mlx_tq.kernels import arguments, backend
-from mlx_tq.kernels.gpu import Kernel, UnsupportedByKernelError, simdgroup_grid
+from mlx_tq.kernels.gpu import Constants, Kernel, UnsupportedByKernelError, fit_simdgroups, simdgroup_grid
 
 WHT = Kernel("wht", inputs=("vectors", "rotation_flips"), outputs=("rotated",), normalized=("key_scale",))
 SIMDGROUPS = 4
@@ -21,19 +21,22 @@ def _launch(
         )
     vectors = x.reshape(-1, *x.shape[-3:]) if x.ndim > 4 else x.reshape((1,) * (4 - x.ndim) + x.shape)
     scale = [] if normalization is None else [mx.contiguous(normalization.scale)]
-    (rotated,) = WHT.run(
-        inputs=[vectors, arguments.sign_flips(rotation), *scale],
-        constants=(
-            ("T", x.dtype),
-            ("DIM", rotation.dim),
-            ("ORDER", rotation.order),
-            ("INVERSE", inverse),
-            *arguments.normalization_constants(normalization, x.dtype),
-            ("SIMDGROUPS", SIMDGROUPS),
+    constants: Constants = (
+        ("T", x.dtype),
+        ("DIM", rotation.dim),
+        ("ORDER", rotation.order),
+        ("INVERSE", inverse),
+        *arguments.normalization_constants(normalization, x.dtype),
+    )
+    (rotated,) = fit_simdgroups(
+        SIMDGROUPS,
+        lambda simdgroups: WHT.run(
+            inputs=[vectors, arguments.sign_flips(rotation), *scale],
+            constants=(*constants, ("SIMDGROUPS", simdgroups)),
+            **simdgroup_grid(x.size // rotation.dim, simdgroups),
+            output_shapes=[x.shape],
+            output_dtypes=[x.dtype],
         ),
-        **simdgroup_grid(x.size // rotation.dim, SIMDGROUPS),
-        output_shapes=[x.shape],
-        output_dtypes=[x.dtype],
     )
     return rotated
 

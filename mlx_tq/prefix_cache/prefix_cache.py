@@ -138,7 +138,7 @@ def root_key(model: Any, plan: Plan, salt: str = "") -> str:
 def _environment() -> list[str]:
     """Return what computes now. Another device or another split of work sums in another order."""
     device = mx.device_info().get("device_name")
-    return [platform.machine(), str(mx.default_device()), str(device), backend.current(), repr(thresholds.current())]
+    return [platform.machine(), str(mx.default_device()), str(device), backend.current(), thresholds.fingerprint()]
 
 
 def step_keys(root: str, segments: list[list[int]], step: int) -> dict[int, str]:

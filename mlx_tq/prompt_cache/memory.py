@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +18,9 @@ from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.layer_bytes import native_cache_bytes, native_capacity, native_row_bytes
 from mlx_tq.prompt_cache.layer_group import EvictionPlan, cache_arrays
 from mlx_tq.prompt_cache.plan import LayerPlan, Plan, budget_in_tokens, choose_formats
+from mlx_tq.prompt_cache.transient import activation_nbytes, attention_nbytes, growth_nbytes
 
+PREFILL_STEP = 256  # tokens, the shortest that --memory chooses
 _PROBE_TOKENS = 8
 _DEFAULT_LIMIT = 1 << 20  # tokens, if a model's configuration names no limit
 
@@ -104,18 +107,27 @@ class Capacity:
 def capacities(
     model: Any, configs: Mapping[str, KVConfig], available: int, *, contexts: list[int], streams: list[int]
 ) -> list[Capacity]:
-    """Count what fits into `available` bytes with each named configuration.
+    """Count what fits into `available` bytes with each named configuration, what prefill takes included.
 
-    `contexts` are tokens of a context, `streams` numbers of contexts at once. Raises as `plan_caches` does.
+    `contexts` are tokens of a context, `streams` numbers of contexts at once, which are prefilled one after another in
+    steps of PREFILL_STEP tokens. Raises as `plan_caches` does.
     """
     others, lengths = other_bytes(model), range(context_limit(model) + 1)
     rows = []
     for profile, config in configs.items():
-        count = sequence_bytes(model, config, others)
-        longest = {together: bisect_right(lengths, available // together, lo=1, key=count) - 1 for together in streams}
+        count, transient = sequence_bytes(model, config, others), transient_bytes(model, config, PREFILL_STEP)
+        longest = {
+            together: bisect_right(lengths, available, lo=1, key=partial(_total, together, count, transient)) - 1
+            for together in streams
+        }
         nbytes = {tokens: count(tokens) for tokens in contexts}
-        rows.append(Capacity(profile, nbytes, longest, {tokens: available // nbytes[tokens] for tokens in contexts}))
+        fitting = {tokens: max(0, available - transient(tokens)) // nbytes[tokens] for tokens in contexts}
+        rows.append(Capacity(profile, nbytes, longest, fitting))
     return rows
+
+
+def _total(together: int, count: Bytes, transient: Bytes, tokens: int) -> int:
+    return together * count(tokens) + transient(tokens)
 
 
 def weights_nbytes(model: Any) -> int:
@@ -137,7 +149,21 @@ def sequence_bytes(model: Any, config: KVConfig, others: Bytes, step: int = 1) -
         slots = model_facts(model).slots
         return lambda tokens: others(tokens) + sum(native_cache_bytes(slot, tokens) for slot in slots)
     plan = plan_caches(model, config)
-    return lambda tokens: others(tokens) + plan.peak_nbytes(tokens, step)
+    return lambda tokens: others(tokens) + plan.cache_peak_nbytes(tokens, step)
+
+
+def transient_bytes(model: Any, config: KVConfig, step: int) -> Bytes:
+    """Return the bytes that a pass of `step` tokens takes for a moment, by the tokens of the sequence."""
+    if not config.is_off:
+        plan = plan_caches(model, config)
+        return lambda tokens: plan.transient_nbytes(tokens, step)
+    facts = model_facts(model)
+
+    def count(tokens: int) -> int:
+        layer = max(attention_nbytes(slot, tokens, step) + growth_nbytes(slot, tokens) for slot in facts.slots)
+        return layer + activation_nbytes(facts.slots, facts.activations, min(step, tokens))
+
+    return count
 
 
 def other_bytes(model: Any) -> Bytes:

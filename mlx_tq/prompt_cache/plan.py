@@ -30,6 +30,7 @@ from mlx_tq.prompt_cache.layer_bytes import (
     native_cache_bytes,
 )
 from mlx_tq.prompt_cache.layer_group import EvictionPlan
+from mlx_tq.prompt_cache.transient import activation_nbytes, attention_nbytes, compression_nbytes
 
 _PROMOTED = "q8"  # the least format of layers where low-bit keys would hurt
 
@@ -80,6 +81,7 @@ class Plan:
     allocation: Allocation | None = None  # the bits and the loss of formats that `mean_bits` chose
     ranks: Ranks = ALONE  # processes that have parts of the model; heads and bytes are this rank's
     name: str = ""  # of the model, as users know it
+    activations: int = 0  # numbers that a token's pass through one layer keeps at once
 
     @property
     def recalls(self) -> bool:
@@ -128,7 +130,22 @@ class Plan:
         return self.bytes_at(tokens).allocated
 
     def peak_nbytes(self, tokens: int, step: int = 1) -> int:
-        """Return the upper bound on the bytes at any length up to `tokens`, after passes of at most `step` tokens.
+        """Return the upper bound on the bytes during passes of at most `step` tokens, at any length up to `tokens`.
+
+        Caches are included, and what a pass takes for a moment; weights are not.
+        """
+        return self.cache_peak_nbytes(tokens, step) + self.transient_nbytes(tokens, step)
+
+    def transient_nbytes(self, tokens: int, step: int) -> int:
+        """Return the upper bound on the bytes that a pass of `step` tokens takes for a moment, beside the caches."""
+        recalled = 0 if self.eviction is None else self.eviction.max_recalled(tokens)
+        stored = min(tokens, self.live(max(0, tokens - step)) + step + recalled)
+        slots = [layer.slot for layer in self.layers]
+        layers = (attention_nbytes(slot, stored, step) + compression_nbytes(slot, stored, step) for slot in slots)
+        return max(layers) + activation_nbytes(slots, self.activations, min(step, tokens))
+
+    def cache_peak_nbytes(self, tokens: int, step: int = 1) -> int:
+        """Return the upper bound on the caches' bytes at any length up to `tokens`, after passes of at most `step`.
 
         It includes the recalled tokens. Rows that copies share are in buffers that may be longer; see `shareable`.
         """
@@ -196,7 +213,16 @@ def make_plan(
         except ConfigError as error:
             raise ConfigError(f"layer {slot.index} of {facts.model_type}: {error}") from error
         layers.append(LayerPlan(slot, spec, note))
-    plan = Plan(facts.model_type, config, facts.classes, layers, native_caches, ranks=facts.ranks, name=facts.name)
+    plan = Plan(
+        facts.model_type,
+        config,
+        facts.classes,
+        layers,
+        native_caches,
+        ranks=facts.ranks,
+        name=facts.name,
+        activations=facts.activations,
+    )
     return plan if config.evict is None else _with_eviction(plan, facts, config.evict, calibration)
 
 

@@ -42,7 +42,7 @@ class Admission:
     ) -> None:
         self._plan, self._limits, self._stored_prompts, self._sessions = plan, limits, stored_prompts, sessions
         # Asked for all jobs before each step while one waits, and milliseconds to compute.
-        self._peak_of_tokens = None if plan is None else lru_cache(maxsize=1024)(plan.peak_nbytes)
+        self._peak_of_tokens = None if plan is None else lru_cache(maxsize=1024)(plan.cache_peak_nbytes)
 
     def fits(self, job: Job, running: Collection[RunningJob], admitted: Sequence[Job]) -> bool:
         """Return whether `job` can join. Alone it always can, which was checked when the request came."""

@@ -23,6 +23,7 @@ from mlx_tq.prompt_cache.compressed import compressed
 from mlx_tq.prompt_cache.layer_group import batch_row
 from mlx_tq.prompt_cache.memory import other_bytes, sequence_bytes
 from mlx_tq.prompt_cache.plan import Plan
+from mlx_tq.prompt_cache.run_summary import RunSummary
 from mlx_tq.prompt_cache.statistics import cache_stats
 from mlx_tq.server.admission import Admission, EngineLimits
 from mlx_tq.server.api_errors import ApiError, ModelFailedError, QueueFullError, UnavailableError
@@ -91,6 +92,7 @@ class Engine:
         self._samplers: MutableMapping[int, ErrorGuard] = WeakValueDictionary()  # by id of the job's sampler
         self._recall = JobRecall(model, tokenizer, plan, step)
         self._measured_at = 0.0
+        self._has_logged_run = False
         self._native_nbytes = None if plan is None else sequence_bytes(model, PROFILES["off"], other_bytes(model))
 
     # For the web side.
@@ -430,6 +432,8 @@ class Engine:
         event = running.next_event(response)
         if isinstance(event, Piece) and event.recalled is not None:
             self.metrics.recalled_tokens.inc(len(event.recalled.positions))
+        if finish_reason is not None or (isinstance(event, Piece) and event.finish_reason is not None):
+            self._log_first_run(len(running.job.prompt.ids))
         if finish_reason is not None:
             self._emit(running.job, event)
             self._store_answer(running, response.all_tokens, response.prompt_cache)
@@ -439,6 +443,12 @@ class Engine:
             self._emit(running.job, event)
             if event.finish_reason is not None:
                 self._finished.append(response.uid)
+
+    def _log_first_run(self, tokens: int) -> None:
+        """Log, once, what really ran for an answer to a prompt of `tokens` tokens."""
+        if self._plan is not None and not self._has_logged_run:
+            log.info("the first answer %s", RunSummary.of(self._plan, tokens))
+            self._has_logged_run = True
 
     def _store_answer(self, running: RunningJob, tokens: list[int], caches: list[Any]) -> None:
         """Store the caches of an answer: for its session, or for prompts that share the prefix."""

@@ -22,7 +22,9 @@ from mlx_tq.integration.probe import position_limit
 from mlx_tq.prefix_cache.folder import Folder
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.compressed import plan_caches
+from mlx_tq.prompt_cache.memory import context_limit
 from mlx_tq.prompt_cache.plan import Plan
+from mlx_tq.prompt_cache.warm_up import compile_kernels
 from mlx_tq.rescue import RescueClient, open_client
 from mlx_tq.server.admission import EngineLimits
 from mlx_tq.server.app import Api
@@ -153,9 +155,12 @@ def _load(
     if request.config.is_off:
         return model, tokenizer, None, limits, None
     plan = plan_caches(model, request.config)
-    limits = replace(limits, memory=ranks.min(args.kv_memory_limit or free_memory()))
-    if args.kv_memory_limit:
-        check_memory(plan, _LEAST_CONTEXT, args.kv_memory_limit, args.prefill_step_size)
+    memory = args.kv_memory_limit
+    if memory is None:  # caches get what prefill leaves
+        memory = free_memory() - plan.transient_nbytes(context_limit(model), args.prefill_step_size)
+    limits = replace(limits, memory=ranks.min(memory))
+    check_memory(plan, _LEAST_CONTEXT, memory, args.prefill_step_size)
+    compile_kernels(model, plan, batches=args.decode_concurrency > 1)
     show_plan(plan, min(_SHOWN_TOKENS, position_limit(model) or _SHOWN_TOKENS))
     prefix_cache = None if folder is None else PrefixCache(model, plan, folder, log.warning, salt)
     return model, tokenizer, plan, limits, prefix_cache

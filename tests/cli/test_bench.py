@@ -9,12 +9,13 @@ import pytest
 from http_harness import wait_for
 
 from cli.tools import EMBEDDED, command, environment
+from mlx_tq.bench import tuning
 from mlx_tq.bench.layer import count_caches, measure_cell
 from mlx_tq.bench.layer_caches import Cell, LayerArm, LayerShape
 from mlx_tq.bench.model import BenchedCache, measure_model
 from mlx_tq.bench.timing import compare_arms, run_chain
 from mlx_tq.config import PROFILES
-from mlx_tq.kernels import thresholds, tuning
+from mlx_tq.kernels import thresholds
 from mlx_tq.models import load
 
 SMALL = ("bench", *["--tokens", "512", "--dtypes", "float32", "--rounds", "1", "--query-heads", "2", "--kv-heads", "1"])
@@ -25,7 +26,8 @@ ARMS = ["off", "kv-bits 8", "kv-bits 4", "small", "small, random 60%"]
 @pytest.fixture
 def quick_tuning(monkeypatch):
     """Measure each candidate once, and few of them; test_thresholds.py has what is chosen."""
-    monkeypatch.setattr(tuning, "_SECONDS", 0)
+    monkeypatch.setattr(tuning, "CHAIN_SECONDS", 0)
+    monkeypatch.setattr(tuning, "SHAPES", (LayerShape(2, 1, 64),))
     monkeypatch.setattr(tuning, "PACKED_QUERIES", (8,))
     yield
     thresholds._table.cache_clear()  # what was measured is in a file of the test's own
@@ -58,7 +60,7 @@ def test_a_report_to_attach(cli, tmp_path, quick_tuning, monkeypatch):
     also = ["--json", tmp_path / "figures.json", "--markdown", tmp_path / "tables.md"]
     assert cli("bench", "--report", path, *MODEL, "--batches", 1, 2, *flags, *also).code == 0
     text = path.read_text()
-    assert "thresholds: measured, ~/" in text
+    assert "thresholds: measured for D 64 G 2 in ~/" in text
     assert "jane.doe" not in text
     for shown in (
         "low_power_mode: ",

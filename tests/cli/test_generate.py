@@ -134,7 +134,7 @@ def test_numbers_are_those_of_the_arrays(quick, exact):
     result = quick(*ASK, *PACKED, "--json", *QUIET)
     assert (result.code, result.err, result.out.count("\n")) == (0, "", 1)
     answer = result.json
-    assert set(answer) == {"text", "stats", "plan", "recalled", "rescued"}
+    assert set(answer) == {"text", "stats", "plan", "ran", "recalled", "rescued"}
     assert (answer["text"], answer["plan"]["config"]["key"], len(answer["plan"]["layers"])) == ("417295", "tq4", 6)
     stats, measured = answer["stats"], answer["stats"]["cache"]
     assert stats["finish_reason"] == "stop"

@@ -43,7 +43,7 @@ def rejected(monkeypatch, metal):
             names.append(kernel.name)
             raise RuntimeError(REJECTED)
 
-        return call
+        return gpu.CompiledKernel(call)
 
     monkeypatch.setattr(gpu, "compile_kernel", compile_kernel)
     return names
@@ -116,6 +116,20 @@ def test_flag_and_environment(monkeypatch, no_gpu, capsys):
     assert ", attention reference implementation (chosen), " in capsys.readouterr().out
     assert __main__.main(["doctor", "--backend", "metal"]) == 1
     assert "'metal' is not available" in capsys.readouterr().err
+
+
+def test_an_answer_reports_what_ran_and_not_what_was_asked_for(rejected, capsys):
+    words = ["-p", "The harbour is quiet at night. " * 40, "-m", "3", "--prefill-step-size", "128"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert __main__.main(["generate", *words, "--kv-sinks", "16", "--kv-window", "32"]) == 0
+    *_, line = capsys.readouterr().err.splitlines()
+    failed = f"kernel 'encode' cannot run on metal: {REJECTED}"
+    assert line.startswith(f"ran on reference implementation, because a kernel failed: {failed}")
+    assert line.endswith(
+        "; prefill: mlx attention + reference wht + reference dequantize; decode: reference attend; in full precision: "
+        "no layer"
+    )
 
 
 def test_a_command_prints_the_warning_without_its_place(rejected, capsys):

@@ -9,6 +9,7 @@ import pytest
 
 from kernels.cases import make_layout
 from kernels.metal.simulated import launching, zeros
+from mlx_tq.cli.diagnostics import environment
 from mlx_tq.codec.codebook import POLYNOMIALS, boundaries
 from mlx_tq.codec.formats.base import FP16_MAX
 from mlx_tq.codec.rotation import get_rotation
@@ -17,7 +18,7 @@ from mlx_tq.kernels import backend, gpu
 from mlx_tq.kernels.arguments import can_rotate
 from mlx_tq.kernels.attend import attend
 from mlx_tq.kernels.encode import compact, encode
-from mlx_tq.kernels.gpu import Kernel, kernel_text
+from mlx_tq.kernels.gpu import CompiledKernel, Kernel, ThreadLimitError, fit_simdgroups, kernel_text
 from mlx_tq.kernels.prefill import prefill
 from mlx_tq.kernels.recall_score import recall_score
 from mlx_tq.kernels.regions import Regions
@@ -84,12 +85,47 @@ def test_a_kernel_needs_a_gpu(monkeypatch):
 
 def test_only_the_first_call_waits(monkeypatch):
     monkeypatch.setattr(gpu, "gpu_backend", lambda: "metal")
-    compiled = mock.Mock(return_value=[mx.zeros(8)])
+    call = mock.Mock(return_value=[mx.zeros(8)])
+    compiled = CompiledKernel(call)
     monkeypatch.setattr(gpu, "compile_kernel", lambda *_: compiled)
     with mock.patch.object(mx, "eval") as evaluate:
         for _ in range(3):
             COPY.run(**CALL, output_shapes=[(8,)], output_dtypes=[mx.float32])
-    assert (compiled.call_count, evaluate.call_count) == (3, 1)
+    assert (call.call_count, evaluate.call_count) == (3, 1)
+
+
+THREAD_LIMIT = "Thread group size ({}) is greater than  the maximum allowed threads per threadgroup (448)."
+
+
+def test_fewer_simdgroups_where_the_gpu_has_a_limit(monkeypatch):
+    """Mlx raises at evaluation; the limit is asked for once, and is no failure of the kernel."""
+    monkeypatch.setattr(gpu, "gpu_backend", lambda: "metal")
+    sizes, evaluated = [], []
+
+    def call(*, threadgroup, **_):
+        sizes.append(threadgroup[0])
+        return [mx.zeros(8)]
+
+    def evaluate(outputs):
+        evaluated.append(sizes[-1])
+        if sizes[-1] > 448:
+            raise ValueError(THREAD_LIMIT.format(sizes[-1]))
+
+    compiled = CompiledKernel(call)
+    monkeypatch.setattr(gpu, "compile_kernel", lambda *_: compiled)
+    monkeypatch.setattr(mx, "eval", evaluate)
+
+    def launch(simdgroups):
+        threads = {"threadgroup": (32 * simdgroups, 1, 1), "grid": (32 * simdgroups, 1, 1)}
+        return simdgroups, COPY.run(**CALL | threads, output_shapes=[(8,)], output_dtypes=[mx.float32])
+
+    with mock.patch.dict(gpu.thread_limits, clear=True):
+        assert "thread limits" not in environment()
+        assert [fit_simdgroups(32, launch)[0] for _ in range(2)] == [8, 8]
+        assert (sizes, evaluated) == ([1024, 256, 256], [1024, 256])
+        assert environment()["thread limits"] == "copy 448"
+    with pytest.raises(ThreadLimitError, match="'copy' has 512 threads per threadgroup, and the GPU allows 448"):
+        launch(16)
 
 
 @pytest.mark.parametrize("formats", [("tq4", "tq4"), ("tcq4", "q8")])
@@ -126,7 +162,8 @@ def test_mx_compile_traces_a_kernel(monkeypatch):
         return [inputs[0].reshape(2, 64) + 1]
 
     monkeypatch.setattr(gpu, "gpu_backend", lambda: "metal")
-    monkeypatch.setattr(gpu, "compile_kernel", lambda *_: add_one)
+    compiled = CompiledKernel(add_one)
+    monkeypatch.setattr(gpu, "compile_kernel", lambda *_: compiled)
     x, rotation = mx.zeros((2, 64)), get_rotation("wht", 64, 0)
     with backend.using("metal"):
         assert mx.array_equal(mx.compile(lambda x: wht(x, rotation))(x), x + 1)

@@ -21,6 +21,7 @@ from zoo import build
 from mlx_tq.codec.formats import format_names, get_format
 from mlx_tq.errors import CacheFormatError
 from mlx_tq.kernels import thresholds
+from mlx_tq.kernels.thresholds import HeadShape, KernelThresholds
 from mlx_tq.models import exact_fingerprint
 from mlx_tq.prefix_cache.folder import BLOCKS, CHECKPOINTS, Folder
 from mlx_tq.prefix_cache.prefix_cache import (
@@ -265,13 +266,28 @@ def test_a_full_disk_warns_once_and_the_next_prompt_tries_again(tmp_path):
 
 def test_what_another_kernel_computes_is_not_stored(tmp_path):
     """For example after a kernel failed in the middle of a prompt."""
-    caches, before = make_prompt_cache(LLAMA, SMALL), thresholds.current()
-    with compressed_attention(LLAMA), reuse_prefix(open_cache(Folder(tmp_path)), caches, PROMPT[:100], 50) as prefix:
+    caches, before = make_prompt_cache(LLAMA, SMALL), KernelThresholds()
+    with (
+        thresholds.using(before),
+        compressed_attention(LLAMA),
+        reuse_prefix(open_cache(Folder(tmp_path)), caches, PROMPT[:100], 50) as prefix,
+    ):
         for stop, current in ((50, before), (100, replace(before, short_tokens=513))):
             with thresholds.using(current):
                 prefill(PROMPT[stop - 50 : stop], caches)
                 prefix.note(stop)
     assert len(Folder(tmp_path).records()) == 1
+
+
+def test_thresholds_of_any_shape_are_part_of_the_key(monkeypatch, tmp_path):
+    monkeypatch.setattr(thresholds, "file", lambda: tmp_path / "thresholds.json")
+    plan, tuned = plan_caches(LLAMA, SMALL), {HeadShape(64, 2): KernelThresholds()}
+    keys = []
+    for measured in (tuned, tuned | {HeadShape(512, 1): KernelThresholds(packed_queries=9)}, tuned):
+        thresholds.write(measured)
+        keys.append(root_key(LLAMA, plan))
+    thresholds._table.cache_clear()
+    assert keys[0] == keys[2] != keys[1]
 
 
 def test_another_model_version_configuration_or_step_finds_nothing(monkeypatch):

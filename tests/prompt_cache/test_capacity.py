@@ -6,7 +6,14 @@ from zoo import build
 
 from mlx_tq import compressed_attention, make_prompt_cache
 from mlx_tq.config import PROFILES
-from mlx_tq.prompt_cache.memory import capacities, other_bytes, sequence_bytes, weights_nbytes
+from mlx_tq.prompt_cache.memory import (
+    PREFILL_STEP,
+    capacities,
+    other_bytes,
+    sequence_bytes,
+    transient_bytes,
+    weights_nbytes,
+)
 
 TOKENS = 320
 
@@ -27,12 +34,14 @@ def test_bytes_are_those_of_filled_caches(name, profile):
 def test_the_longest_context_fits_and_one_token_more_does_not():
     model = build("llama")
     count = sequence_bytes(model, PROFILES["small"], other_bytes(model))
-    available = count(300)
+    transient = transient_bytes(model, PROFILES["small"], PREFILL_STEP)
+    available = count(300) + transient(300)
     (found,) = capacities(model, {"small": PROFILES["small"]}, available, contexts=[100, 300], streams=[1, 2])
-    assert found.nbytes == {100: count(100), 300: available}
-    assert found.streams == {100: available // count(100), 300: 1}
+    assert found.nbytes == {100: count(100), 300: count(300)}
+    assert found.streams == {100: (available - transient(100)) // count(100), 300: 1}
     for together, longest in found.longest.items():
-        assert together * count(longest) <= available < together * count(longest + 1)
+        fits, exceeds = (together * count(n) + transient(n) for n in (longest, longest + 1))
+        assert fits <= available < exceeds
 
 
 def test_nothing_fits():

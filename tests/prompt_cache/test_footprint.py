@@ -243,10 +243,10 @@ def test_a_peak_has_what_may_be_back(recall):
     while len(positions_of(back)) > most:
         back = back[1:]
     assert len(sequence.replace_recalled(caches, back)) > most - 32 if most else not back
-    held, most_held = cache_stats(caches, plan).nbytes, plan.peak_nbytes(390)
+    held, most_held = cache_stats(caches, plan).nbytes, plan.cache_peak_nbytes(390)
     assert (held > plan.nbytes(390)) == (most > 0) == (most_held > plan.nbytes(390))
     assert held <= most_held
-    assert plan.peak_nbytes(100) <= 1.01 * plan_caches(MODEL, config(None)).nbytes(100)
+    assert plan.cache_peak_nbytes(100) <= 1.01 * plan_caches(MODEL, config(None)).nbytes(100)
 
 
 def test_statistics_of_mlx_lms_own_caches():

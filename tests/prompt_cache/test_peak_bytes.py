@@ -1,4 +1,4 @@
-"""`Plan.peak_nbytes` bounds what caches take at every length: while they grow, evict, recall and share."""
+"""`Plan.cache_peak_nbytes` bounds what caches take at every length: while they grow, evict, recall and share."""
 
 import copy
 from itertools import accumulate
@@ -77,7 +77,7 @@ def check_peak(kv_config, steps, seed, forked):
             break
         if number == forked:  # a copy takes as much again, less the rows that it shares while nothing is evicted
             saved = sum(nbytes for _, nbytes in caches[0].shareable_buffers()) if kv_config.evict is None else 0
-            original, reserved = caches, plan.peak_nbytes(stop - count, max(steps)) - saved
+            original, reserved = caches, plan.cache_peak_nbytes(stop - count, max(steps)) - saved
             caches = copy.deepcopy(caches)
         run_pass(caches, stop - count, count)
         group = layer_group_of(caches)
@@ -88,9 +88,9 @@ def check_peak(kv_config, steps, seed, forked):
                     blocks.append(block)
             group.replace_recalled(caches, blocks)
         arrays = {id(array): array.nbytes for cache in (*caches, *original) for array in cache.arrays()}
-        assert sum(arrays.values()) <= reserved + plan.peak_nbytes(stop, max(steps)), (stop, plan.live(stop))
+        assert sum(arrays.values()) <= reserved + plan.cache_peak_nbytes(stop, max(steps)), (stop, plan.live(stop))
     if kv_config.evict is None:
-        assert max(plan.nbytes(n) for n in range(1, sum(steps) + 1)) == plan.peak_nbytes(sum(steps))
+        assert max(plan.nbytes(n) for n in range(1, sum(steps) + 1)) == plan.cache_peak_nbytes(sum(steps))
 
 
 @pytest.mark.parametrize("name", ["small", "balanced"])
@@ -99,7 +99,7 @@ def test_the_peak_of_a_growing_cache_is_that_of_one_of_its_lengths(name):
     plan = plan_of(PROFILES[name])
     peaks = list(accumulate((plan.nbytes(tokens) for tokens in range(1, 1200)), max))
     assert peaks[254] > plan.nbytes(255)
-    assert [plan.peak_nbytes(tokens) for tokens in range(1, 1200)] == peaks
+    assert [plan.cache_peak_nbytes(tokens) for tokens in range(1, 1200)] == peaks
 
 
 def test_layers_of_a_plan_add_up_and_a_cache_without_window_keeps_its_last_token():
@@ -115,5 +115,5 @@ def test_a_policy_that_calibrates_on_the_prompt_evicts_nothing_before():
     with compressed_attention(MODEL):
         for start in range(0, 140, 20):
             read(caches, start, start + 20)
-            assert sum(cache.nbytes for cache in caches) <= plan.peak_nbytes(start + 20, 20)
+            assert sum(cache.nbytes for cache in caches) <= plan.cache_peak_nbytes(start + 20, 20)
     assert plan.live(103) == 103 > plan.live(104)

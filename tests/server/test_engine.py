@@ -13,6 +13,7 @@ from contract.spies import watch
 from mlx_lm.models.cache import LRUPromptCache
 
 from mlx_tq.config import PROFILES, EvictConfig, KVConfig
+from mlx_tq.kernels import execution_record
 from mlx_tq.models import load
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.layer_group import layer_group_of
@@ -53,7 +54,7 @@ def test_a_batch_attends_to_packed_rows(loaded, monkeypatch):
     assert calls["attend"] + calls["attend_batch"] >= 3 * 5 * layers
     assert calls["prefill"] >= 5 * layers
     assert max(running) == 5
-    assert max(compressed) <= 5 * plan.peak_nbytes(304)
+    assert max(compressed) <= 5 * plan.cache_peak_nbytes(304)
     assert max(native) == 5 * plan.native_nbytes(304) > 1.2 * max(compressed)
     assert [running[-1], compressed[-1], native[-1]] == [0, 0, 0]
 
@@ -203,6 +204,16 @@ def test_eviction_in_a_batch(loaded, monkeypatch, rows, shared):
     assert events[-1].finish_reason
     assert all(length == offset for length, offset, _ in stored)
     assert max(length for length, _, _ in stored) > 300 > 250 > max(live for _, _, live in stored)
+
+
+def test_the_log_says_once_what_ran(loaded, caplog):
+    caplog.set_level("INFO", "mlx_tq.server.engine")
+    execution_record.clear()
+    serve(make_engine(loaded), [make_job(300), make_job(310, seed=1)])
+    (message,) = [record.message for record in caplog.records if "first answer" in record.message]
+    assert message.startswith("the first answer ran on reference implementation (no GPU); prefill: mlx attention")
+    assert "; decode: reference attend" in message
+    assert message.endswith("; in full precision: no layer")
 
 
 def test_a_failing_archive_is_logged_once_and_changes_no_token(loaded, monkeypatch, caplog):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import shutil
 import time
 from threading import Event
@@ -10,6 +11,7 @@ import pytest
 
 from mlx_tq import Session
 from mlx_tq.__main__ import main
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.errors import ConfigError
 from mlx_tq.server.api_errors import QueueFullError
 from mlx_tq.server.guard import LargeRequests, default_max_body
@@ -52,6 +54,17 @@ def test_a_text_that_is_too_long_is_not_tokenized(long_context_server):
         assert f"at most {MANY_POSITIONS * LONGEST_TOKEN:,} fit" in error["message"]
         assert error["param"] in body
     assert time.monotonic() - started < 10
+
+
+def test_with_little_memory_short_prompts_are_answered_and_long_ones_refused(start):
+    """Prefill in the steps of 2,048 tokens that are the default would not fit."""
+    server = start("--memory", "57MB", "--context", "1000")
+    assert re.search(r"--kv-profile small fits \(.* during prefill in steps of (512|256)\)", server.log())
+    response = server.post(messages=user(load_text()[:12_000]), max_tokens=1)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert "of KV cache" in response.json()["error"]["message"]
+    assert server.post(messages=user(load_text()[:2000]), max_tokens=1).status_code == 200
+    assert server.http.get("/health").status_code == 200
 
 
 def test_long_and_short_requests_at_once(long_context_server):

@@ -108,7 +108,7 @@ def test_a_shared_prefix_is_prefilled_and_held_once(name, stored, tmp_path, monk
 def test_shared_rows_count_once_against_the_memory(llama, alone, monkeypatch):
     """Without sharing, the memory would not hold all six jobs."""
     plan = plan_caches(llama[0], CONFIG)
-    full = sum(plan.peak_nbytes(job.max_total_tokens) for job in make_jobs())
+    full = sum(plan.cache_peak_nbytes(job.max_total_tokens) for job in make_jobs())
     limit = full - 3 * plan.shared_nbytes(384, 600)
     engine = make_engine(llama, memory=limit, prompt_cache_size=0)
     running, nbytes = record_memory(monkeypatch, engine, llama[0])
@@ -121,7 +121,7 @@ def test_later_jobs_share_stored_prompts(llama, alone, monkeypatch):
     """The first is decoding when the others come; they fit into the memory only because they share its prefix."""
     plan = plan_caches(llama[0], CONFIG)
     first, *others = make_jobs(first_tokens=200)[:5]
-    total = sum(plan.peak_nbytes(job.max_total_tokens) for job in (first, *others))
+    total = sum(plan.cache_peak_nbytes(job.max_total_tokens) for job in (first, *others))
     limit = total - 3 * plan.shared_nbytes(384, 600)
     engine = make_engine(llama, memory=limit)
     running, nbytes = record_memory(monkeypatch, engine, llama[0])

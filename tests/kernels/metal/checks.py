@@ -169,7 +169,9 @@ def check_attend(
     problem: Problem, short_tokens: int = 0, peak: float = PEAK, level_tables: int = 2, **simulation: Any
 ) -> mx.array:
     """Attention is as exact as mx.fast over the decoded cache: one kernel up to `short_tokens`, else two."""
-    limits = replace(thresholds.current(), short_tokens=short_tokens, level_tables=level_tables)
+    _, query_heads, _, dim = problem.arguments["queries"].shape
+    given = thresholds.current(dim, query_heads // HEADS)
+    limits = replace(given, short_tokens=short_tokens, level_tables=level_tables)
     with simulated(**simulation) as counters, thresholds.using(limits):
         result = problem.solve(attend)
     assert len(counters) == (1 if problem.tokens <= short_tokens else 2)

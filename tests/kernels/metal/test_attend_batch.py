@@ -124,8 +124,8 @@ def test_shared_rows_are_read_once(normalized):
 def test_a_call_uses_all_arrays_that_metal_passes(short_tokens, normalized):
     """What mlx adds for shapes and strides counts."""
     rows = problems(length=1, sinks=True, normalized=normalized)
-    with captured() as texts, thresholds.using(KernelThresholds(short_tokens=short_tokens)):
+    with captured() as kernels, thresholds.using(KernelThresholds(short_tokens=short_tokens)):
         attend_rows(rows)
-    arrays = {name: sum(p.number is not None for p in parameters(text)) for name, text in texts.items()}
+    arrays = {name: sum(p.number is not None for p in parameters(k.text)) for name, k in kernels.items()}
     assert arrays.keys() == ({"attend_short"} if short_tokens else {"attend", "merge"})
     assert max(arrays.values()) == METAL_ARRAYS

@@ -139,6 +139,19 @@ def test_products_of_matrices_are_as_exact(number):
     assert counters[0].operations["matrix"]
 
 
+@pytest.mark.parametrize("max_threads", [64, 32])
+@pytest.mark.parametrize("dim", [64, 128, 256, 512])
+@pytest.mark.parametrize("rows", [(4, 1), (8, 1), (8, 3)])
+def test_few_threads_are_as_exact(rows, dim, max_threads):
+    """Two simdgroups or one in a threadgroup: fewer rows in a tile, and two kernels in place of attend_short."""
+    groups, length = rows
+    problem = make_problem((dim, dim), key="tq4", value="tq4", groups=groups, length=length, batch=1, mask="causal")
+    for short_tokens in (0, ONE):
+        limits = KernelThresholds(short_tokens=short_tokens, merge_simdgroups=8)
+        with simulated(max_threads=max_threads), thresholds.using(limits):
+            check_attention(problem, problem.solve(attend), peak=PEAK)
+
+
 @either_form
 @pytest.mark.parametrize(("key", "value"), [("tq4", "tq2"), ("tq4", "tq4"), ("q8", "tq4")])
 def test_levels_from_tables_are_those_of_the_polynomial(key, value, short_tokens):

@@ -73,6 +73,19 @@ def check(name: str, case: dict, number: int, *orders: int, **simulation) -> Non
         CHECKS[name](problem, **options.get(name, {}), order=order, **simulation)
 
 
+@pytest.mark.parametrize("max_threads", [64, 32])
+@pytest.mark.parametrize("dim", [64, 128, 256, 512])
+@pytest.mark.parametrize("name", [*CHECKS, "wht", "compact"])
+def test_few_threads(name, dim, max_threads):
+    if name == "wht":
+        checks.check_wht(random((1, 2, 5, dim)), max_threads=max_threads)
+    elif name == "compact":
+        checks.check_compact(checks.random_rows(dim), [0, *range(7, dim, 3)], max_threads=max_threads)
+    else:
+        case = {"key": "tq4", "value": "tq3", "normalized": "gaps", "packed": 33}
+        check(name, case | {"key_dim": dim, "value_dim": dim}, 0, 0, max_threads=max_threads)
+
+
 @pytest.mark.parametrize(("name", "number"), FEW, ids=[f"{name}-{case_id(CASES[number])}" for name, number in FEW])
 def test_kernel(name, number):
     check(name, CASES[number], number, ORDERS[number % 3])

@@ -7,19 +7,18 @@ from the text that mlx generates for Metal, CUDA with its own part of tq_compat.
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from unittest import mock
 
 import mlx.core as mx
 import pytest
 
 from kernels.cases import make_problem
 from kernels.metal.simulated import captured
+from metal_sim.cuda import split_text, to_cuda
 from metal_sim.translate import parameters
 from mlx_tq.codec.rotation import get_rotation
-from mlx_tq.kernels import gpu, thresholds
+from mlx_tq.kernels import thresholds
 from mlx_tq.kernels.attend import attend
 from mlx_tq.kernels.encode import compact, encode
 from mlx_tq.kernels.prefill import dequantize
@@ -28,17 +27,7 @@ from mlx_tq.kernels.score import score
 from mlx_tq.kernels.thresholds import KernelThresholds
 from mlx_tq.kernels.wht import wht
 
-_SIGNATURE = re.compile(r"\[\[kernel\]\] void (?P<name>\w+)\(\n.*?\) \{\n", re.S)
-
 OPENCL_PRELUDE = Path(__file__).with_name("opencl_prelude.h").read_text()
-CUDA_PRELUDE = Path(__file__).with_name("cuda_prelude.h").read_text()
-
-
-def split_text(text: str) -> tuple[str, str, str]:
-    """Return what precedes the kernel, its name, and its body."""
-    signature = _SIGNATURE.search(text)
-    assert signature
-    return text[: signature.start()], signature["name"], text[signature.end() :]
 
 
 def opencl(text: str) -> str:
@@ -46,21 +35,6 @@ def opencl(text: str) -> str:
     header, name, body = split_text(text)
     arguments = [f"{p.type} {p.name}" for p in parameters(text)]
     return "\n".join([OPENCL_PRELUDE, header, f"kernel void {name}({', '.join(arguments)}) {{", body])
-
-
-def cuda(texts: Sequence[str]) -> str:
-    """Translate kernels to CUDA, where shapes and strides are passed by value; kernel n is in namespace kernel_n_."""
-    parts = [CUDA_PRELUDE]
-    for number, text in enumerate(texts):
-        header, name, body = split_text(text)
-        arguments = []
-        for parameter in (parameter for parameter in parameters(text) if parameter.number is not None):
-            plain = re.sub(r"\b(device|constant)\b\s*", "", parameter.type)
-            by_value = re.search(r"_(shape|strides)$", parameter.name)
-            arguments.append(f"{by_value.group(1).title() if by_value else plain} {parameter.name}")
-        signature = f"__global__ void {name}({', '.join(arguments)}) {{"
-        parts += [f"namespace kernel_{number}_ {{", header, signature, body, "}"]
-    return "\n".join(parts)
 
 
 MASKED = {"mask": "bool", "sinks": True}
@@ -94,15 +68,12 @@ MANY_ROWS = {
 @cache
 def texts(dialect: str = "metal") -> dict[str, str]:
     """Return the generated texts by name, with the functions that differ between dialects from one of them."""
-    result, kernel_text = {}, gpu.kernel_text
+    result = {}
 
     def add(name, call, *arguments, **options):
-        def text(kernel, device, **parts):
-            return kernel_text(kernel, dialect, **parts)
-
-        with captured() as new_texts, mock.patch.object(gpu, "kernel_text", text):
+        with captured(dialect) as kernels:
             call(*arguments, **options)
-        result.update({f"{kernel} {name}": text for kernel, text in new_texts.items()})
+        result.update({f"{kernel} {name}": text for kernel, (text, _) in kernels.items()})
 
     for name, case in LAYOUTS.items():
         problem = make_problem(**{"rule": "raw", "packed": 4, "batch": 1, "groups": 4, "length": 1, **case})
@@ -186,7 +157,7 @@ def ptxas(tmp_path_factory):
         pytest.skip("needs nvcc")
     folder = tmp_path_factory.mktemp("cuda")
     source = folder / "kernels.cu"
-    source.write_text(cuda([texts("cuda")[name] for name in NAMES]))
+    source.write_text(to_cuda([texts("cuda")[name] for name in NAMES]))
     command = ["nvcc", "-arch=sm_90", "-std=c++17", "-cubin", "-Xptxas", "-v", "-o", folder / "cubin", source]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -200,5 +171,7 @@ def test_nvcc_compiles_without_spills(name, ptxas):
     shared = sum(map(int, re.findall(r"(\d+) bytes smem", ptxas[name])))
     print(f"{name}: {registers} registers, {shared} bytes shared")
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in ptxas[name]
-    assert registers <= 128
+    # An SM has room for 16 simdgroups with 128 registers, and 12 with 160. Heads of 512 are worth fewer of them: loads
+    # ahead take registers, and save more time than the other simdgroups hide.
+    assert registers <= (160 if name == "attend eight wide rows" else 128)
     assert shared <= THREADGROUP_BYTES

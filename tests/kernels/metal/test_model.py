@@ -1,8 +1,11 @@
 """A whole model on the simulator: it uses every kernel, and its tokens are those of the reference implementation."""
 
+import json
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
+from io import StringIO
 from statistics import mean
 from unittest import mock
 
@@ -14,16 +17,19 @@ from mlx_lm.generate import generate_step
 from benchmarks.studies.layers import Side, measure_layers
 from kernels.cases import random
 from kernels.metal.simulated import launching, simulated, zeros
+from mlx_tq.__main__ import main
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.config import BLOCK, EvictConfig, KVConfig
 from mlx_tq.evaluate.arms import parse_arm
-from mlx_tq.kernels import backend, thresholds
+from mlx_tq.kernels import backend, gpu, thresholds
 from mlx_tq.kernels.gpu import Kernel
 from mlx_tq.kernels.thresholds import KernelThresholds
 from mlx_tq.models import load
-from mlx_tq.prompt_cache.compressed import compressed_attention, make_prompt_cache
+from mlx_tq.prompt_cache.build import build_caches
+from mlx_tq.prompt_cache.compressed import compressed_attention, make_prompt_cache, plan_caches
 from mlx_tq.prompt_cache.layer_group import compressed_caches
+from mlx_tq.prompt_cache.warm_up import compile_kernels
 
 PROMPT, ANSWER = 216, 6
 DIM, HEAVY = 128, 16 << 20
@@ -72,6 +78,77 @@ def test_generation_calls_the_kernels_and_has_the_same_tokens(embedded):
     assert calls["wht"] == (2 * 2 + 3) * layers  # queries and the output; means that encode subtracts
     assert calls["attend_short"] == 3 * layers  # the prompt's last token and two more
     assert calls["attend"] == calls["merge"] == (ANSWER - 2) * layers
+
+
+@pytest.mark.parametrize("max_threads", [448, 64, 32])
+def test_generation_with_few_threads_has_the_same_tokens(embedded, max_threads):
+    """A limit of 448 threads, of an M1 Max, changes nothing; smaller ones divide the work differently."""
+    model, tokenizer = embedded
+    ids = mx.array(tokenizer.encode(TEXT)[:PROMPT])
+    with backend.using("reference"):
+        expected = tokens_of(model, ids, make_prompt_cache(model, CONFIG))
+    with (
+        mock.patch.dict(gpu.thread_limits, clear=True),
+        thresholds.using(KernelThresholds(short_tokens=ids.size + 2)),
+        simulated(max_threads=max_threads),
+    ):
+        assert tokens_of(model, ids, make_prompt_cache(model, CONFIG)) == expected
+        assert ("attend_short" in gpu.thread_limits) == (max_threads < 448)
+
+
+@contextmanager
+def compiling():
+    """Yield the names of the kernels that are compiled on the simulator."""
+    with simulated():
+        compiled, compile_kernel = [], gpu.compile_kernel
+
+        @cache
+        def compile_named(kernel, device, constants):
+            compiled.append(kernel.name)
+            return compile_kernel(kernel, device, constants)
+
+        with mock.patch.object(gpu, "compile_kernel", compile_named):
+            yield compiled
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_no_answer_waits_for_a_compiler(embedded, normalize):
+    model, tokenizer = embedded
+    ids, config = mx.array(tokenizer.encode(TEXT)[:PROMPT]), replace(CONFIG, normalize=normalize)
+    with compiling() as compiled:
+        compile_kernels(model, plan_caches(model, config))
+        assert {"encode", "wht", "dequantize", "attend", "merge", "attend_short"} == set(compiled)
+        compiled.clear()
+        for short_tokens in (0, ids.size + 2):
+            with thresholds.changed(short_tokens=short_tokens):
+                tokens_of(model, ids, make_prompt_cache(model, config))
+        assert not compiled
+
+
+def test_no_verify_pass_or_batch_waits_for_a_compiler(embedded):
+    model, tokenizer = embedded
+    prompts = [tokenizer.encode(TEXT)[start : start + 150] for start in (0, 20)]
+    plan = plan_caches(model, CONFIG)
+    with compiling() as compiled, compressed_attention(model):
+        compile_kernels(model, plan, lengths=range(1, 5), batches=True)
+        sequences = [build_caches(plan) for _ in prompts]
+        for ids, caches in zip(prompts, sequences, strict=True):
+            mx.eval(model(mx.array([ids]), cache=caches))
+        assert sequences[0][0].packed_tokens
+        compiled.clear()
+        for length in (4, 3, 2, 1):
+            mx.eval(model(mx.array([prompts[0][:length]]), cache=sequences[0]))
+        batch = [rows[0].merge(list(rows)) for rows in zip(*sequences, strict=True)]
+        mx.eval(model(mx.array([[1], [2]]), cache=batch))
+        assert not compiled
+
+
+def test_nothing_is_compiled_without_a_gpu(embedded, monkeypatch):
+    model, _ = embedded
+    plan = plan_caches(model, CONFIG)
+    monkeypatch.setattr(type(model), "__call__", lambda *_: pytest.fail("the model ran"))
+    compile_kernels(model, plan, batches=True)
+    compile_kernels(model, None)
 
 
 def test_eviction_with_kernels_has_the_same_tokens(embedded):
@@ -177,3 +254,33 @@ def test_a_step_does_not_synchronize(use_kernels):
         assert mx.get_peak_memory() - before < HEAVY
         mx.eval(outputs)
         assert mx.get_peak_memory() - before >= HEAVY, "an evaluation shows"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("generate", "-p", "hi", "-m", "2"), ("chat", "-m", "2")],
+    ids=["generate", "chat"],
+)
+def test_commands_compile_kernels_that_their_answer_does_not_need(words, monkeypatch, capsys):
+    """A short context takes one kernel, and packs nothing."""
+    monkeypatch.setattr("sys.stdin", StringIO("hi\n"))
+    with compiling() as compiled:
+        assert main([*words]) == 0
+        assert {"encode", "dequantize", "attend", "merge", "attend_short"} <= set(compiled)
+    ran = "ran on metal kernels; prefill: mlx attention; decode: mlx attention"
+    assert f"{ran}; in full precision: layers 0-5 (compression starts at 288 tokens)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("short_tokens", "kernels"), [(4096, ["attend_short"]), (0, ["attend", "merge"])])
+def test_an_answer_reports_the_kernels_that_ran(short_tokens, kernels, capsys):
+    """Those of a verify pass are apart, and those that were only compiled are not named."""
+    words = ["generate", "-p", TEXT, "-m", "4", "--ignore-chat-template", "--prefill-step-size", "64", "--json"]
+    words += ["--kv-sinks", "8", "--kv-window", "8", "--kv-key", "fp16", "--draft-model", "needle"]
+    with simulated(), thresholds.using(KernelThresholds(short_tokens=short_tokens, matrix_queries=64)):
+        assert main([*words, "--num-draft-tokens", "2"]) == 0
+    ran = json.loads(capsys.readouterr().out)["ran"]
+    assert ran["backend"] == "metal kernels"
+    assert ran["phases"]["short passes"] == kernels
+    assert set(ran["phases"]["decode"]) == set(kernels)
+    assert set(ran["phases"]["prefill"]) == {"mlx attention", "dequantize", "wht"}
+    assert ran["full_precision"] == [{"layers": [*range(6)], "reason": "the format of keys is fp16"}]
