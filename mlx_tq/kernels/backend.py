@@ -87,6 +87,25 @@ def describe() -> str:
     return "reference implementation (chosen)"
 
 
+def prepare() -> None:
+    """Compile the kernels of a CPU, unless they are. "auto" falls back with a `KernelFallbackWarning`."""
+    if current() != "cpu":
+        return
+    try:
+        load_library()
+    except KernelUnavailableError as error:
+        if _state.choice != "auto":
+            raise
+        _fall_back(error, stacklevel=3)
+
+
+def _fall_back(error: KernelUnavailableError, stacklevel: int) -> None:
+    message = f"{str(error).rstrip('.')}. The reference implementation runs instead, which is slow."
+    warnings.warn(message, KernelFallbackWarning, stacklevel=stacklevel)
+    if not isinstance(error, gpu.UnsupportedByKernelError):
+        _state.failure = str(error)
+
+
 def dispatch(
     launch: Callable[_Parameters, _Result] | None = None, cpu: Callable[_Parameters, _Result] | None = None
 ) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
@@ -111,16 +130,11 @@ def dispatch(
             except TracedArrayError:
                 return reference(*args, **kwargs)
             except KernelUnavailableError as error:
-                is_unsupported = isinstance(error, gpu.UnsupportedByKernelError)
-                if is_unsupported and not is_gpu():  # the reference implementation runs on the same device
-                    record(f"reference {name}")
-                    return reference(*args, **kwargs)
-                if _state.choice != "auto":
-                    raise
-                message = f"{str(error).rstrip('.')}. The reference implementation runs instead, which is slow."
-                warnings.warn(message, KernelFallbackWarning, stacklevel=2)
-                if not is_unsupported:
-                    _state.failure = str(error)
+                # On a CPU the reference implementation runs on the same device.
+                if is_gpu() or not isinstance(error, gpu.UnsupportedByKernelError):
+                    if _state.choice != "auto":
+                        raise
+                    _fall_back(error, stacklevel=3)
                 record(f"reference {name}")
                 return reference(*args, **kwargs)
             if run_kernel is cpu:

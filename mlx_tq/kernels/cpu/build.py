@@ -24,15 +24,13 @@ _TIMEOUT = 60  # seconds of a compilation, which takes 2 to 4
 @cache
 def load_library() -> ctypes.CDLL:
     """Return the compiled kernels, from the user's cache folder if they are there."""
-    compiler = find_compiler()
-    library = cache_folder() / f"kernels-{_key(compiler)}.so"
-    if library.exists():
-        try:
+    compiler, folder = find_compiler(), cache_folder()
+    name = f"kernels-{_key(compiler)}"
+    for library in folder.glob(f"{name}-*.so"):
+        if library.name == f"{name}-{_digest(library)}.so":  # else it is damaged, and loading it may end the process
             return ctypes.CDLL(str(library))
-        except OSError:  # a damaged file is made again
-            library.unlink()
-    _compile(compiler, library)
-    return ctypes.CDLL(str(library))
+        library.unlink(missing_ok=True)
+    return ctypes.CDLL(str(_compile(compiler, folder, name)))
 
 
 def find_compiler() -> str:
@@ -79,9 +77,13 @@ def _instructions() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))
 
 
-def _compile(compiler: str, library: Path) -> None:
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+
+def _compile(compiler: str, folder: Path, name: str) -> Path:
     try:
-        with tempfile.TemporaryDirectory(dir=library.parent) as scratch, ThreadPoolExecutor() as pool:
+        with tempfile.TemporaryDirectory(dir=folder) as scratch, ThreadPoolExecutor() as pool:
 
             def compile_one(name: str) -> str:
                 output, contracted = f"{scratch}/{name}.o", f"-ffp-contract={_CONTRACTED[name]}"
@@ -91,7 +93,7 @@ def _compile(compiler: str, library: Path) -> None:
             objects = list(pool.map(compile_one, _CONTRACTED))
             built = Path(scratch, "kernels.so")
             _run(compiler, "-shared", *objects, "-o", str(built), "-pthread")
-            built.replace(library)  # in one step: another process may build it too
+            return built.replace(folder / f"{name}-{_digest(built)}.so")  # in one step: others may build it too
     except OSError as error:
         raise KernelUnavailableError(
             f"compiled CPU kernels cannot be saved: {error}. Set XDG_CACHE_HOME to a folder that can be written to."
