@@ -85,9 +85,10 @@ def test_instructions_of_a_token_are_those_counted_by_hand():
         (64, 0, 256, 32),
         (128, 0, 128, 16),
         (255, 0, 256, 8),
-        (33, 0, 32, 32),
+        (80, 4608, 32, 24),  # six a scheduler
         (72, 0, 128, 28),  # 72 registers are 9 units of 256: seven warps a scheduler
         (32, 100 * 1024, 256, 16),  # two blocks
+        (32, 114 * 1024, 256, 8),  # a block takes 1 KB more
         (32, 227 * 1024, 1024, 32),
     ],
 )
