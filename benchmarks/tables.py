@@ -388,6 +388,99 @@ def gpu_attention() -> str:
     return table([name], columns, rows, on="no model: one layer", command=command)
 
 
+PREDICTED = "kernels_predicted.json"
+ON_COMPILER, ON_ROOFLINE = "no GPU: nvcc's machine code for sm_90", "no GPU: a roofline"
+
+
+def machine_code() -> str:
+    """Show `attend` for heads of 128 and 256 in an H100's instructions."""
+    columns: dict[str, Callable[[Record], str]] = {
+        "D": lambda row: str(row["dim"]),
+        "G": lambda row: str(row["groups"]),
+        "formats": lambda row: row["formats"],
+        "registers": lambda row: str(row["registers"]),
+        "spilled bytes": lambda row: str(row["spilled"]),
+        "shared, KB": lambda row: f"{row['shared'] / 1024:.1f}",
+        "warps per SM": lambda row: str(row["warps"]),
+        "instructions": lambda row: f"{sum(row['instructions'].values()):,.0f}",
+        "float": lambda row: f"{row['instructions']['float']:,.0f}",
+        "integer": lambda row: f"{row['instructions']['integer']:,.0f}",
+        "shared loads": lambda row: f"{row['instructions']['shared load']:,.0f}",
+        "tokens at once": lambda row: str(32 * row["team"]),
+        "their cycles": lambda row: f"{row['cycles']:,}",
+        "one load at a time": lambda row: f"{row['rolled_cycles']:,}",
+    }
+    rows = [row for row in report(PREDICTED)["attend"] if row["dim"] in (128, 256)]
+    return record_table(PREDICTED, rows, columns, on=ON_COMPILER)
+
+
+def h100_predicted() -> str:
+    """Show the time of packed tokens on an H100."""
+    columns: dict[str, Callable[[Record], str]] = {
+        "shape": lambda row: row["shape"],
+        "tokens": lambda row: f"{row['tokens']:,}",
+        "formats": lambda row: row["formats"],
+        "predicted, µs": lambda row: f"{1e6 * row['prediction']['seconds']:.0f}",
+        "bound": lambda row: row["prediction"]["bound"],
+        "one load at a time, µs": lambda row: f"{1e6 * row['rolled']['seconds']:.0f}",
+        "bytes alone, µs": lambda row: f"{1e6 * row['bytes_only']:.0f}",
+    }
+    rows = [r for r in report(PREDICTED)["h100"] if r["tokens"] == 65536 and r["formats"] in ("q8/tq4", "tq4/tq4")]
+    return record_table(PREDICTED, rows, columns, on=ON_ROOFLINE)
+
+
+def macs_predicted() -> str:
+    """Show mlx's attention and ours on Macs."""
+
+    def arm(name: str) -> Callable[[Record], str]:
+        return lambda row: f"{1e3 * row[name]['seconds']:.2f} ({row[name]['bound']})"
+
+    def ratio(name: str) -> Callable[[Record], str]:
+        return lambda row: f"{row['mlx']['seconds'] / row[name]['seconds']:.1f}"
+
+    columns: dict[str, Callable[[Record], str]] = {
+        "chip": lambda row: row["chip"],
+        "shape": lambda row: row["shape"],
+        "mlx, ms": arm("mlx"),
+        "q8/tq4, ms": arm("q8/tq4"),
+        "tq4/tq4, ms": arm("tq4/tq4"),
+        "q8/tq4, times": ratio("q8/tq4"),
+        "tq4/tq4, times": ratio("tq4/tq4"),
+    }
+    chips, shapes = ("M1", "M1 Max", "M3 Pro", "M4", "M4 Max", "M5", "M5 Max"), ("32/8/128", "16/2/256", "24/4/256")
+    about = report(PREDICTED)["macs"]
+    rows = [r for r in about if r["tokens"] == 65536 and r["chip"] in chips and r["shape"] in shapes]
+    return record_table(PREDICTED, rows, columns, on=ON_ROOFLINE)
+
+
+def prediction_checks() -> str:
+    """Compare predictions with times that were measured."""
+    about = report(PREDICTED)
+    shapes = report("attention_cuda.json")["shapes"]
+
+    def row(what: str, shape: str, tokens: str, predicted: float, measured: float, source: str) -> list[str]:
+        return [what, shape, tokens, f"{predicted:,.0f}", f"{measured:,.0f}", f"{predicted / measured:.2f}", source]
+
+    rows = [
+        row(
+            f"mlx, {r['chip']}",
+            r["shape"],
+            f"{r['tokens']:,}",
+            1e3 * r["predicted"],
+            1e3 * r["milliseconds"],
+            r["source"],
+        )
+        for r in about["reports"]
+    ]
+    for r in about["h200"]:
+        shape = "/".join(map(str, shapes[r["shape"]]))
+        rows.append(
+            row(f"{r['formats']}, H200", shape, "65,536 more", r["predicted"], r["measured"], "attention_cuda.json")
+        )
+    columns = ["what", "shape", "tokens", "predicted, µs", "measured, µs", "predicted/measured", "source"]
+    return table([PREDICTED], columns, rows, on=ON_ROOFLINE)
+
+
 def streams() -> str:
     name = "server_streams.json"
     order = {word: place for place, word in enumerate(("cold", "hot", "off", "balanced", "small"))}
@@ -647,6 +740,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for function in (
         *(profiles, formats, divergence, frontier, normalization, trellis, by_layer, answers),
         *(whole_models, one_layer, kernels, attention_counts, verify_counts, gpu_attention),
+        *(machine_code, h100_predicted, macs_predicted, prediction_checks),
         *(streams, prefix_cache, hostile, soak),
         *(four_arms, policies, policies_text, evict_cost, recall, recall_cost, retrieval, rescue_latency, ramp),
     )

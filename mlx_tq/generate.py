@@ -48,7 +48,8 @@ def build_parser() -> CommandParser:
     add("--kv-bits", type=int, metavar="N", help="bits of mlx-lm's quantized cache, instead of ours (default: none)")
     add("--kv-group-size", type=int, default=64, metavar="N", help="group size for --kv-bits")
     add("--quantized-kv-start", type=int, default=5000, metavar="N", help="step at which --kv-bits begins")
-    limit = "refuse a context whose KV cache needs more than this, such as 4GB (default: the free memory)"
+    limit = "refuse a context whose KV cache needs more than this, such as 4GB"
+    limit += " (default: what prefill leaves of the free memory)"
     add("--kv-memory-limit", type=parse_size, metavar="SIZE", help=limit)
     return parser
 

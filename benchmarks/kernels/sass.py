@@ -99,20 +99,14 @@ class Program:
     def loops(self) -> list[Loop]:
         """Return the natural loops, by their headers."""
         dominators, bodies = self._dominators(), dict[int, set[int]]()
-        before: list[list[int]] = [[] for _ in self.blocks]
-        for number, others in enumerate(self.successors):
-            for other in others:
-                before[other].append(number)
-        for number, others in enumerate(self.successors):
-            for header in others:
-                if header not in dominators.get(number, ()):
-                    continue
+        for number, over in dominators.items():
+            for header in over.intersection(self.successors[number]):
                 body, waiting = bodies.setdefault(header, {header}), [number]
                 while waiting:
                     block = waiting.pop()
                     if block not in body:
                         body.add(block)
-                        waiting += before[block]
+                        waiting += (other for other in dominators if block in self.successors[other])
         return [Loop(header, frozenset(body)) for header, body in sorted(bodies.items())]
 
     def _dominators(self) -> dict[int, set[int]]:

@@ -19,7 +19,7 @@ from mlx_tq.codec.formats.base import dtype_name, dtype_of
 from mlx_tq.errors import ConfigError, UnsupportedModelError
 from mlx_tq.kernels import thresholds
 from mlx_tq.kernels.attend import attend_batch
-from mlx_tq.kernels.execution_record import DECODE, SHORT_PASSES, in_phase
+from mlx_tq.kernels.execution_record import DECODE, SHORT_PASSES, run_in_phase
 from mlx_tq.kernels.regions import Mask
 
 
@@ -76,8 +76,8 @@ class BatchView:
         length = queries.shape[2]
         if self._steps_together(queries):
             rows = [row for row in self.rows if row is not None]
-            with in_phase(DECODE if length == 1 else SHORT_PASSES):
-                out = attend_batch(queries, [row.merged_regions() for row in rows], scale=scale, mask=mask, sinks=sinks)
+            phase, regions = DECODE if length == 1 else SHORT_PASSES, [row.merged_regions() for row in rows]
+            out = run_in_phase(phase, attend_batch, queries, regions, scale=scale, mask=mask, sinks=sinks)
             pending = [array for i, row in enumerate(rows) for array in row.notify(queries[i : i + 1], scale)]
             return mx.depends(out, pending) if pending else out
         outputs = []

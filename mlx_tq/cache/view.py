@@ -14,7 +14,7 @@ from mlx_lm.models import base
 from mlx_tq.errors import ConfigError, UnsupportedModelError
 from mlx_tq.kernels import thresholds
 from mlx_tq.kernels.attend import attend
-from mlx_tq.kernels.execution_record import DECODE, PREFILL, SHORT_PASSES, in_phase
+from mlx_tq.kernels.execution_record import DECODE, PREFILL, SHORT_PASSES, run_in_phase
 from mlx_tq.kernels.prefill import prefill
 from mlx_tq.kernels.regions import Mask, Regions
 
@@ -125,8 +125,8 @@ class StepView:
         most = thresholds.current(queries.shape[3], group).packed_queries
         length = queries.shape[2]
         run = attend if regions.packed_tokens and length <= most else prefill
-        with in_phase(DECODE if length == 1 else SHORT_PASSES if run is attend else PREFILL):
-            return run(queries, regions, scale=scale, mask=mask, sinks=sinks)
+        phase = DECODE if length == 1 else SHORT_PASSES if run is attend else PREFILL
+        return run_in_phase(phase, run, queries, regions, scale=scale, mask=mask, sinks=sinks)
 
     def merged_regions(self) -> Regions:
         """Return all tokens with a single packed region."""

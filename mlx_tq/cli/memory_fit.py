@@ -74,6 +74,8 @@ class _MemoryFit:
             raise ConfigError(f"--context is {self.tokens:,}; the model allows {limit:,}. Lower it, or drop it.")
         self.weights = weights_nbytes(model)
         self.available = args.memory - self.weights
+        # A server prefills several prompts in one batch.
+        self._rows = min(getattr(args, "prompt_concurrency", 1), getattr(args, "decode_concurrency", 1))
         self._steps = [args.prefill_step_size]
         if "--prefill-step-size" not in args.typed:
             self._steps += [step for step in _STEPS if step < args.prefill_step_size]
@@ -86,7 +88,7 @@ class _MemoryFit:
         need = None
         for step in self._steps:
             cache = sequence_bytes(self._model, config, self._others, step)(self.tokens)
-            transient = transient_bytes(self._model, config, step)(self.tokens)
+            transient = transient_bytes(self._model, config, step, self._rows)(self.tokens)
             need = _Need(cache, transient, step, cache + transient <= self.available)
             if need.fits:
                 break

@@ -1,8 +1,11 @@
 """Records what computes attention in this process: kernels, reference implementations, or mlx's own attention."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
 PREFILL, SHORT_PASSES, DECODE = PHASES = ("prefill", "short passes", "decode")
 
@@ -15,12 +18,13 @@ _thread = _Thread()
 _names: dict[str, dict[str, None]] = {phase: {} for phase in PHASES}  # in the order in which they first ran
 
 
-@contextmanager
-def in_phase(phase: str) -> Iterator[None]:
-    """Record what runs inside a `with` block in this thread under a phase."""
+def run_in_phase(
+    phase: str, call: Callable[_Parameters, _Result], *args: _Parameters.args, **kwargs: _Parameters.kwargs
+) -> _Result:
+    """Call a function, and record what runs meanwhile in this thread under a phase."""
     outer, _thread.phase = _thread.phase, phase
     try:
-        yield
+        return call(*args, **kwargs)
     finally:
         _thread.phase = outer
 

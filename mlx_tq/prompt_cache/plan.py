@@ -136,13 +136,18 @@ class Plan:
         """
         return self.cache_peak_nbytes(tokens, step) + self.transient_nbytes(tokens, step)
 
-    def transient_nbytes(self, tokens: int, step: int) -> int:
-        """Return the upper bound on the bytes that a pass of `step` tokens takes for a moment, beside the caches."""
+    def transient_nbytes(self, tokens: int, step: int, rows: int = 1) -> int:
+        """Return the upper bound on the bytes that a pass of `step` tokens takes for a moment, beside the caches.
+
+        `rows` are sequences that are prefilled in one batch.
+        """
         recalled = 0 if self.eviction is None else self.eviction.max_recalled(tokens)
         stored = min(tokens, self.live(max(0, tokens - step)) + step + recalled)
         slots = [layer.slot for layer in self.layers]
-        layers = (attention_nbytes(slot, stored, step) + compression_nbytes(slot, stored, step) for slot in slots)
-        return max(layers) + activation_nbytes(slots, self.activations, min(step, tokens))
+        layers = (
+            attention_nbytes(slot, stored, step, rows) + compression_nbytes(slot, stored, step, rows) for slot in slots
+        )
+        return max(layers) + activation_nbytes(slots, self.activations, rows * min(step, tokens))
 
     def cache_peak_nbytes(self, tokens: int, step: int = 1) -> int:
         """Return the upper bound on the caches' bytes at any length up to `tokens`, after passes of at most `step`.

@@ -35,7 +35,7 @@ class RunSummary:
     def __str__(self) -> str:
         phases = [f"{phase}: {' + '.join(names)}" for phase, names in self.phases.items()]
         kept = [f"{_describe_layers(part.layers)} ({part.reason})" for part in self.full_precision]
-        return f"ran on {self.backend}; {'; '.join(phases)}; in full precision: {', '.join(kept) or 'no layer'}"
+        return "; ".join([f"ran on {self.backend}", *phases, f"in full precision: {', '.join(kept) or 'no layer'}"])
 
 
 def _full_precision(plan: Plan, tokens: int) -> list[FullPrecision]:

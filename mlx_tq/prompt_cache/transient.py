@@ -22,14 +22,17 @@ _REFERENCE_DECODED_COPIES, _REFERENCE_ENCODED_COPIES = 3, 4
 _FP32_BYTES = 4
 
 
-def attention_nbytes(slot: SlotFacts, tokens: int, step: int) -> int:
-    """Return the bytes of attention when the last `step` of `tokens` tokens attend to all of them."""
+def attention_nbytes(slot: SlotFacts, tokens: int, step: int, rows: int = 1) -> int:
+    """Return the bytes of attention when the last `step` of `tokens` tokens attend to all of them.
+
+    The `rows` of a batch attend one after another.
+    """
     queries, dtype, head_dims = min(step, tokens), dtype_of(slot.dtype), slot.key_dim + slot.value_dim
     if not slot.query_heads or not queries:
         return 0
     dims, causal = (slot.key_dim, slot.value_dim, dtype), queries > 1
     scores = scores_nbytes(AttentionShape(1, slot.query_heads, slot.heads, queries, tokens, *dims, causal))
-    projected = queries * (slot.query_heads + slot.heads) * head_dims * dtype.size
+    projected = rows * queries * (slot.query_heads + slot.heads) * head_dims * dtype.size
     return scores + _PROJECTED_COPIES * projected
 
 
@@ -38,13 +41,16 @@ def growth_nbytes(slot: SlotFacts, tokens: int) -> int:
     return _GROWN_COPIES * native_cache_bytes(slot, tokens)
 
 
-def compression_nbytes(slot: SlotFacts, tokens: int, step: int) -> int:
-    """Return the bytes of a layer's decoded keys and values, and of those of `step` tokens while they are encoded."""
+def compression_nbytes(slot: SlotFacts, tokens: int, step: int, rows: int = 1) -> int:
+    """Return the bytes of a layer's decoded keys and values, and of those of `step` tokens while they are encoded.
+
+    The `rows` of a batch are decoded one after another.
+    """
     head_dims, size = slot.key_dim + slot.value_dim, dtype_of(slot.dtype).size
     decoded = 0 if backend.current() == "cpu" else slot.heads * tokens * head_dims * size
     if decoded > bounds().decoded:
         decoded //= slot.heads
-    encoded = slot.heads * min(step, tokens) * head_dims * _FP32_BYTES
+    encoded = rows * slot.heads * min(step, tokens) * head_dims * _FP32_BYTES
     if backend.current() == "reference":
         return _REFERENCE_DECODED_COPIES * decoded + _REFERENCE_ENCODED_COPIES * encoded
     return _DECODED_COPIES * decoded + _ENCODED_COPIES * encoded

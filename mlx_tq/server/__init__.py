@@ -82,7 +82,8 @@ def _add_limit_arguments(parser: CommandParser) -> None:
     add(
         "--kv-memory-limit",
         **size,
-        help="bytes of a model's KV caches, such as 4GB (default: the free memory, divided among several models)",
+        help="bytes of a model's KV caches, such as 4GB (default: what prefill leaves of the free memory, or a part of "
+        "it for each of several models)",
     )
     models = (
         "bytes of all loaded models with their KV caches; least recently used ones are unloaded "

@@ -157,8 +157,10 @@ def _load(
     plan = plan_caches(model, request.config)
     memory = args.kv_memory_limit
     if memory is None:  # caches get what prefill leaves
-        memory = free_memory() - plan.transient_nbytes(context_limit(model), args.prefill_step_size)
-    limits = replace(limits, memory=ranks.min(memory))
+        rows = min(args.prompt_concurrency, args.decode_concurrency)
+        memory = max(0, free_memory() - plan.transient_nbytes(context_limit(model), args.prefill_step_size, rows))
+    memory = ranks.min(memory)
+    limits = replace(limits, memory=memory)
     check_memory(plan, _LEAST_CONTEXT, memory, args.prefill_step_size)
     compile_kernels(model, plan, batches=args.decode_concurrency > 1)
     show_plan(plan, min(_SHOWN_TOKENS, position_limit(model) or _SHOWN_TOKENS))

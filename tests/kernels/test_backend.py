@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from unittest import mock
 
 import mlx.core as mx
 import pytest
@@ -81,6 +82,24 @@ def test_auto_falls_back_with_one_warning(rejected):
         assert_reference(result)
     assert len(rejected) == 1, "a kernel that failed is not tried again"
     assert REJECTED in backend.describe()
+
+
+def test_auto_falls_back_when_not_even_one_simdgroup_fits(monkeypatch, metal):
+    """Four, two and one were tried."""
+    sizes = []
+
+    def call(threadgroup, **_):
+        sizes.append(threadgroup[0])
+        limit = "is greater than  the maximum allowed threads per threadgroup (16)."
+        raise ValueError(f"Thread group size ({threadgroup[0]}) {limit}")
+
+    monkeypatch.setattr(gpu, "compile_kernel", lambda *_: gpu.CompiledKernel(call))
+    with (
+        mock.patch.dict(gpu.thread_limits),
+        pytest.warns(backend.KernelFallbackWarning, match="'wht' has 32 threads per threadgroup.* 16.*slow"),
+    ):
+        assert_reference(wht(X, ROTATION))
+    assert sizes == [128, 64, 32]
 
 
 def test_metal_does_not_fall_back(rejected):

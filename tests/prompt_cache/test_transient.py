@@ -4,6 +4,7 @@ import gc
 
 import mlx.core as mx
 import pytest
+from mlx_lm.generate import generate_step
 
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.cli.inputs import load_text
@@ -12,6 +13,7 @@ from mlx_tq.config import PROFILES, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import SlotFacts
 from mlx_tq.kernels import mlx_attention
+from mlx_tq.kernels.mlx_attention import MemoryBounds
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed_attention, make_prompt_cache, plan_caches
 from mlx_tq.prompt_cache.layer_group import begin_pass
@@ -105,3 +107,22 @@ def test_free_memory_has_to_hold_the_prefill_too(embedded):
     with pytest.raises(ConfigError, match=pattern):
         check_memory(plan, tokens, None, 512)
     check_memory(plan, 4000, None, 512)
+
+
+LITTLE = [MemoryBounds(scores=1 << 18, decoded=1 << 40), MemoryBounds(scores=1 << 40, decoded=1)]
+
+
+@pytest.mark.parametrize("bounds", LITTLE, ids=["pieces", "heads"])
+def test_greedy_answers_are_equal_within_little_memory(embedded, bounds):
+    model, tokenizer = embedded
+    prompt = mx.array(tokenizer.encode(f"{load_text()[:500]} The access code is 417295. What is the access code?"))
+
+    def answer():
+        caches = make_prompt_cache(model, KVConfig(key="q8", value="tq4", sinks=16, window=32))
+        with compressed_attention(model):
+            steps = generate_step(prompt, model, prompt_cache=caches, max_tokens=8, prefill_step_size=64)
+            return [token for token, _ in steps]
+
+    expected = answer()
+    with mlx_attention.using(bounds):
+        assert answer() == expected

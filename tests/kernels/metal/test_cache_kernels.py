@@ -22,7 +22,10 @@ from kernels.covering import case_id, covering
 from kernels.metal import checks
 from kernels.metal.simulated import ORDERS, reference, simulated
 from metal_sim.run import SimulationError
+from mlx_tq.kernels import mlx_attention
 from mlx_tq.kernels.encode import encode
+from mlx_tq.kernels.mlx_attention import MemoryBounds
+from mlx_tq.kernels.prefill import prefill
 
 PARAMETERS = {
     "key_dim": DIMS,
@@ -139,6 +142,16 @@ def test_encode_any_strides(view):
         expected = reference(encode, keys, values, layout).rows
     assert has_same_bits(rows, expected)
     assert counters == [], "the reference backend runs no kernel"
+
+
+@pytest.mark.parametrize("normalized", [None, "gaps"])
+def test_heads_are_decoded_one_at_a_time(normalized):
+    """The kernel gets the rows of one head, which are not contiguous with those of the other sequence."""
+    problem = make_problem(packed=97, length=9, batch=2, normalized=normalized, mask="causal")
+    with simulated(sanitize=True):
+        whole = problem.solve(prefill)
+        with mlx_attention.using(MemoryBounds(scores=1 << 40, decoded=1)):
+            assert has_same_bits(problem.solve(prefill), whole)
 
 
 @pytest.mark.parametrize("inverse", [False, True])
