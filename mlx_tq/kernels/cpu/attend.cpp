@@ -194,9 +194,9 @@ class Call {
         maximum = most;
       }
       const int64_t place = (block.batch * a_.query_heads + head) * a_.length + query_number(block, r);
-      factor = total > 0 ? factor / total : 0;
+      factor = total == 0 ? 0 : factor / total;  // a query that sees no token has a total of 0
       for (int d = 0; d < a_.value_dim; d++) a_.output[place * a_.value_dim + d] = plain.outputs[r * value_pitch_ + d] * factor;
-      if (a_.log_sums) a_.log_sums[place] = total > 0 ? (maximum + std::log2(total)) / LOG2E : MASKED;
+      if (a_.log_sums) a_.log_sums[place] = total == 0 ? MASKED : (maximum + std::log2(total)) / LOG2E;
     }
   }
 
