@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_tq.bench.machine import gpu_memory
-from mlx_tq.kernels.gpu import gpu_backend
+from mlx_tq.kernels.gpu import gpu_backend, usable_memory
 
 # A cell's name within its part, and what measures it.
 Cells = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
@@ -27,7 +26,7 @@ class Setting:
 
     @property
     def memory(self) -> int:
-        return 1 << 20 if self.dry else int(MEMORY_SHARE * gpu_memory())
+        return 1 << 20 if self.dry else int(MEMORY_SHARE * usable_memory())
 
     @property
     def rounds(self) -> int:

@@ -1,13 +1,10 @@
 """The state of this machine that changes its figures: low-power mode, heat and memory that was swapped out."""
 
-import os
 import platform
 import re
 import subprocess
 from pathlib import Path
 from typing import Any
-
-import mlx.core as mx
 
 
 def machine_state() -> dict[str, Any]:
@@ -30,15 +27,6 @@ def swap_growth(before: dict[str, Any], after: dict[str, Any]) -> int | str:
     """Return the bytes that were swapped out between two states, or why they are not known."""
     sizes = before["swap_nbytes"], after["swap_nbytes"]
     return next((size for size in sizes if isinstance(size, str)), None) or sizes[1] - sizes[0]
-
-
-def gpu_memory() -> int:
-    """Return the bytes that arrays may take: those that the GPU recommends or has free, else this machine's."""
-    info = mx.device_info()
-    for name in ("max_recommended_working_set_size", "free_memory", "total_memory"):
-        if name in info:
-            return int(info[name])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def hide_home(text: str) -> str:

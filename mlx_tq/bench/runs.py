@@ -13,7 +13,7 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_tq.bench.layer import CellTimings, measure_cell
 from mlx_tq.bench.layer_caches import Cell, LayerArm, LayerShape
-from mlx_tq.bench.machine import gpu_memory, hide_home, machine_state, swap_growth
+from mlx_tq.bench.machine import hide_home, machine_state, swap_growth
 from mlx_tq.bench.model import BenchedCache, Figure, measure_model
 from mlx_tq.bench.report import figure_tables, figures_as_dict, layer_table, markdown_report, markdown_tables
 from mlx_tq.bench.timing import measure_speed
@@ -28,6 +28,7 @@ from mlx_tq.errors import ConfigError
 from mlx_tq.files import atomic_write
 from mlx_tq.integration.probe import model_facts, native_caches
 from mlx_tq.kernels import backend, thresholds
+from mlx_tq.kernels.gpu import usable_memory
 from mlx_tq.kernels.thresholds import HeadShape, KernelThresholds
 from mlx_tq.models import load, short_name
 
@@ -92,7 +93,7 @@ def _layer_shape(args: argparse.Namespace) -> LayerShape:
 def _measure_layer(args: argparse.Namespace, shape: LayerShape, tokens: int, dtype: str) -> CellTimings:
     arms = [LayerArm("off", dtype), *(LayerArm(f"kv-bits {bits}", dtype, kv_bits=bits) for bits in args.kv_bits)]
     arms += [LayerArm(name, dtype, PROFILES[name]) for name in args.profiles if not PROFILES[name].is_off]
-    memory = int(MEMORY_SHARE * gpu_memory())
+    memory = int(MEMORY_SHARE * usable_memory())
     return measure_cell(Cell(shape, tokens), arms, rounds=args.rounds, seconds=CHAIN_SECONDS, memory=memory)
 
 

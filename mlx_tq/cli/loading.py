@@ -18,7 +18,7 @@ from mlx_tq.config import KVConfig
 from mlx_tq.distributed.group import ALONE, Ranks, join
 from mlx_tq.distributed.launch import is_launched
 from mlx_tq.errors import CacheFormatError, ConfigError
-from mlx_tq.kernels.gpu import gpu_backend
+from mlx_tq.kernels.gpu import gpu_backend, usable_memory
 from mlx_tq.models import (
     EMBEDDED,
     fingerprint,
@@ -74,8 +74,7 @@ def limit_buffer_cache(usable: int | None = None) -> int | None:
     if usable is None:
         if gpu_backend() is None:
             return None
-        info = mx.device_info()
-        usable = int(info.get("max_recommended_working_set_size") or info["total_memory"])
+        usable = usable_memory()
     limit = min(usable // _CACHE_SHARE, _MAX_BUFFER_CACHE)
     mx.set_cache_limit(limit)
     return limit
@@ -308,10 +307,10 @@ def check_positions(tokens: int, limit: int | None) -> None:
 
 
 def free_memory() -> int:
-    """Return the bytes that this process can still take: of a Mac's GPU working set, of RAM elsewhere."""
-    if mx.metal.is_available():
-        recommended = mx.device_info()["max_recommended_working_set_size"]
-        return int(recommended) - mx.get_active_memory()
+    """Return the bytes that this process can still take: of the GPU's memory, else of RAM."""
+    device = gpu_backend()
+    if device is not None:  # a Mac recommends how much may be taken in all, CUDA knows what is free
+        return usable_memory() - (mx.get_active_memory() if device == "metal" else 0)
     meminfo = Path("/proc/meminfo")
     for line in meminfo.read_text().splitlines() if meminfo.exists() else []:
         if line.startswith("MemAvailable:"):

@@ -1,6 +1,7 @@
 """Compiles the kernels of metal/ when they are first called, and runs them on the GPU."""
 
 import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -161,6 +162,15 @@ def gpu_backend() -> str | None:
     if mx.default_device() != mx.gpu:
         return None
     return "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else None
+
+
+def usable_memory() -> int:
+    """Return the bytes that arrays may take: those that the GPU recommends or has free, else this machine's."""
+    info = mx.device_info()
+    for name in ("max_recommended_working_set_size", "free_memory", "total_memory"):
+        if name in info:
+            return int(info[name])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @cache
