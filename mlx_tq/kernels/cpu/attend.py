@@ -206,7 +206,7 @@ def _as_bias(mask: Mask, shape: tuple[int, ...]) -> mx.array | None:
 
 def _fill(cache: _Cache, regions: Regions, row: int, reader: Reader) -> object:
     """Describe row `row` of the batch of a cache, and return what must stay alive."""
-    layout, sinks = regions.layout, regions.sink_tokens
+    layout, sinks = regions.layout, min(regions.sink_tokens, regions.full_tokens)
     full = reader.read(regions.full_keys), reader.read(regions.full_values)
     dtype = regions.full_keys.dtype
     parts = [_full_part(row, *full, dtype, 0, sinks, 0)]
@@ -222,7 +222,7 @@ def _fill(cache: _Cache, regions: Regions, row: int, reader: Reader) -> object:
                 first += count
         part = _Part.from_buffer_copy(_packed_part(layout))
         part.buffers, part.buffer_count = (_Buffer * len(buffers))(*buffers), len(buffers)
-        part.tokens, part.position = regions.packed_tokens, sinks
+        part.tokens, part.position = regions.packed_tokens, sinks  # all sinks are there before tokens are packed
         parts.append(part)
     parts.append(_full_part(row, *full, dtype, sinks, regions.full_tokens, sinks + regions.packed_tokens))
     cache.parts, cache.part_count, cache.tokens = (_Part * len(parts))(*parts), len(parts), regions.tokens
