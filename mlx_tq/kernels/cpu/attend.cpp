@@ -65,7 +65,7 @@ struct Attention {
   const char* mask;                // null, bool or float added to scores: [batch, query_heads, length, tokens]
   int64_t mask_strides[4];         // in elements
   const float* sinks;              // attention-sink logits [query_heads], or null
-  float* output;                   // [batch, query_heads, length, value_dim]
+  float* output;                   // [batch, query_heads, length, value_dim], or null where only sums are wanted
   float* log_sums;                 // of exponentials of scores [batch, query_heads, length], or null
   const Levels* levels;
   Rotation key_rotation, value_rotation;
@@ -195,7 +195,7 @@ class Call {
       }
       const int64_t place = (block.batch * a_.query_heads + head) * a_.length + query_number(block, r);
       factor = total == 0 ? 0 : factor / total;  // a query that sees no token has a total of 0
-      for (int d = 0; d < a_.value_dim; d++) a_.output[place * a_.value_dim + d] = plain.outputs[r * value_pitch_ + d] * factor;
+      for (int d = 0; a_.output && d < a_.value_dim; d++) a_.output[place * a_.value_dim + d] = plain.outputs[r * value_pitch_ + d] * factor;
       if (a_.log_sums) a_.log_sums[place] = total == 0 ? MASKED : (maximum + std::log2(total)) / LOG2E;
     }
   }
@@ -363,6 +363,7 @@ class Call {
       weigh(score, r, value_gains, partial);
     }
 
+    if (!a_.output) return;
     float* const tile = scratch.values.data();
     VALUE_DECODERS[part.value_format](value_rows, count, a_.value_dim, *a_.levels, tile, value_pitch_);
     multiply<true>(block.rows, scores, TILE, tile, value_pitch_, count, partial.outputs, value_pitch_, a_.value_dim);

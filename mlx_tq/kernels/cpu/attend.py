@@ -108,16 +108,26 @@ def launch_attend_batch(
     queries: mx.array, batch: Sequence[Regions], *, scale: float, mask: Mask = None, sinks: mx.array | None = None
 ) -> mx.array:
     """Attend to one cache of batch size B, or to B caches of batch size 1, with any number of queries."""
+    output = np.empty((*queries.shape[:3], batch[0].layout.value.head_dim), np.float32)
+    call = _describe(batch, scale)
+    call.output = output.ctypes.data
+    _run(call, queries, batch, mask, sinks)
+    return mx.array(output).astype(queries.dtype)
+
+
+def launch_log_sum_exp(queries: mx.array, regions: Regions) -> mx.array:
+    """Return what `log_sum_exp` returns."""
+    sums = np.empty(queries.shape[1:3], np.float32)
+    call = _describe([regions], 1.0)
+    call.log_sums = sums.ctypes.data
+    _run(call, queries, [regions], "causal", None)
+    return mx.array(sums.reshape(call.heads, -1))
+
+
+def _describe(batch: Sequence[Regions], scale: float) -> _Attention:
     layout = batch[0].layout
-    arguments.check_can_run(layout, queries.dtype, batch[0].full_keys.dtype)
-    arrays = [array for regions in batch for array in _arrays(regions)]
-    rows = queries.shape[0]
-
-    def fill(caches: ctypes.Array[_Cache], reader: Reader) -> object:
-        sources = [(batch[0], row) for row in range(rows)] if len(batch) == 1 else [(regions, 0) for regions in batch]
-        return [_fill(cache, regions, row, reader) for cache, (regions, row) in zip(caches, sources, strict=True)]
-
-    call = _Attention(
+    arguments.check_can_run(layout, batch[0].full_keys.dtype)
+    return _Attention(
         key_rotation=rotation_struct(layout.key.rotation),
         value_rotation=rotation_struct(layout.value.rotation),
         heads=batch[0].full_keys.shape[1],
@@ -125,7 +135,17 @@ def launch_attend_batch(
         value_dim=layout.value.head_dim,
         scale=scale,
     )
-    return _run(call, queries, arrays, fill, mask, sinks, batch[0].tokens)
+
+
+def _run(call: _Attention, queries: mx.array, batch: Sequence[Regions], mask: Mask, sinks: mx.array | None) -> None:
+    """Attend to one cache of several rows, or to several caches of one."""
+    sources = [(regions, row) for regions in batch for row in range(queries.shape[0] // len(batch))]
+    arrays = [array for regions in batch for array in _arrays(regions)]
+
+    def fill(caches: ctypes.Array[_Cache], reader: Reader) -> object:
+        return [_fill(cache, *source, reader) for cache, source in zip(caches, sources, strict=True)]
+
+    _launch(call, queries, arrays, fill, mask, sinks, batch[0].tokens)
 
 
 def launch_plain_attention(
@@ -148,12 +168,15 @@ def launch_plain_attention(
             cache.parts, cache.part_count, cache.tokens = ctypes.pointer(part), 1, keys.shape[2]
         return parts
 
+    output = np.empty((*queries.shape[:3], values.shape[3]), np.float32)
     call = _Attention(heads=keys.shape[1], key_dim=keys.shape[3], value_dim=values.shape[3], scale=scale)
     call.key_rotation = call.value_rotation = rotation_struct(None)
-    return _run(call, queries, [keys, values], fill, mask, sinks, keys.shape[2])
+    call.output = output.ctypes.data
+    _launch(call, queries, [keys, values], fill, mask, sinks, keys.shape[2])
+    return mx.array(output).astype(queries.dtype)
 
 
-def _run(
+def _launch(
     call: _Attention,
     queries: mx.array,
     arrays: list[mx.array],
@@ -161,14 +184,13 @@ def _run(
     mask: Mask,
     sinks: mx.array | None,
     tokens: int,
-) -> mx.array:
+) -> None:
     """Complete and run a call, whose caches `fill` describes from evaluated arrays."""
     batch, query_heads, length, _ = queries.shape
     q = mx.contiguous(queries.astype(mx.float32), allow_col_major=False)
     bias = _as_bias(mask, (batch, query_heads, length, tokens))
     logits = None if sinks is None else mx.contiguous(sinks.astype(mx.float32))
     evaluate(q, bias, logits, arrays)
-    output = np.empty((batch, query_heads, length, call.value_dim), np.float32)
     caches = (_Cache * batch)()
     with Reader() as reader:
         kept = fill(caches, reader)
@@ -180,12 +202,11 @@ def _run(
             call.mask_strides = (long * 4)(*(stride // bias.dtype.size for stride in memory.strides))
         if logits is not None:
             call.sinks = reader.read(logits).address
-        call.caches, call.output, call.levels = caches, output.ctypes.data, level_tables().ctypes.data
+        call.caches, call.levels = caches, level_tables().ctypes.data
         call.batch, call.query_heads, call.length = batch, query_heads, length
         call.causal, call.threads = isinstance(mask, str), thread_count()
         load_library().tq_attend(ctypes.byref(call))
         del kept
-    return mx.array(output).astype(queries.dtype)
 
 
 def _arrays(regions: Regions) -> list[mx.array]:
