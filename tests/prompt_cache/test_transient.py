@@ -49,11 +49,11 @@ def prefill(model, config, ids, step):
             mx.eval([cache.state for cache in caches])  # as mlx-lm, which computes no logits of a prompt
 
 
-CASES = [(600, 256), *(pytest.param(4000, step, marks=SLOW) for step in (256, 512, 2048))]
+FULL = [(profile, 4000, step) for profile in ("balanced", "small", "off") for step in (256, 512, 2048)]
+CASES = [("balanced", 600, 256), *(pytest.param(*case, marks=SLOW) for case in FULL)]
 
 
-@pytest.mark.parametrize(("tokens", "step"), CASES)
-@pytest.mark.parametrize("profile", ["balanced", "small", "off"])
+@pytest.mark.parametrize(("profile", "tokens", "step"), CASES)
 def test_a_prefill_of_the_embedded_model_takes_what_was_said(embedded, profile, tokens, step):
     model, tokenizer = embedded
     ids, config = tokenizer.encode(load_text())[:tokens], PROFILES[profile]
