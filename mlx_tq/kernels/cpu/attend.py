@@ -187,7 +187,7 @@ def _launch(
 ) -> None:
     """Complete and run a call, whose caches `fill` describes from evaluated arrays."""
     batch, query_heads, length, _ = queries.shape
-    q = mx.contiguous(queries.astype(mx.float32), allow_col_major=False)
+    q = queries.astype(mx.float32)
     bias = _as_bias(mask, (batch, query_heads, length, tokens))
     logits = None if sinks is None else mx.contiguous(sinks.astype(mx.float32))
     evaluate(q, bias, logits, arrays)
@@ -195,6 +195,10 @@ def _launch(
     with Reader() as reader:
         kept = fill(caches, reader)
         memory = reader.read(q)
+        if memory.strides[3] != q.itemsize:  # rare; a copy takes longer than attention to a short context
+            q = mx.contiguous(q)
+            evaluate(q)
+            memory = reader.read(q)
         call.queries, call.query_strides = memory.address, (long * 3)(*(stride // 4 for stride in memory.strides[:3]))
         if bias is not None:
             memory = reader.read(bias)
