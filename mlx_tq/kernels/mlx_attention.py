@@ -45,7 +45,7 @@ class AttentionShape(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryBounds:
-    """Most bytes that attention takes for a moment, beside queries and outputs."""
+    """Most bytes that attention takes temporarily, without queries and outputs."""
 
     scores: int  # of the calls that mlx has begun; a single query may take more
     decoded: int  # keys and values of a layer; above it, one KV head is decoded at a time
@@ -141,8 +141,8 @@ def attention(
     size = -(-length // -(-length // most))
     for start in range(0, length, size):
         stop = min(start + size, length)
-        # mlx would otherwise compute the scores of all pieces before their outputs.
-        piece = mx.depends(queries[:, :, start:stop], outputs[-1:]) if outputs else queries[:, :, start:stop]
+        # One after another: mlx would otherwise compute the scores of all pieces before their outputs.
+        piece = mx.depends(queries[:, :, start:stop], outputs[-1:])
         visible = tokens - length + stop if isinstance(mask, str) else tokens
         rows = mask[..., start:stop, :] if isinstance(mask, mx.array) and mask.ndim > 1 and mask.shape[-2] > 1 else mask
         seen = keys[:, :, :visible], values[:, :, :visible]

@@ -1,4 +1,4 @@
-"""Bytes that one forward pass takes for a moment, beside weights and caches: an estimate from above.
+"""Estimates from above the bytes that one forward pass takes temporarily, without weights and caches.
 
 Each layer frees its own before the next one begins. The numbers of copies are those of a CPU, where they were measured.
 """
