@@ -115,14 +115,13 @@ def query_nbytes(shape: AttentionShape) -> int:
 
 def scores_nbytes(shape: AttentionShape) -> int:
     """Return the bytes of scores that `attention` takes at most; 0 where a fused kernel runs."""
-    if backend.current() == "cpu" or is_fused(shape, gpu.gpu_backend()):
+    if is_fused(shape, gpu.gpu_backend()):
         return 0
     pending = bounds().scores // bounds().call_scores
     queries = min(shape.queries, pending * max(1, bounds().call_scores // max(1, query_nbytes(shape))))
     return queries * query_nbytes(shape)
 
 
-@backend.dispatch(cpu=launch_plain_attention)
 def attention(
     queries: mx.array,
     keys: mx.array,
@@ -148,6 +147,20 @@ def attention(
         seen = keys[:, :, :visible], values[:, :, :visible]
         outputs.append(mx.fast.scaled_dot_product_attention(piece, *seen, scale=scale, mask=rows, sinks=sinks))
     return mx.concatenate(outputs, axis=2)
+
+
+@backend.dispatch(cpu=launch_plain_attention)
+def attend_in_full_precision(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    scale: float,
+    mask: Mask = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Return what `attention` returns, where the CPU kernels are faster than mlx's own."""
+    return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 
 def _queries_per_call(queries: mx.array, keys: mx.array, values: mx.array, mask: Mask) -> int:

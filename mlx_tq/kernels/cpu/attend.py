@@ -10,7 +10,7 @@ import numpy as np
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import arguments
 from mlx_tq.kernels.cpu.arrays import Memory, Reader, evaluate
-from mlx_tq.kernels.cpu.build import load_library
+from mlx_tq.kernels.cpu.build import run_kernel
 from mlx_tq.kernels.cpu.codecs import (
     FULL_FORMATS,
     RotationStruct,
@@ -209,7 +209,7 @@ def _launch(
         call.caches, call.levels = caches, level_tables().ctypes.data
         call.batch, call.query_heads, call.length = batch, query_heads, length
         call.causal, call.threads = isinstance(mask, str), thread_count()
-        load_library().tq_attend(ctypes.byref(call))
+        run_kernel("attend", call)
         del kept
 
 
