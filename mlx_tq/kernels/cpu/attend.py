@@ -23,7 +23,7 @@ from mlx_tq.kernels.cpu.codecs import (
     thread_count,
 )
 from mlx_tq.kernels.gpu import UnsupportedByKernelError
-from mlx_tq.kernels.regions import Mask, Regions
+from mlx_tq.kernels.regions import Mask, Regions, Selection
 
 
 class _Buffer(ctypes.Structure):
@@ -122,6 +122,33 @@ def launch_log_sum_exp(queries: mx.array, regions: Regions) -> mx.array:
     call.log_sums = sums.ctypes.data
     _run(call, queries, [regions], "causal", None)
     return mx.array(sums.reshape(call.heads, -1))
+
+
+def launch_attend_selected(
+    queries: mx.array, regions: Regions, selection: Selection, *, scale: float
+) -> tuple[mx.array, mx.array]:
+    """Return what `attend_selected` returns."""
+    selection.check(regions.packed_tokens)
+    ranges, index = (
+        None if array is None else np.array(array, np.int32) for array in (selection.ranges, selection.index)
+    )
+    output = np.empty((*queries.shape[:3], regions.layout.value.head_dim), np.float32)
+    sums = np.empty(queries.shape[:3], np.float32)
+    call = _describe([regions], scale)
+    call.output, call.log_sums = output.ctypes.data, sums.ctypes.data
+    count = regions.packed_tokens if index is None else len(index)
+    if ranges is not None:
+        count = int(ranges[:, 1].max())
+
+    def fill(caches: ctypes.Array[_Cache], reader: Reader) -> object:
+        kept = _fill(caches[0], regions, 0, reader, count)
+        packed = caches[0].parts[1]
+        packed.ranges = None if ranges is None else ranges.ctypes.data
+        packed.index = None if index is None else index.ctypes.data
+        return kept
+
+    _launch(call, queries, _arrays(regions), fill, "causal", None, regions.full_tokens + count)
+    return mx.array(output).astype(queries.dtype), mx.array(sums)
 
 
 def _describe(batch: Sequence[Regions], scale: float) -> _Attention:
@@ -229,8 +256,9 @@ def _as_bias(mask: Mask, shape: tuple[int, ...]) -> mx.array | None:
     return mx.broadcast_to(mask if mask.dtype == mx.bool_ else mask.astype(mx.float32), shape)
 
 
-def _fill(cache: _Cache, regions: Regions, row: int, reader: Reader) -> object:
-    """Describe row `row` of the batch of a cache, and return what must stay alive."""
+def _fill(cache: _Cache, regions: Regions, row: int, reader: Reader, packed: int | None = None) -> object:
+    """Describe row `row` of the batch of a cache, with `packed` packed tokens, and return what must stay alive."""
+    packed = regions.packed_tokens if packed is None else packed
     layout, sinks = regions.layout, min(regions.sink_tokens, regions.full_tokens)
     full = reader.read(regions.full_keys), reader.read(regions.full_values)
     dtype = regions.full_keys.dtype
@@ -247,10 +275,10 @@ def _fill(cache: _Cache, regions: Regions, row: int, reader: Reader) -> object:
                 first += count
         part = _Part.from_buffer_copy(_packed_part(layout))
         part.buffers, part.buffer_count = (_Buffer * len(buffers))(*buffers), len(buffers)
-        part.tokens, part.position = regions.packed_tokens, sinks  # all sinks are there before tokens are packed
+        part.tokens, part.position = packed, sinks  # all sinks are there before tokens are packed
         parts.append(part)
-    parts.append(_full_part(row, *full, dtype, sinks, regions.full_tokens, sinks + regions.packed_tokens))
-    cache.parts, cache.part_count, cache.tokens = (_Part * len(parts))(*parts), len(parts), regions.tokens
+    parts.append(_full_part(row, *full, dtype, sinks, regions.full_tokens, sinks + packed))
+    cache.parts, cache.part_count, cache.tokens = (_Part * len(parts))(*parts), len(parts), regions.full_tokens + packed
     if regions.normalization is not None:
         n = regions.normalization
         cache.key_scale = reader.read(n.scale).address + row * n.scale.shape[1] * n.scale.shape[2] * 4
