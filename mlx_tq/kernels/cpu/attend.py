@@ -27,7 +27,7 @@ from mlx_tq.kernels.regions import Mask, Regions, Selection
 
 
 class _Buffer(ctypes.Structure):
-    """Mirror of the struct in attend.cpp, as are the others."""
+    """Mirror of the struct in calls.h, as are the others."""
 
     _fields_ = (
         ("keys", pointer),

@@ -18,7 +18,7 @@ from mlx_tq.kernels.execution_record import record
 SOURCES = Path(__file__).parent
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-w")
 # Whether sums of products may be contracted. Codes are the same bits on every machine, so their sums may not.
-_CONTRACTED = {"attend": "fast", "score": "fast", "recall_score": "fast", "encode": "off", "pool": "off"}
+CONTRACTED = {"attend": "fast", "score": "fast", "recall_score": "fast", "encode": "off", "pool": "off"}
 _TIMEOUT = 60  # seconds of a compilation, which takes 2 to 4
 
 
@@ -66,7 +66,7 @@ def kernel_folder() -> Path:
 def _key(compiler: str) -> str:
     texts = [file.read_text(encoding="utf-8") for file in sorted(SOURCES.iterdir()) if file.suffix in (".h", ".cpp")]
     version = _run(compiler, "--version")
-    parts = [version, platform.machine(), _instructions(), *_FLAGS, str(_CONTRACTED), *texts]
+    parts = [version, platform.machine(), _instructions(), *_FLAGS, str(CONTRACTED), *texts]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -88,11 +88,11 @@ def _compile(compiler: str, folder: Path, name: str) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as scratch, ThreadPoolExecutor() as pool:
 
             def compile_one(name: str) -> str:
-                output, contracted = f"{scratch}/{name}.o", f"-ffp-contract={_CONTRACTED[name]}"
+                output, contracted = f"{scratch}/{name}.o", f"-ffp-contract={CONTRACTED[name]}"
                 _run(compiler, *_FLAGS, contracted, "-c", str(SOURCES / f"{name}.cpp"), "-o", output)
                 return output
 
-            objects = list(pool.map(compile_one, _CONTRACTED))
+            objects = list(pool.map(compile_one, CONTRACTED))
             built = Path(scratch, "kernels.so")
             _run(compiler, "-shared", *objects, "-o", str(built), "-pthread")
             return built.replace(folder / f"{name}-{_digest(built)}.so")  # in one step: others may build it too

@@ -29,7 +29,7 @@ _BITS = (2, 3, 4)
 
 
 class _Vectors(ctypes.Structure):
-    """Mirror of the struct in encode.cpp, as is the other."""
+    """Mirror of the struct in calls.h, as is the other."""
 
     _fields_ = (
         ("vectors", pointer),

@@ -26,7 +26,7 @@ from mlx_tq.kernels.cpu.codecs import (
 
 
 class _Score(ctypes.Structure):
-    """Mirror of the struct in score.cpp."""
+    """Mirror of the struct in calls.h."""
 
     _fields_ = (
         ("rows", pointer),
@@ -56,7 +56,7 @@ class _Score(ctypes.Structure):
 
 
 class _RecallScore(ctypes.Structure):
-    """Mirror of the struct in recall_score.cpp."""
+    """Mirror of the struct in calls.h."""
 
     _fields_ = (
         ("queries", pointer),
