@@ -53,12 +53,12 @@ def run_benchmarks(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> int:
     before = machine_state()
-    checks = run_checks(kernels=backend.current() != "reference")
+    checks = run_checks(kernels=backend.is_gpu())
     tuned: list[dict[HeadShape, KernelThresholds]] = []
     figures, skipped = _measure_figures(args, lambda: tuned.append(_tune(args)))
     layers: dict[str, Any] = {"floors": measure_speed()._asdict(), "cells": []}
     dtype = (args.dtypes or ["float16"])[0]
-    for shape in REPORT_SHAPES if backend.current() != "reference" else [_layer_shape(args)]:
+    for shape in REPORT_SHAPES if backend.is_gpu() else [_layer_shape(args)]:
         for tokens in args.tokens or LAYER_TOKENS:
             measured = _measure_layer(args, shape, tokens, dtype)
             layers["cells"].append({"shape": shape, "tokens": tokens, **measured.to_dict()})

@@ -57,7 +57,7 @@ def tune(tokens: list[int], rounds: int) -> Iterator[Step]:
 
     On a CPU, where each call takes long, the first shape stands for all.
     """
-    for shape in SHAPES[:1] if backend.current() == "reference" else SHAPES:
+    for shape in SHAPES if backend.is_gpu() else SHAPES[:1]:
         yield from _tune_shape(shape, tokens, rounds)
 
 
@@ -65,7 +65,7 @@ def _tune_shape(shape: LayerShape, tokens: list[int], rounds: int) -> Iterator[S
     heads = HeadShape(shape.head_dim, shape.query_heads // shape.kv_heads)
     step = partial(Step, heads)
     best = thresholds.table().built_in
-    if backend.current() != "reference":
+    if backend.is_gpu():
         for name, values in CANDIDATES.items():
             candidates = sorted(values, key=lambda value: value != getattr(best, name))  # the built-in one is first
             arms = [Arm(replace(best, **{name: value, "short_tokens": 0})) for value in candidates]

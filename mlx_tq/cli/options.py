@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PROFILES = ("off", "safe", "balanced", "small", "tiny", "long")
 DEFAULT_PROFILE = "balanced"
 POLICIES = ("triattention", "expected_attention", "knorm", "random", "recency", "streaming")
-BACKENDS = ("auto", "metal", "cuda", "reference")
+BACKENDS = ("auto", "metal", "cuda", "cpu", "reference")
 DTYPES = ("float32", "float16", "bfloat16")
 ON_FULL = ("stop", "drop-oldest")
 

@@ -15,6 +15,7 @@ from mlx_tq.codec.normalization import normalize_queries, score_means
 from mlx_tq.codec.rotation import rotate, rotate_back
 from mlx_tq.kernels import backend
 from mlx_tq.kernels.attend_gpu import launch_attend, launch_attend_batch
+from mlx_tq.kernels.cpu import attend as cpu_attend
 from mlx_tq.kernels.cpu_streams import split_tokens
 from mlx_tq.kernels.prefill import prefill
 from mlx_tq.kernels.regions import Mask, Regions, apply_mask, take_columns
@@ -23,7 +24,7 @@ from mlx_tq.kernels.regions import Mask, Regions, apply_mask, take_columns
 BLOCK_TOKENS = 4096
 
 
-@backend.dispatch(launch_attend)
+@backend.dispatch(launch_attend, cpu_attend.launch_attend)
 def attend(
     queries: mx.array, regions: Regions, *, scale: float, mask: Mask = None, sinks: mx.array | None = None
 ) -> mx.array:
@@ -73,7 +74,7 @@ def _attend_block(start: int, stop: int, q: mx.array, regions: Regions, mask: Ma
     return attend_scores(scores, layout.value.decode_planes(codes), gain)
 
 
-@backend.dispatch(launch_attend_batch)
+@backend.dispatch(launch_attend_batch, cpu_attend.launch_attend_batch)
 def attend_batch(
     queries: mx.array, batch: Sequence[Regions], *, scale: float, mask: Mask = None, sinks: mx.array | None = None
 ) -> mx.array:

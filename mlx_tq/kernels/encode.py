@@ -7,6 +7,7 @@ import mlx.core as mx
 from mlx_tq.codec.normalization import KeyNormalization
 from mlx_tq.codec.rows import RowLayout, Rows
 from mlx_tq.kernels import arguments, backend
+from mlx_tq.kernels.cpu.encode import launch_encode
 from mlx_tq.kernels.gpu import Kernel, fit_simdgroups, simdgroup_grid
 from mlx_tq.kernels.wht import wht
 
@@ -49,7 +50,7 @@ def _launch_encode(
     return Rows(words.view(mx.uint32), health)
 
 
-@backend.dispatch(_launch_encode)
+@backend.dispatch(_launch_encode, launch_encode)
 def encode(keys: mx.array, values: mx.array, layout: RowLayout, normalization: KeyNormalization | None = None) -> Rows:
     """Encode keys [B, H, S, Dk] and values [B, H, S, Dv], bit for bit the same on every backend.
 

@@ -14,6 +14,7 @@ from mlx_tq.codec.formats import Codec
 from mlx_tq.codec.normalization import KeyNormalization, cast_clamped, decode_rotated_keys, normalize_queries
 from mlx_tq.codec.rotation import rotate_exactly
 from mlx_tq.kernels import arguments, backend
+from mlx_tq.kernels.cpu.attend import launch_attend
 from mlx_tq.kernels.execution_record import record
 from mlx_tq.kernels.gpu import Kernel, fit_simdgroups
 from mlx_tq.kernels.mlx_attention import attention, bounds
@@ -96,6 +97,7 @@ def _rotate(x: mx.array, codec: Codec, normalization: KeyNormalization | None) -
     return cast_clamped(rotate_exactly(y, codec.rotation), x.dtype, normalization)
 
 
+@backend.dispatch(cpu=launch_attend)
 def prefill(
     queries: mx.array, regions: Regions, *, scale: float, mask: Mask = None, sinks: mx.array | None = None
 ) -> mx.array:

@@ -16,6 +16,8 @@ from mlx_tq.codec.normalization import KeyNormalization, decode_rotated_keys, no
 from mlx_tq.codec.rotation import rotate
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import arguments, backend
+from mlx_tq.kernels.cpu.attend import launch_log_sum_exp
+from mlx_tq.kernels.cpu.score import launch_recall_score
 from mlx_tq.kernels.gpu import Kernel, fit_simdgroups, simdgroup_grid
 from mlx_tq.kernels.regions import Regions, apply_mask
 
@@ -74,7 +76,13 @@ def _launch(
     return RecallScores(maxima, mx.logsumexp(maxima + mx.log(sums), axis=-1))
 
 
-@backend.dispatch(_launch)
+def _launch_on_cpu(
+    queries: mx.array, keys: Encoded, layout: RowLayout, normalization: KeyNormalization | None, sizes: Sequence[int]
+) -> RecallScores:
+    return RecallScores(*launch_recall_score(queries, keys, layout, normalization, sizes))
+
+
+@backend.dispatch(_launch, _launch_on_cpu)
 def recall_score(
     queries: mx.array, keys: Encoded, layout: RowLayout, normalization: KeyNormalization | None, sizes: Sequence[int]
 ) -> RecallScores:
@@ -107,6 +115,7 @@ def group_queries(queries: mx.array, heads: int, layout: RowLayout, normalizatio
     return rotate(grouped, layout.key.rotation)
 
 
+@backend.dispatch(cpu=launch_log_sum_exp)
 def log_sum_exp(queries: mx.array, regions: Regions) -> mx.array:
     """Return the log-sum-exp of the scores of a cache of batch size 1, fp32 [H, G L].
 

@@ -10,6 +10,7 @@ from mlx_tq.codec.normalization import KeyNormalization, decode_rotated_keys
 from mlx_tq.codec.rotation import WalshHadamard, rotate, rotate_back
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import arguments, backend
+from mlx_tq.kernels.cpu.score import launch_score
 from mlx_tq.kernels.gpu import Kernel, fit_simdgroups, simdgroup_grid
 
 SCORE = Kernel(
@@ -57,7 +58,7 @@ def _launch(
     return scores
 
 
-@backend.dispatch(_launch)
+@backend.dispatch(_launch, launch_score)
 def score(
     rows: mx.array,
     tokens: int,

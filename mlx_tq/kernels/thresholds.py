@@ -67,6 +67,7 @@ TABLES = {
     "Max": KernelThresholds(simdgroups=1024),
     "Ultra": KernelThresholds(simdgroups=2048),
     "cuda": KernelThresholds(simdgroups=4096),
+    "cpu": KernelThresholds(),
     "reference": KernelThresholds(),
 }
 

@@ -145,7 +145,8 @@ class Plan:
         stored = min(tokens, self.live(max(0, tokens - step)) + step + recalled)
         slots = [layer.slot for layer in self.layers]
         layers = (
-            attention_nbytes(slot, stored, step, rows) + compression_nbytes(slot, stored, step, rows) for slot in slots
+            attention_nbytes(slot, stored, step, rows, compressed=True) + compression_nbytes(slot, stored, step, rows)
+            for slot in slots
         )
         return max(layers) + activation_nbytes(slots, self.activations, rows * min(step, tokens))
 

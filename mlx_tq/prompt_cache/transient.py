@@ -22,7 +22,7 @@ _REFERENCE_DECODED_COPIES, _REFERENCE_ENCODED_COPIES = 3, 4
 _FP32_BYTES = 4
 
 
-def attention_nbytes(slot: SlotFacts, tokens: int, step: int, rows: int = 1) -> int:
+def attention_nbytes(slot: SlotFacts, tokens: int, step: int, rows: int = 1, *, compressed: bool) -> int:
     """Return the bytes of attention when the last `step` of `tokens` tokens attend to all of them.
 
     The `rows` of a batch attend one after another.
@@ -31,9 +31,10 @@ def attention_nbytes(slot: SlotFacts, tokens: int, step: int, rows: int = 1) -> 
     if not slot.query_heads or not queries:
         return 0
     dims, causal = (slot.key_dim, slot.value_dim, dtype), queries > 1
-    scores = scores_nbytes(AttentionShape(1, slot.query_heads, slot.heads, queries, tokens, *dims, causal))
+    in_kernel = compressed and backend.current() == "cpu"
+    shape = AttentionShape(1, slot.query_heads, slot.heads, queries, tokens, *dims, causal)
     projected = rows * queries * (slot.query_heads + slot.heads) * head_dims * dtype.size
-    return scores + _PROJECTED_COPIES * projected
+    return (0 if in_kernel else scores_nbytes(shape)) + _PROJECTED_COPIES * projected
 
 
 def growth_nbytes(slot: SlotFacts, tokens: int) -> int:
@@ -47,7 +48,7 @@ def compression_nbytes(slot: SlotFacts, tokens: int, step: int, rows: int = 1) -
     The `rows` of a batch are decoded one after another.
     """
     head_dims, size = slot.key_dim + slot.value_dim, dtype_of(slot.dtype).size
-    decoded = slot.heads * tokens * head_dims * size
+    decoded = 0 if backend.current() == "cpu" else slot.heads * tokens * head_dims * size
     if decoded > bounds().decoded:
         decoded //= slot.heads
     encoded = rows * slot.heads * min(step, tokens) * head_dims * _FP32_BYTES

@@ -1,4 +1,4 @@
-"""The reference implementations of `attend` and `prefill` are as exact as mx.fast attention over the decoded cache.
+"""`attend` and `prefill` on a CPU are as exact as mx.fast attention over the decoded cache, with or without kernels.
 
 `prefill` rounds queries and full-precision keys to the model's dtype once more, after their rotation. On average that
 costs up to 1.3x the error of mx.fast; the largest error is that of one query with large scores.
@@ -37,9 +37,9 @@ SHAPES = ("S", "1S", "L1", "LS", "QLS", "1LS", "11LS", "B1LS", "1QLS", "BQLS", "
 both = pytest.mark.parametrize(("kernel", "length"), [(attend, 3), (prefill, 17)])
 
 
-@pytest.fixture(autouse=True)
-def _reference():
-    with backend.using("reference"):
+@pytest.fixture(autouse=True, params=["reference", "cpu"])
+def _backend(request):
+    with backend.using(request.param):
         yield
 
 

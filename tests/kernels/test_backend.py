@@ -63,7 +63,7 @@ def test_auto_uses_the_gpu(metal):
 
 
 def test_auto_without_a_gpu_is_no_fallback(no_gpu):
-    assert (backend.current(), backend.describe()) == ("reference", "reference implementation (no GPU)")
+    assert (backend.current(), backend.describe()) == ("cpu", "cpu kernels")
     assert_reference(wht(X, ROTATION))  # without a warning
 
 
@@ -121,9 +121,11 @@ def test_auto_falls_back_for_unsupported_calls_only(metal):
 
 def test_missing_and_unknown_backends_are_errors(no_gpu):
     for name in ("metal", "cuda"):
-        with pytest.raises(KernelUnavailableError, match=f"'{name}' is not available.*no GPU. Use auto or reference"):
+        with pytest.raises(
+            KernelUnavailableError, match=f"'{name}' is not available.*backend cpu. Use auto or reference"
+        ):
             backend.choose(name)
-    with pytest.raises(ConfigError, match="unknown backend 'opencl'; valid are auto, metal, cuda, reference"):
+    with pytest.raises(ConfigError, match="unknown backend 'opencl'; valid are auto, metal, cuda, cpu, reference"):
         backend.choose("opencl")
 
 

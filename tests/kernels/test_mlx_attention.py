@@ -23,6 +23,12 @@ FEW = MemoryBounds(scores=4 * 5 * QUERY_HEADS * TOKENS * 4, decoded=1 << 30)  # 
 ONE_HEAD = MemoryBounds(scores=1 << 30, decoded=1)
 
 
+@pytest.fixture(autouse=True)
+def _mlx():
+    with backend.using("reference"):
+        yield
+
+
 def inputs(dtype="float32", length=LENGTH, tokens=TOKENS, dim=DIM, query_heads=QUERY_HEADS):
     queries = random((1, query_heads, length, dim), dtype, seed=1)
     return queries, *(random((1, HEADS, tokens, dim), dtype, seed=seed) for seed in (2, 3))
@@ -81,19 +87,17 @@ def test_one_head_at_a_time_equals_all_at_once(normalized, mask):
     problem = make_problem(**case, mask=None if mask == "heads" else mask)
     if mask == "heads":
         problem = problem.replace(mask=random_mask("bool", (1, 4, 33, problem.tokens), "float16"))
-    with backend.using("reference"):
-        whole = problem.solve(prefill)
-        with mlx_attention.using(ONE_HEAD):
-            assert has_same_bits(problem.solve(prefill), whole)
+    whole = problem.solve(prefill)
+    with mlx_attention.using(ONE_HEAD):
+        assert has_same_bits(problem.solve(prefill), whole)
 
 
 def test_one_head_is_decoded_at_a_time():
     problem = make_problem(packed=4000, length=9, batch=1, dims=(128, 128), dtype="float32")
     mx.eval(problem.arguments["queries"], problem.rows)
-    with backend.using("reference"):
-        whole = peak_of(lambda: problem.solve(prefill))
-        with mlx_attention.using(ONE_HEAD):
-            assert peak_of(lambda: problem.solve(prefill)) < 0.6 * whole
+    whole = peak_of(lambda: problem.solve(prefill))
+    with mlx_attention.using(ONE_HEAD):
+        assert peak_of(lambda: problem.solve(prefill)) < 0.6 * whole
 
 
 @pytest.mark.parametrize("tokens", [64, 1024, 8192])

@@ -1,0 +1,358 @@
+// Attention of any number of queries over caches of packed and full-precision tokens, in place.
+//
+// Rows of queries of a KV head are cut into blocks, and where there are few rows, tokens into runs. Each piece of work
+// is one block of rows and one run of tokens: it decodes a tile of keys, multiplies, decodes the values, multiplies,
+// as FlashAttention-2 (Dao 2023) does. The last piece of a block of rows merges its runs. No order of additions depends
+// on the number of threads.
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "calls.h"
+#include "matrix.h"
+#include "pool.h"
+#include "rotation.h"
+#include "tiles.h"
+
+namespace tq {
+namespace {
+
+constexpr int BLOCK_ROWS = 48;
+constexpr int RUN_TOKENS = 512, MOST_RUNS = 64;  // of a block of at most SPLIT_ROWS rows
+constexpr int SPLIT_ROWS = 32;
+constexpr float MASKED = -1e30f;
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr int MEAN_TOKENS = 128;
+
+int round_up(int count, int multiple) { return (count + multiple - 1) / multiple * multiple; }
+
+// Of one thread.
+struct Scratch {
+  Floats64 queries, keys, values, scores, mean_scores, partial;
+  std::vector<char> rows;
+};
+
+// Unnormalized attention of a block of rows to some tokens: maximum, sum, and output, in the domain of powers of two.
+struct Partial {
+  float* maxima;   // [rows]
+  float* sums;     // [rows]
+  float* outputs;  // [rows, value_pitch]
+};
+
+// That to full-precision tokens, and that to packed tokens, whose output is in rotated space.
+enum { PLAIN, ROTATED };
+using Spaces = std::array<Partial, 2>;
+
+// A block of rows of one KV head.
+struct Block {
+  int64_t batch, head, first_row;
+  int rows;
+};
+
+class Call {
+ public:
+  explicit Call(const Attention& call)
+      : a_(call), group_rows_(call.query_heads / call.heads * call.length), value_pitch_(round_up(call.value_dim, LANES)) {
+    const int64_t blocks = (group_rows_ + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    per_block_ = (group_rows_ + blocks - 1) / blocks;
+    for (int64_t b = 0; b < a_.batch; b++)
+      for (int64_t h = 0; h < a_.heads; h++)
+        for (int64_t row = 0; row < group_rows_; row += per_block_)
+          blocks_.push_back({b, h, row, int(std::min(per_block_, group_rows_ - row))});
+  }
+
+  void run() {
+    std::vector<int64_t> first_piece{0};
+    for (const Block& block : blocks_) first_piece.push_back(first_piece.back() + count_runs(block));
+    const int64_t pieces = first_piece.back();
+    const bool split = pieces > int64_t(blocks_.size());
+    Floats64 memory;  // of the partial attention of all pieces, where some have to be merged
+    if (split) memory.resize(pieces * partial_floats());
+    std::unique_ptr<std::atomic<int64_t>[]> left(new std::atomic<int64_t>[blocks_.size()]);
+    for (size_t i = 0; i < blocks_.size(); i++) left[i] = first_piece[i + 1] - first_piece[i];
+    share(a_.threads, pieces, [&](int64_t turn) {
+      static thread_local Scratch scratch;
+      const int64_t piece = pieces - 1 - turn;  // the last rows see the most tokens
+      const size_t number = std::upper_bound(first_piece.begin(), first_piece.end(), piece) - first_piece.begin() - 1;
+      const Block& block = blocks_[number];
+      const int64_t start = first_piece[number], runs = first_piece[number + 1] - start;
+      if (!split) scratch.partial.resize(partial_floats());
+      const auto partial = [&](int64_t of) { return split_partial(split ? memory.data() + of * partial_floats() : scratch.partial.data()); };
+      for (const Partial& space : partial(piece)) clear(space, block.rows);
+      attend_run(block, piece - start, runs, partial(piece), scratch);
+      if (left[number].fetch_sub(1) > 1) return;
+      const Spaces first = partial(start);
+      for (int64_t other = 1; other < runs; other++)
+        for (int space : {PLAIN, ROTATED}) merge(first[space], partial(start + other)[space], block.rows);
+      finish(block, first);
+    });
+  }
+
+ private:
+  int64_t count_runs(const Block& block) const {
+    if (block.rows > SPLIT_ROWS) return 1;
+    const int64_t runs = (a_.caches[block.batch].tokens + RUN_TOKENS - 1) / RUN_TOKENS;
+    return std::max<int64_t>(1, std::min<int64_t>(runs, MOST_RUNS));
+  }
+
+  int64_t partial_floats() const { return 2 * per_block_ * (2 + value_pitch_); }
+  Spaces split_partial(float* memory) const {
+    const int64_t outputs = per_block_ * value_pitch_;
+    float* const rest = memory + 2 * outputs;
+    return {Partial{rest, rest + per_block_, memory}, Partial{rest + 2 * per_block_, rest + 3 * per_block_, memory + outputs}};
+  }
+
+  void clear(const Partial& partial, int rows) const {
+    std::fill_n(partial.maxima, rows, MASKED);
+    std::fill_n(partial.sums, rows, 0.0f);
+    std::fill_n(partial.outputs, rows * value_pitch_, 0.0f);
+  }
+
+  void merge(const Partial& into, const Partial& from, int rows) const {
+    for (int r = 0; r < rows; r++) {
+      const float maximum = std::max(into.maxima[r], from.maxima[r]);
+      const float keep = std::exp2(into.maxima[r] - maximum), add = std::exp2(from.maxima[r] - maximum);
+      into.maxima[r] = maximum;
+      into.sums[r] = into.sums[r] * keep + from.sums[r] * add;
+      float* const to = into.outputs + r * value_pitch_;
+      const float* const other = from.outputs + r * value_pitch_;
+      for (int d = 0; d < a_.value_dim; d++) to[d] = to[d] * keep + other[d] * add;
+    }
+  }
+
+  int64_t query_head(const Block& block, int row) const {
+    return block.head * (a_.query_heads / a_.heads) + (block.first_row + row) / a_.length;
+  }
+  int64_t query_number(const Block& block, int row) const { return (block.first_row + row) % a_.length; }
+
+  // Stores the result of a block of rows.
+  void finish(const Block& block, const Spaces& spaces) const {
+    const auto& [plain, rotated] = spaces;
+    for (int r = 0; r < block.rows; r++) rotate_back(rotated.outputs + r * value_pitch_, a_.value_dim, a_.value_rotation);
+    merge(plain, rotated, block.rows);
+    for (int r = 0; r < block.rows; r++) {
+      const int64_t head = query_head(block, r);
+      float maximum = plain.maxima[r], total = plain.sums[r], factor = 1;
+      if (a_.sinks) {  // a key with value zero
+        const float sink = a_.sinks[head] * LOG2E, most = std::max(maximum, sink);
+        factor = std::exp2(maximum - most);
+        total = total * factor + std::exp2(sink - most);
+        maximum = most;
+      }
+      const int64_t place = (block.batch * a_.query_heads + head) * a_.length + query_number(block, r);
+      factor = total == 0 ? 0 : factor / total;  // a query that sees no token has a total of 0
+      for (int d = 0; a_.output && d < a_.value_dim; d++) a_.output[place * a_.value_dim + d] = plain.outputs[r * value_pitch_ + d] * factor;
+      if (a_.log_sums) a_.log_sums[place] = total == 0 ? MASKED : (maximum + std::log2(total)) / LOG2E;
+    }
+  }
+
+  // Loads the queries of a block, times the scale, for scores in powers of two.
+  void load_queries(const Block& block, bool rotated, float* queries) const {
+    const Cache& cache = a_.caches[block.batch];
+    for (int r = 0; r < block.rows; r++) {
+      const float* const from = a_.queries + block.batch * a_.query_strides[0] + query_head(block, r) * a_.query_strides[1] +
+                                query_number(block, r) * a_.query_strides[2];
+      float* const query = queries + r * a_.key_dim;
+      for (int d = 0; d < a_.key_dim; d++) query[d] = from[d] * (a_.scale * LOG2E);
+      if (!rotated) continue;
+      if (cache.key_scale)
+        for (int d = 0; d < a_.key_dim; d++) query[d] /= cache.key_scale[block.head * a_.key_dim + d];
+      rotate(query, a_.key_dim, a_.key_rotation);
+    }
+  }
+
+  // Attends to the tokens of run number `run` of `runs`, whose edges are those of tiles.
+  void attend_run(const Block& block, int64_t run, int64_t runs, const Spaces& spaces, Scratch& scratch) const {
+    const Cache& cache = a_.caches[block.batch];
+    scratch.keys.resize(size_t(a_.key_dim) * TILE);
+    scratch.values.resize(size_t(value_pitch_) * TILE + LANES);
+    scratch.scores.resize(size_t(block.rows) * TILE);
+    scratch.queries.resize(2 * size_t(block.rows) * a_.key_dim);
+    int64_t tiles = 0;
+    for (int64_t p = 0; p < cache.part_count; p++) tiles += (cache.parts[p].tokens + TILE - 1) / TILE;
+    int64_t first = tiles * run / runs, last = tiles * (run + 1) / runs;
+    bool loaded[2] = {false, false};
+    for (int64_t p = 0; p < cache.part_count && last > 0; p++) {
+      const Part& part = cache.parts[p];
+      const int64_t here = (part.tokens + TILE - 1) / TILE;
+      const int64_t start = std::max<int64_t>(first, 0) * TILE, stop = std::min(std::min(last, here) * TILE, part.tokens);
+      if (start < stop) {
+        const int space = part.rotated ? ROTATED : PLAIN;
+        float* const queries = scratch.queries.data() + space * block.rows * a_.key_dim;
+        if (!loaded[space]) load_queries(block, part.rotated, queries);
+        loaded[space] = true;
+        attend_part(block, part, start, stop, queries, spaces[space], scratch);
+      }
+      first -= here;
+      last -= here;
+    }
+  }
+
+  void attend_part(const Block& block, const Part& part, int64_t start, int64_t stop, const float* queries, const Partial& partial, Scratch& scratch) const {
+    const Cache& cache = a_.caches[block.batch];
+    int64_t offset = 0;
+    if (part.ranges) {
+      offset = part.ranges[2 * block.head];
+      stop = std::min<int64_t>(stop, part.ranges[2 * block.head + 1]);
+    }
+    if (a_.causal) {  // the block's last query sees most
+      int64_t most = 0;
+      for (int r = 0; r < block.rows; r++) most = std::max(most, query_number(block, r));
+      stop = std::min(stop, cache.tokens - a_.length + most + 1 - part.position);
+    }
+    if (start >= stop) return;
+    const bool normalized = part.rotated && cache.key_scale;
+    int64_t first_mean = 0, mean_count = 0;
+    if (normalized) mean_count = score_means(block, part, offset + start, offset + stop, queries, first_mean, scratch);
+    for (int64_t base = start; base < stop; base += TILE) {
+      const int count = int(std::min<int64_t>(TILE, stop - base));
+      if (a_.mask && a_.mask_is_bool && is_hidden(block, part.position + base, count)) continue;
+      attend_tile(block, part, offset + base, base, count, queries, partial, first_mean, mean_count, scratch);
+    }
+  }
+
+  int64_t mean_of(const Cache& cache, const Part& part, int64_t token) const {
+    const int64_t row = row_of(part, token);
+    return cache.mean_index ? cache.mean_index[row] : (cache.mean_first + row) / MEAN_TOKENS;
+  }
+  int64_t row_of(const Part& part, int64_t token) const { return part.index ? part.index[token] : token; }
+
+  // Scores the means of a run's keys, [rows, means from first_mean on], and returns how many there are.
+  int64_t score_means(const Block& block, const Part& part, int64_t start, int64_t stop, const float* queries, int64_t& first_mean, Scratch& scratch) const {
+    const Cache& cache = a_.caches[block.batch];
+    int64_t least = mean_of(cache, part, start), most = least;
+    if (!part.index && !cache.mean_index) {
+      most = mean_of(cache, part, stop - 1);
+    } else {
+      for (int64_t token = start; token < stop; token++) {
+        const int64_t mean = mean_of(cache, part, token);
+        least = std::min(least, mean);
+        most = std::max(most, mean);
+      }
+    }
+    const int64_t count = most - least + 1;
+    scratch.mean_scores.resize(size_t(block.rows) * count);
+    float mean[MAX_DIM];
+    for (int64_t n = 0; n < count; n++) {
+      const uint16_t* const from = cache.means + block.head * cache.mean_head_stride + (least + n) * a_.key_dim;
+      for (int d = 0; d < a_.key_dim; d++) mean[d] = half_to_float(from[d]);
+      for (int r = 0; r < block.rows; r++) {
+        float total = 0;
+        for (int d = 0; d < a_.key_dim; d++) total += queries[r * a_.key_dim + d] * mean[d];
+        scratch.mean_scores.data()[r * count + n] = total;
+      }
+    }
+    first_mean = least;
+    return count;
+  }
+
+  const char* mask_at(const Block& block, int row, int64_t position, int64_t size) const {
+    return a_.mask + size * (block.batch * a_.mask_strides[0] + query_head(block, row) * a_.mask_strides[1] +
+                             query_number(block, row) * a_.mask_strides[2] + position * a_.mask_strides[3]);
+  }
+
+  // Whether no query of the block sees any of some tokens.
+  bool is_hidden(const Block& block, int64_t position, int count) const {
+    for (int r = 0; r < block.rows; r++) {
+      const char* const mask = mask_at(block, r, position, 1);
+      for (int t = 0; t < count; t++)
+        if (mask[t * a_.mask_strides[3]]) return false;
+    }
+    return true;
+  }
+
+  // Attends to `count` tokens from `token` on, which are `count` positions from `place` on after the part's first.
+  void attend_tile(const Block& block, const Part& part, int64_t token, int64_t place, int count, const float* queries, const Partial& partial, int64_t first_mean, int64_t mean_count, Scratch& scratch) const {
+    const Cache& cache = a_.caches[block.batch];
+    float* const scores = scratch.scores.data();
+    const char *key_rows[TILE], *value_rows[TILE];
+    const bool in_order = !part.index && part.buffer_count == 1;
+    for (int t = 0; t < count; t++) {
+      const int64_t row = row_of(part, token + t);
+      const Buffer* buffer = part.buffers + part.buffer_count - 1;
+      while (row < buffer->first) buffer--;
+      key_rows[t] = buffer->keys + block.head * buffer->key_head_stride + (row - buffer->first) * buffer->key_stride;
+      value_rows[t] = buffer->values + block.head * buffer->value_head_stride + (row - buffer->first) * buffer->value_stride;
+    }
+    alignas(64) float key_gains[TILE], value_gains[TILE];
+    load_gains(key_rows, count, part.key_scale, part.key_format, part.wide_key_scale, a_.key_dim, key_gains);
+    load_gains(value_rows, count, part.value_scale, part.value_format, part.wide_value_scale, a_.value_dim, value_gains);
+    int64_t means[TILE];
+    bool one_mean = true;
+    for (int t = 0; mean_count && t < count; t++) {
+      means[t] = mean_of(cache, part, token + t) - first_mean;
+      one_mean &= means[t] == means[0];
+    }
+    scratch.rows.resize(copied_bytes(part.key_format, a_.key_dim) + copied_bytes(part.value_format, a_.value_dim));
+    char* const copies = copy_last_codes(key_rows, count, in_order, part.key_format, a_.key_dim, scratch.rows.data());
+    copy_last_codes(value_rows, count, in_order, part.value_format, a_.value_dim, copies);
+    KEY_DECODERS[part.key_format](key_rows, count, a_.key_dim, *a_.levels, scratch.keys.data());
+    multiply<false>(block.rows, queries, a_.key_dim, scratch.keys.data(), TILE, a_.key_dim, scores, TILE, TILE);
+    for (int r = 0; r < block.rows; r++) {
+      float* const score = scores + r * TILE;
+      const float* const mean_scores = scratch.mean_scores.data() + r * mean_count;
+      for (int t = 0; t < TILE; t += LANES) {
+        Floats x = load<Floats>(score + t) * load<Floats>(key_gains + t);
+        if (mean_count && one_mean) x += mean_scores[means[0]];
+        store(score + t, x);
+      }
+      if (mean_count && !one_mean)
+        for (int t = 0; t < count; t++) score[t] += mean_scores[means[t]];
+      int64_t visible = count;
+      if (a_.causal) visible = std::min<int64_t>(count, cache.tokens - a_.length + query_number(block, r) + 1 - part.position - place);
+      for (int64_t t = std::max<int64_t>(visible, 0); t < TILE; t++) score[t] = MASKED;
+      if (a_.mask) apply_mask(block, r, part.position + place, int(std::max<int64_t>(visible, 0)), score);
+      weigh(score, r, value_gains, partial);
+    }
+
+    if (!a_.output) return;
+    float* const tile = scratch.values.data();
+    VALUE_DECODERS[part.value_format](value_rows, count, a_.value_dim, *a_.levels, tile, value_pitch_);
+    multiply<true>(block.rows, scores, TILE, tile, value_pitch_, count, partial.outputs, value_pitch_, a_.value_dim);
+  }
+
+  void apply_mask(const Block& block, int row, int64_t position, int count, float* score) const {
+    const char* const mask = mask_at(block, row, position, a_.mask_is_bool ? 1 : 4);
+    for (int t = 0; t < count; t++) {
+      if (a_.mask_is_bool) {
+        if (!mask[t * a_.mask_strides[3]]) score[t] = MASKED;
+      } else {
+        score[t] = std::max(score[t] + reinterpret_cast<const float*>(mask)[t * a_.mask_strides[3]] * LOG2E, MASKED);
+      }
+    }
+  }
+
+  // Replaces a row of scores by weights times the gains of values, and updates its maximum, sum and output.
+  void weigh(float* score, int row, const float* value_gains, const Partial& partial) const {
+    Floats most = load<Floats>(score);
+    for (int t = LANES; t < TILE; t += LANES) most = larger(most, load<Floats>(score + t));
+    const float maximum = std::max(partial.maxima[row], largest(most));
+    if (maximum > partial.maxima[row]) {
+      const float factor = std::exp2(partial.maxima[row] - maximum);
+      partial.maxima[row] = maximum;
+      partial.sums[row] *= factor;
+      float* const output = partial.outputs + row * value_pitch_;
+      for (int d = 0; d < value_pitch_; d += LANES) store(output + d, load<Floats>(output + d) * factor);
+    }
+    Floats total{};
+    for (int t = 0; t < TILE; t += LANES) {
+      const Floats x = load<Floats>(score + t), weight = x > MASKED ? exp2(x - maximum) : Floats{};
+      total += weight + x * 0.0f;  // so that NaN stays NaN
+      store(score + t, weight * load<Floats>(value_gains + t));
+    }
+    partial.sums[row] += sum(total);
+  }
+
+  const Attention& a_;
+  const int64_t group_rows_;
+  const int value_pitch_;
+  int64_t per_block_;
+  std::vector<Block> blocks_;
+};
+
+}  // namespace
+}  // namespace tq
+
+extern "C" void tq_attend(const tq::Attention* attention) { tq::Call(*attention).run(); }

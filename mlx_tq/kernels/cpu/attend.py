@@ -1,0 +1,333 @@
+"""Attention on a CPU: attend.cpp."""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tq.codec.rows import RowLayout
+from mlx_tq.kernels import arguments
+from mlx_tq.kernels.cpu.arrays import Memory, Reader, evaluate
+from mlx_tq.kernels.cpu.build import run_kernel
+from mlx_tq.kernels.cpu.codecs import (
+    FULL_FORMATS,
+    RotationStruct,
+    format_number,
+    int32,
+    level_tables,
+    long,
+    pointer,
+    rotation_struct,
+    thread_count,
+)
+from mlx_tq.kernels.gpu import UnsupportedByKernelError
+from mlx_tq.kernels.regions import Mask, Regions, Selection
+
+
+class _Buffer(ctypes.Structure):
+    """Mirror of the struct in calls.h, as are the others."""
+
+    _fields_ = (
+        ("keys", pointer),
+        ("values", pointer),
+        ("key_stride", long),
+        ("value_stride", long),
+        ("key_head_stride", long),
+        ("value_head_stride", long),
+        ("first", long),
+    )
+
+
+class _Part(ctypes.Structure):
+    _fields_ = (
+        ("buffers", ctypes.POINTER(_Buffer)),
+        ("index", pointer),
+        ("ranges", pointer),
+        ("buffer_count", long),
+        ("tokens", long),
+        ("position", long),
+        ("key_scale", int32),
+        ("value_scale", int32),
+        ("key_format", int32),
+        ("value_format", int32),
+        ("wide_key_scale", int32),
+        ("wide_value_scale", int32),
+        ("rotated", int32),
+        ("padding", int32),
+    )
+
+
+class _Cache(ctypes.Structure):
+    _fields_ = (
+        ("parts", ctypes.POINTER(_Part)),
+        ("key_scale", pointer),
+        ("means", pointer),
+        ("mean_index", pointer),
+        ("mean_head_stride", long),
+        ("part_count", long),
+        ("tokens", long),
+        ("mean_first", long),
+    )
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = (
+        ("queries", pointer),
+        ("query_strides", long * 3),
+        ("caches", ctypes.POINTER(_Cache)),
+        ("mask", pointer),
+        ("mask_strides", long * 4),
+        ("sinks", pointer),
+        ("output", pointer),
+        ("log_sums", pointer),
+        ("levels", pointer),
+        ("key_rotation", RotationStruct),
+        ("value_rotation", RotationStruct),
+        ("batch", long),
+        ("heads", long),
+        ("query_heads", long),
+        ("length", long),
+        ("key_dim", int32),
+        ("value_dim", int32),
+        ("causal", int32),
+        ("mask_is_bool", int32),
+        ("threads", int32),
+        ("scale", ctypes.c_float),
+    )
+
+
+def launch_attend(
+    queries: mx.array, regions: Regions, *, scale: float, mask: Mask = None, sinks: mx.array | None = None
+) -> mx.array:
+    return launch_attend_batch(queries, [regions], scale=scale, mask=mask, sinks=sinks)
+
+
+def launch_attend_batch(
+    queries: mx.array, batch: Sequence[Regions], *, scale: float, mask: Mask = None, sinks: mx.array | None = None
+) -> mx.array:
+    """Attend to one cache of batch size B, or to B caches of batch size 1, with any number of queries."""
+    output = np.empty((*queries.shape[:3], batch[0].layout.value.head_dim), np.float32)
+    call = _describe(batch, scale)
+    call.output = output.ctypes.data
+    _run(call, queries, batch, mask, sinks)
+    return mx.array(output).astype(queries.dtype)
+
+
+def launch_log_sum_exp(queries: mx.array, regions: Regions) -> mx.array:
+    """Return what `log_sum_exp` returns."""
+    sums = np.empty(queries.shape[1:3], np.float32)
+    call = _describe([regions], 1.0)
+    call.log_sums = sums.ctypes.data
+    _run(call, queries, [regions], "causal", None)
+    return mx.array(sums.reshape(call.heads, -1))
+
+
+def launch_attend_selected(
+    queries: mx.array, regions: Regions, selection: Selection, *, scale: float
+) -> tuple[mx.array, mx.array]:
+    """Return what `attend_selected` returns."""
+    selection.check(regions.packed_tokens)
+    ranges, index = (
+        None if array is None else np.array(array, np.int32) for array in (selection.ranges, selection.index)
+    )
+    output = np.empty((*queries.shape[:3], regions.layout.value.head_dim), np.float32)
+    sums = np.empty(queries.shape[:3], np.float32)
+    call = _describe([regions], scale)
+    call.output, call.log_sums = output.ctypes.data, sums.ctypes.data
+    count = regions.packed_tokens if index is None else len(index)
+    if ranges is not None:
+        count = int(ranges[:, 1].max())
+
+    def fill(caches: ctypes.Array[_Cache], reader: Reader) -> object:
+        kept = _fill(caches[0], regions, 0, reader, count)
+        packed = caches[0].parts[1]
+        packed.ranges = None if ranges is None else ranges.ctypes.data
+        packed.index = None if index is None else index.ctypes.data
+        return kept
+
+    _launch(call, queries, _arrays(regions), fill, "causal", None, regions.full_tokens + count)
+    return mx.array(output).astype(queries.dtype), mx.array(sums)
+
+
+def _describe(batch: Sequence[Regions], scale: float) -> _Attention:
+    layout = batch[0].layout
+    arguments.check_can_run(layout, batch[0].full_keys.dtype)
+    return _Attention(
+        key_rotation=rotation_struct(layout.key.rotation),
+        value_rotation=rotation_struct(layout.value.rotation),
+        heads=batch[0].full_keys.shape[1],
+        key_dim=layout.key.head_dim,
+        value_dim=layout.value.head_dim,
+        scale=scale,
+    )
+
+
+def _run(call: _Attention, queries: mx.array, batch: Sequence[Regions], mask: Mask, sinks: mx.array | None) -> None:
+    """Attend to one cache of several rows, or to several caches of one."""
+    sources = [(regions, row) for regions in batch for row in range(queries.shape[0] // len(batch))]
+    arrays = [array for regions in batch for array in _arrays(regions)]
+
+    def fill(caches: ctypes.Array[_Cache], reader: Reader) -> object:
+        return [_fill(cache, *source, reader) for cache, source in zip(caches, sources, strict=True)]
+
+    _launch(call, queries, arrays, fill, mask, sinks, batch[0].tokens)
+
+
+def launch_plain_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    scale: float,
+    mask: Mask = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Attend to keys [B, H, S, Dk] and values [B, H, S, Dv] that are in the model's dtype."""
+    if keys.dtype not in FULL_FORMATS or keys.dtype != values.dtype or keys.shape[3] % 2:
+        raise UnsupportedByKernelError(f"the CPU kernels cannot attend to {keys.dtype} keys of {keys.shape[3]} dims.")
+
+    def fill(caches: ctypes.Array[_Cache], reader: Reader) -> object:
+        memory = reader.read(keys), reader.read(values)
+        parts = [_full_part(row, *memory, keys.dtype, 0, keys.shape[2], 0) for row in range(len(caches))]
+        for cache, part in zip(caches, parts, strict=True):
+            cache.parts, cache.part_count, cache.tokens = ctypes.pointer(part), 1, keys.shape[2]
+        return parts
+
+    output = np.empty((*queries.shape[:3], values.shape[3]), np.float32)
+    call = _Attention(heads=keys.shape[1], key_dim=keys.shape[3], value_dim=values.shape[3], scale=scale)
+    call.key_rotation = call.value_rotation = rotation_struct(None)
+    call.output = output.ctypes.data
+    _launch(call, queries, [keys, values], fill, mask, sinks, keys.shape[2])
+    return mx.array(output).astype(queries.dtype)
+
+
+def _launch(
+    call: _Attention,
+    queries: mx.array,
+    arrays: list[mx.array],
+    fill: Callable[[ctypes.Array[_Cache], Reader], object],
+    mask: Mask,
+    sinks: mx.array | None,
+    tokens: int,
+) -> None:
+    """Complete and run a call, whose caches `fill` describes from evaluated arrays."""
+    batch, query_heads, length, _ = queries.shape
+    q = queries.astype(mx.float32)
+    bias = _as_bias(mask, (batch, query_heads, length, tokens))
+    logits = None if sinks is None else mx.contiguous(sinks.astype(mx.float32))
+    evaluate(q, bias, logits, arrays)
+    caches = (_Cache * batch)()
+    with Reader() as reader:
+        kept = fill(caches, reader)
+        memory = reader.read(q)
+        if memory.strides[3] != q.itemsize:  # rare; a copy takes longer than attention to a short context
+            q = mx.contiguous(q)
+            evaluate(q)
+            memory = reader.read(q)
+        call.queries, call.query_strides = memory.address, (long * 3)(*(stride // 4 for stride in memory.strides[:3]))
+        if bias is not None:
+            memory = reader.read(bias)
+            call.mask, call.mask_is_bool = memory.address, bias.dtype == mx.bool_
+            call.mask_strides = (long * 4)(*(stride // bias.dtype.size for stride in memory.strides))
+        if logits is not None:
+            call.sinks = reader.read(logits).address
+        call.caches, call.levels = caches, level_tables().ctypes.data
+        call.batch, call.query_heads, call.length = batch, query_heads, length
+        call.causal, call.threads = isinstance(mask, str), thread_count()
+        run_kernel("attend", call)
+        del kept
+
+
+def _arrays(regions: Regions) -> list[mx.array]:
+    arrays = [regions.full_keys, regions.full_values, *(part.rows for part in regions.shared)]
+    if regions.packed_rows is not None:
+        arrays.append(regions.packed_rows)
+    if regions.normalization is not None:
+        n = regions.normalization
+        arrays += [n.scale, n.means] + ([] if n.index is None else [n.index])
+    return arrays
+
+
+def _as_bias(mask: Mask, shape: tuple[int, ...]) -> mx.array | None:
+    if not isinstance(mask, mx.array):
+        return None
+    return mx.broadcast_to(mask if mask.dtype == mx.bool_ else mask.astype(mx.float32), shape)
+
+
+def _fill(cache: _Cache, regions: Regions, row: int, reader: Reader, packed: int | None = None) -> object:
+    """Describe row `row` of the batch of a cache, with `packed` packed tokens, and return what must stay alive."""
+    packed = regions.packed_tokens if packed is None else packed
+    layout, sinks = regions.layout, min(regions.sink_tokens, regions.full_tokens)
+    full = reader.read(regions.full_keys), reader.read(regions.full_values)
+    dtype = regions.full_keys.dtype
+    parts = [_full_part(row, *full, dtype, 0, sinks, 0)]
+    if regions.packed_tokens:
+        buffers, first = [], 0
+        for rows, count in [*regions.shared, (regions.packed_rows, regions.packed_tokens)]:
+            if rows is not None and first < regions.packed_tokens:
+                memory = reader.read(rows)
+                buffer = _buffer(row, memory, memory)
+                buffer.values += 2 * layout.key.words
+                buffer.first = first
+                buffers.append(buffer)
+                first += count
+        part = _Part.from_buffer_copy(_packed_part(layout))
+        part.buffers, part.buffer_count = (_Buffer * len(buffers))(*buffers), len(buffers)
+        part.tokens, part.position = packed, sinks  # all sinks are there before tokens are packed
+        parts.append(part)
+    parts.append(_full_part(row, *full, dtype, sinks, regions.full_tokens, sinks + packed))
+    cache.parts, cache.part_count, cache.tokens = (_Part * len(parts))(*parts), len(parts), regions.full_tokens + packed
+    if regions.normalization is not None:
+        n = regions.normalization
+        cache.key_scale = reader.read(n.scale).address + row * n.scale.shape[1] * n.scale.shape[2] * 4
+        memory = reader.read(n.means)
+        cache.means = memory.address + row * memory.strides[0]
+        cache.mean_head_stride = memory.strides[1] // 2
+        cache.mean_first = n.first
+        if n.index is not None:
+            cache.mean_index = reader.read(n.index).address
+    return parts
+
+
+def _full_part(row: int, keys: Memory, values: Memory, dtype: mx.Dtype, start: int, stop: int, position: int) -> _Part:
+    """Describe tokens [start, stop) of full-precision keys and values, from a position on."""
+    buffer = _buffer(row, keys, values)
+    buffer.keys += start * keys.strides[2]
+    buffer.values += start * values.strides[2]
+    number = FULL_FORMATS[dtype]
+    return _Part(
+        buffers=ctypes.pointer(buffer),
+        buffer_count=1,
+        tokens=stop - start,
+        position=position,
+        key_format=number,
+        value_format=number,
+    )
+
+
+def _buffer(row: int, keys: Memory, values: Memory) -> _Buffer:
+    return _Buffer(
+        keys=keys.address + row * keys.strides[0],
+        values=values.address + row * values.strides[0],
+        key_stride=keys.strides[2],
+        value_stride=values.strides[2],
+        key_head_stride=keys.strides[1],
+        value_head_stride=values.strides[1],
+    )
+
+
+@lru_cache(maxsize=256)
+def _packed_part(layout: RowLayout) -> _Part:
+    key, value = layout.key, layout.value
+    scales = [0 if codec.scale_dtype is None else codec.scale_dtype.size for codec in (key, value)]
+    return _Part(
+        key_scale=2 * (key.words + value.words),
+        value_scale=2 * value.words + scales[0],
+        key_format=format_number(key),
+        value_format=format_number(value),
+        wide_key_scale=scales[0] == 4,
+        wide_value_scale=scales[1] == 4,
+        rotated=True,
+    )

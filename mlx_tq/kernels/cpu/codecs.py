@@ -1,0 +1,56 @@
+"""Codecs and rotations as the CPU kernels take them."""
+
+import ctypes
+import os
+from functools import lru_cache
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tq.codec.codebook import levels
+from mlx_tq.codec.formats import Codec
+from mlx_tq.codec.formats.scalar import FullCodec
+from mlx_tq.codec.formats.trellis import TrellisCodec, all_levels
+from mlx_tq.codec.rotation import Rotation, WalshHadamard, hadamard_matrix
+
+FULL_FORMATS = {mx.float32: 0, mx.float16: 1, mx.bfloat16: 2}
+_Q8, _TQ4, _TCQ4 = 3, 4, 7
+pointer, long, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+
+
+class RotationStruct(ctypes.Structure):
+    """Mirror of `Rotation` in rotation.h."""
+
+    _fields_ = (("signs", pointer), ("matrix", pointer), ("order", int32), ("padding", int32))
+
+
+def format_number(codec: Codec) -> int:
+    if isinstance(codec, FullCodec):
+        return FULL_FORMATS[codec.dtype]
+    bits = 16 * codec.words // codec.head_dim
+    if bits == 8:
+        return _Q8
+    return (_TCQ4 if isinstance(codec, TrellisCodec) else _TQ4) + 4 - bits
+
+
+@lru_cache(maxsize=1024)
+def _rotation_data(rotation: WalshHadamard) -> tuple[np.ndarray, np.ndarray]:
+    return np.array(rotation.signs), np.ascontiguousarray(hadamard_matrix(rotation.order), np.float32)
+
+
+def rotation_struct(rotation: Rotation | None) -> RotationStruct:
+    if not isinstance(rotation, WalshHadamard):  # `check_can_run` refuses other rotations
+        return RotationStruct(None, None, 1, 0)
+    signs, matrix = _rotation_data(rotation)
+    return RotationStruct(signs.ctypes.data, matrix.ctypes.data, rotation.order, 0)
+
+
+@lru_cache(maxsize=1)
+def level_tables() -> np.ndarray:
+    turbo = [np.resize(levels(bits), 16) for bits in (2, 3, 4)]
+    trellis = np.array(all_levels().astype(mx.float32)).ravel()
+    return np.concatenate([*turbo, trellis]).astype(np.float32)
+
+
+def thread_count() -> int:
+    return len(os.sched_getaffinity(0))
