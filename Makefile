@@ -18,7 +18,7 @@ fast_blas = $(if $(openblas),LD_LIBRARY_PATH=$(dir $(openblas)) LD_PRELOAD=$(ope
 one_thread = $(if $(openblas),OMP_NUM_THREADS=1)
 pytest = $(BIN)/python -m pytest $(workers)
 
-.PHONY: demo mutants rescue postgres smollm2 test test-kernels test-full check format bench plot browser minilm clean
+.PHONY: demo mutants rescue postgres smollm2 test test-kernels test-full check format bench plot browser minilm neon clean
 
 # `make demo MODEL=smollm2` runs it with SmolLM2-135M-Instruct, MODEL=FOLDER with a model of your own.
 demo: $(VENV)/rescue $(filter smollm2,$(MODEL))
@@ -75,6 +75,10 @@ plot: $(VENV)/dev
 
 # What a few tests of the rescue service need beyond Python packages; without it they skip and say so.
 # The system's Chromium for the page (Debian, as root), the real MiniLM for the embedder. On Linux pick torch's CPU build.
+# The NEON kernels run in an emulator (Debian, as root).
+neon:
+	command -v aarch64-linux-gnu-g++ qemu-aarch64 || (apt-get update --quiet && apt-get install --yes --quiet g++-aarch64-linux-gnu qemu-user)
+
 browser:
 	command -v chromium || (apt-get update --quiet && apt-get install --yes --quiet chromium)
 

@@ -1,6 +1,5 @@
 """How many threads a threadgroup of each kernel may have on this chip, which differs by pipeline and chip."""
 
-import re
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -11,11 +10,10 @@ from benchmarks.gpu.setting import Cells, Setting
 from mlx_tq.bench.layer import measure_cell
 from mlx_tq.bench.layer_caches import Cell, LayerArm, LayerShape
 from mlx_tq.config import KVConfig
-from mlx_tq.kernels.gpu import compile_kernel
+from mlx_tq.kernels.gpu import THREAD_LIMIT, compile_kernel
 
 DIMS = (64, 128, 256, 512)
 TOO_MANY = 4096  # threads, which mlx refuses with the number that it would allow
-ALLOWED = re.compile(r"maximum allowed threads per threadgroup \((\d+)\)")
 ARMS = [LayerArm(f"{key}/tq4", config=KVConfig(key=key, value="tq4")) for key in ("q8", "tq4")]
 
 
@@ -50,7 +48,7 @@ def probe(kernel: Any, name: str, limits: dict[str, int]) -> Callable[..., list[
             try:
                 mx.eval(kernel(**call | {"threadgroup": (TOO_MANY, 1, 1), "grid": (TOO_MANY, 1, 1)}))
             except (RuntimeError, ValueError) as error:
-                if (found := ALLOWED.search(str(error))) is not None:
+                if (found := THREAD_LIMIT.search(str(error))) is not None:
                     limits[name] = int(found.group(1))
         outputs: list[mx.array] = kernel(**call)
         return outputs

@@ -86,10 +86,9 @@ class BatchView:
             if row is None:
                 outputs.append(padding)
                 continue
-            own = queries[i : i + 1, :, :count]
-            if outputs:  # else mlx would compute the scores of all rows before their outputs
-                own = mx.depends(own, outputs[-1:])
-            out = row.attend(own, scale, mask, sinks)
+            # One after another: mlx would otherwise compute the scores of all rows before their outputs.
+            row_queries = mx.depends(queries[i : i + 1, :, :count], outputs[-1:])
+            out = row.attend(row_queries, scale, mask, sinks)
             outputs.append(out if count == length else mx.concatenate([out, padding], axis=2))
         return mx.concatenate(outputs, axis=0)
 

@@ -46,7 +46,7 @@ def fit_memory(request: Request) -> Request:
 
 @dataclass(frozen=True)
 class _Need:
-    """What a whole context needs beside weights."""
+    """Bytes that a whole context needs, without weights."""
 
     cache: int
     transient: int  # that a prefill step takes for a moment

@@ -19,9 +19,12 @@ import mlx.core as mx
 from mlx_lm.models import base
 from mlx_lm.models import cache as mlx_lm_cache
 
+from mlx_tq.cache.batch import BatchCompressedKVCache
+from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.view import Handle
 from mlx_tq.errors import ConfigError, UnsupportedModelError
-from mlx_tq.kernels.mlx_attention import attention
+from mlx_tq.kernels import backend
+from mlx_tq.kernels.mlx_attention import attend_in_full_precision, attention
 from mlx_tq.kernels.regions import Mask
 
 Undo = Callable[[], None]
@@ -90,6 +93,7 @@ def _replace_function(original: Callable[..., Any], replacement: Callable[..., A
 
 _mlx_lm_attention = base.scaled_dot_product_attention
 _mlx_lm_make_prompt_cache = mlx_lm_cache.make_prompt_cache
+_in_compressed_pass = ContextVar("in_compressed_pass", default=False)  # by thread
 
 
 def scaled_dot_product_attention(
@@ -97,7 +101,8 @@ def scaled_dot_product_attention(
 ) -> mx.array:
     """Run mlx-lm's attention, where keys and values may be handles of a compressed cache."""
     if isinstance(keys, mx.array):
-        return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+        run = attend_in_full_precision if _in_compressed_pass.get() or backend.is_chosen("cpu") else attention
+        return run(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
     if not isinstance(keys, Handle):  # of mlx-lm's quantized cache
         return _mlx_lm_attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)  # type: ignore[no-any-return]
     view = keys.view
@@ -205,10 +210,19 @@ def _wrap_call(model_class: Any) -> Undo:
         arguments = signature.bind(model, *args, **kwargs).arguments
         caches, tokens = arguments.get("cache"), list(arguments.values())[1]
         wants_queries = caches is not None and before(caches, tokens.shape[1])
-        with capture_queries() if wants_queries else nullcontext():
-            return call(model, *args, **kwargs)
+        token = _in_compressed_pass.set(_has_compressed(caches))
+        try:
+            with capture_queries() if wants_queries else nullcontext():
+                return call(model, *args, **kwargs)
+        finally:
+            _in_compressed_pass.reset(token)
 
     return _replace_attribute(model_class, "__call__", wrapper)
+
+
+def _has_compressed(caches: list[Any] | None) -> bool:
+    parts = (part for cache in caches or () for part in getattr(cache, "caches", (cache,)))
+    return any(isinstance(part, CompressedKVCache | BatchCompressedKVCache) for part in parts)
 
 
 _wrapped_classes = Patched(_wrap_call)

@@ -70,6 +70,11 @@ def current() -> str:
     return "reference" if _state.failure else _device()
 
 
+def is_chosen(name: str) -> bool:
+    """Return whether a backend was chosen by its name."""
+    return _state.choice == name
+
+
 def is_gpu() -> bool:
     return current() in GPUS
 
@@ -126,7 +131,7 @@ def dispatch(
                     record(f"reference {name}")
                 return reference(*args, **kwargs)
             try:
-                result = run_kernel(*args, **kwargs)
+                return run_kernel(*args, **kwargs)
             except TracedArrayError:
                 return reference(*args, **kwargs)
             except KernelUnavailableError as error:
@@ -137,9 +142,6 @@ def dispatch(
                     _fall_back(error, stacklevel=3)
                 record(f"reference {name}")
                 return reference(*args, **kwargs)
-            if run_kernel is cpu:
-                record(name)
-            return result
 
         return run
 

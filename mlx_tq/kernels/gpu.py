@@ -29,7 +29,7 @@ _OPTIONAL = re.compile(r"#if TQ_(NORMALIZED|TRELLIS)\n(.*?)(?:#else\n(.*?))?#end
 _INCLUDE = re.compile(r'#include "(\w+\.(?:h|inc))"\n')
 _SELECT = re.compile(r"TQ_SELECT\((\w+), (\w+)\)")
 # Of two errors that mlx raises when it evaluates a kernel: too many threads, and a call inside of `mx.compile`.
-_THREAD_LIMIT = re.compile(r"maximum allowed threads per threadgroup \((\d+)\)")
+THREAD_LIMIT = re.compile(r"maximum allowed threads per threadgroup \((\d+)\)")
 _TRACING = "function transformations"
 _TYPE_NAMES = {
     "metal": {mx.float16: "float16_t", mx.bfloat16: "bfloat16_t", mx.float32: "float"},
@@ -54,11 +54,11 @@ class UnsupportedByKernelError(KernelUnavailableError):
 
 
 class ThreadLimitError(KernelUnavailableError):
-    """The GPU does not run so many threads in a threadgroup: the limit depends on the chip and the kernel."""
+    """A threadgroup has more threads than the GPU runs; the limit depends on the chip and the kernel."""
 
 
 def fit_simdgroups(most: int, launch: Callable[[int], _Result]) -> _Result:
-    """Call `launch` with a number of simdgroups per threadgroup, halved while the GPU does not run so many threads."""
+    """Call `launch` with a number of simdgroups per threadgroup, halved while it exceeds the GPU's thread limit."""
     while True:
         try:
             return launch(most)
@@ -115,7 +115,7 @@ class Kernel:
             outputs = compiled(inputs=inputs, **call)
             compiled.wait_once(outputs)
         except (RuntimeError, ValueError) as error:
-            if limit := _THREAD_LIMIT.search(str(error)):
+            if limit := THREAD_LIMIT.search(str(error)):
                 compiled.thread_limit = int(limit.group(1))
                 thread_limits[self.name] = min(compiled.thread_limit, thread_limits.get(self.name, threads))
                 compiled.check(self.name, threads)

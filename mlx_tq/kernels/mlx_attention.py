@@ -45,7 +45,7 @@ class AttentionShape(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryBounds:
-    """Most bytes that attention takes for a moment, beside queries and outputs."""
+    """Most bytes that attention takes temporarily, without queries and outputs."""
 
     scores: int  # of the calls that mlx has begun; a single query may take more
     decoded: int  # keys and values of a layer; above it, one KV head is decoded at a time
@@ -115,14 +115,13 @@ def query_nbytes(shape: AttentionShape) -> int:
 
 def scores_nbytes(shape: AttentionShape) -> int:
     """Return the bytes of scores that `attention` takes at most; 0 where a fused kernel runs."""
-    if backend.current() == "cpu" or is_fused(shape, gpu.gpu_backend()):
+    if is_fused(shape, gpu.gpu_backend()):
         return 0
     pending = bounds().scores // bounds().call_scores
     queries = min(shape.queries, pending * max(1, bounds().call_scores // max(1, query_nbytes(shape))))
     return queries * query_nbytes(shape)
 
 
-@backend.dispatch(cpu=launch_plain_attention)
 def attention(
     queries: mx.array,
     keys: mx.array,
@@ -141,13 +140,27 @@ def attention(
     size = -(-length // -(-length // most))
     for start in range(0, length, size):
         stop = min(start + size, length)
-        # mlx would otherwise compute the scores of all pieces before their outputs.
-        piece = mx.depends(queries[:, :, start:stop], outputs[-1:]) if outputs else queries[:, :, start:stop]
+        # One after another: mlx would otherwise compute the scores of all pieces before their outputs.
+        piece = mx.depends(queries[:, :, start:stop], outputs[-1:])
         visible = tokens - length + stop if isinstance(mask, str) else tokens
         rows = mask[..., start:stop, :] if isinstance(mask, mx.array) and mask.ndim > 1 and mask.shape[-2] > 1 else mask
         seen = keys[:, :, :visible], values[:, :, :visible]
         outputs.append(mx.fast.scaled_dot_product_attention(piece, *seen, scale=scale, mask=rows, sinks=sinks))
     return mx.concatenate(outputs, axis=2)
+
+
+@backend.dispatch(cpu=launch_plain_attention)
+def attend_in_full_precision(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    scale: float,
+    mask: Mask = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Return what `attention` returns, where the CPU kernels are faster than mlx's own."""
+    return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 
 def _queries_per_call(queries: mx.array, keys: mx.array, values: mx.array, mask: Mask) -> int:

@@ -118,14 +118,20 @@ def prefill(
     outputs: list[mx.array] = []
     for head in range(heads):
         members = slice(head * groups, (head + 1) * groups)
-        own, rows = queries[:, members], regions.head(head)
-        if outputs:  # else mlx would decode all heads before it attends to one
-            own, packed = mx.depends([own, rows.rows()], outputs[-1:])
-            rows = replace(rows, packed_rows=packed, shared=())
-        of_heads = isinstance(mask, mx.array) and mask.ndim > 2 and mask.shape[-3] > 1
-        own_mask = mask[..., members, :, :] if isinstance(mask, mx.array) and of_heads else mask
-        outputs.append(_attend_decoded(own, rows, scale, own_mask, None if sinks is None else sinks[members]))
+        # One after another: mlx would otherwise decode all heads before it attends to one.
+        part = regions.head(head)
+        head_queries, rows = mx.depends([queries[:, members], part.rows()], outputs[-1:])
+        part = replace(part, packed_rows=rows, shared=())
+        head_sinks = None if sinks is None else sinks[members]
+        outputs.append(_attend_decoded(head_queries, part, scale, _take_heads(mask, members), head_sinks))
     return mx.concatenate(outputs, axis=1)
+
+
+def _take_heads(mask: Mask, heads: slice) -> Mask:
+    """Return a mask for some query heads, for all of which it may be the same."""
+    if isinstance(mask, mx.array) and mask.ndim > 2 and mask.shape[-3] > 1:
+        return mask[..., heads, :, :]
+    return mask
 
 
 def _attend_decoded(queries: mx.array, regions: Regions, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:

@@ -16,6 +16,7 @@ from mlx_tq.codec.normalization import KeyNormalization, decode_rotated_keys, no
 from mlx_tq.codec.rotation import rotate
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import arguments, backend
+from mlx_tq.kernels.cpu.attend import launch_log_sum_exp
 from mlx_tq.kernels.cpu.score import launch_recall_score
 from mlx_tq.kernels.gpu import Kernel, fit_simdgroups, simdgroup_grid
 from mlx_tq.kernels.regions import Regions, apply_mask
@@ -114,6 +115,7 @@ def group_queries(queries: mx.array, heads: int, layout: RowLayout, normalizatio
     return rotate(grouped, layout.key.rotation)
 
 
+@backend.dispatch(cpu=launch_log_sum_exp)
 def log_sum_exp(queries: mx.array, regions: Regions) -> mx.array:
     """Return the log-sum-exp of the scores of a cache of batch size 1, fp32 [H, G L].
 

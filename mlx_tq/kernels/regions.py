@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlx_tq.codec.normalization import KeyNormalization, decode_keys
 from mlx_tq.codec.rows import RowLayout
-from mlx_tq.errors import CacheFormatError
+from mlx_tq.errors import CacheFormatError, ConfigError
 
 # As mlx-lm passes it: None, "causal", or an array that broadcasts to [B, Hq, L, S], bool or additive.
 Mask = mx.array | str | None
@@ -21,6 +21,30 @@ class SharedRows(NamedTuple):
 
     rows: mx.array
     tokens: int
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Packed rows that attention reads: with both, `ranges` are those of the index."""
+
+    ranges: mx.array | None = None  # first row and number of rows of each KV head, int32 [H, 2]; None: all
+    index: mx.array | None = None  # rows, in any order and any number of times, int32 [n]; None: as they are stored
+
+    def check(self, rows: int) -> None:
+        """Raise ConfigError if a row is not one of the first `rows`: kernels would read other memory."""
+        count = rows
+        if self.index is not None:
+            count = self.index.size
+            self._check_bounds(self.index, rows, "row")
+        if self.ranges is not None:
+            self._check_bounds(self.ranges[:, 0], count + 1, "range that begins at row")
+            self._check_bounds(self.ranges.sum(axis=1), count + 1, "range that ends before row")
+            self._check_bounds(self.ranges[:, 1], count + 1, "range whose number of rows is")
+
+    def _check_bounds(self, values: mx.array, stop: int, name: str) -> None:
+        for value in (int(values.min()), int(values.max())) if values.size else ():
+            if not 0 <= value < stop:
+                raise ConfigError(f"the selection has a {name} {value}; valid are 0 to {stop - 1}.")
 
 
 @dataclass(frozen=True)

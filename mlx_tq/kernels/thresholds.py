@@ -159,9 +159,10 @@ def _measured_here(machines: dict[str, Any]) -> dict[HeadShape, KernelThresholds
     shapes = entry.get("shapes") if isinstance(entry, dict) else None
     if not isinstance(shapes, list):
         raise ConfigError("a machine must have system, mlx, and a list of shapes.")
-    there = {name: entry.get(name) for name in _versions()}
-    if there != _versions():
-        then, now = ("{system} and mlx {mlx}".format(**versions) for versions in (there, _versions()))
+    installed = _versions()
+    measured_with = {name: entry.get(name) for name in installed}
+    if measured_with != installed:
+        then, now = ("{system} and mlx {mlx}".format(**versions) for versions in (measured_with, installed))
         raise ConfigError(f"they were measured with {then}, and this is {now}.")
     measured = {}
     for values in shapes:

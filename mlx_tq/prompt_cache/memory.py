@@ -164,7 +164,8 @@ def transient_bytes(model: Any, config: KVConfig, step: int, rows: int = 1) -> B
 
     def count(tokens: int) -> int:
         layer = max(
-            attention_nbytes(slot, tokens, step, rows) + rows * growth_nbytes(slot, tokens) for slot in facts.slots
+            attention_nbytes(slot, tokens, step, rows, compressed=False) + rows * growth_nbytes(slot, tokens)
+            for slot in facts.slots
         )
         return layer + activation_nbytes(facts.slots, facts.activations, rows * min(step, tokens))
 

@@ -132,12 +132,12 @@ class Plan:
     def peak_nbytes(self, tokens: int, step: int = 1) -> int:
         """Return the upper bound on the bytes during passes of at most `step` tokens, at any length up to `tokens`.
 
-        Caches are included, and what a pass takes for a moment; weights are not.
+        Caches are included, and what a pass takes temporarily; weights are not.
         """
         return self.cache_peak_nbytes(tokens, step) + self.transient_nbytes(tokens, step)
 
     def transient_nbytes(self, tokens: int, step: int, rows: int = 1) -> int:
-        """Return the upper bound on the bytes that a pass of `step` tokens takes for a moment, beside the caches.
+        """Return the upper bound on the bytes that a pass of `step` tokens takes temporarily, without the caches.
 
         `rows` are sequences that are prefilled in one batch.
         """
@@ -145,7 +145,8 @@ class Plan:
         stored = min(tokens, self.live(max(0, tokens - step)) + step + recalled)
         slots = [layer.slot for layer in self.layers]
         layers = (
-            attention_nbytes(slot, stored, step, rows) + compression_nbytes(slot, stored, step, rows) for slot in slots
+            attention_nbytes(slot, stored, step, rows, compressed=True) + compression_nbytes(slot, stored, step, rows)
+            for slot in slots
         )
         return max(layers) + activation_nbytes(slots, self.activations, rows * min(step, tokens))
 

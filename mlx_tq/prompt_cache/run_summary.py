@@ -1,4 +1,4 @@
-"""What really ran for an answer: the backend, kernels by phase, and layers that stayed in full precision."""
+"""Summarizes what ran for an answer: the backend, kernels by phase, and layers that stayed in full precision."""
 
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -18,7 +18,7 @@ class FullPrecision:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What ran since the model was loaded, and which layers of a context are not compressed."""
+    """Names what ran since the model was loaded, and the layers of a context that are not compressed."""
 
     backend: str
     phases: dict[str, list[str]]
@@ -34,8 +34,8 @@ class RunSummary:
 
     def __str__(self) -> str:
         phases = [f"{phase}: {' + '.join(names)}" for phase, names in self.phases.items()]
-        kept = [f"{_describe_layers(part.layers)} ({part.reason})" for part in self.full_precision]
-        return "; ".join([f"ran on {self.backend}", *phases, f"in full precision: {', '.join(kept) or 'no layer'}"])
+        plain = [f"{_describe_layers(part.layers)} ({part.reason})" for part in self.full_precision]
+        return "; ".join([f"ran on {self.backend}", *phases, f"in full precision: {', '.join(plain) or 'no layer'}"])
 
 
 def _full_precision(plan: Plan, tokens: int) -> list[FullPrecision]:

@@ -1,4 +1,4 @@
-"""Bytes that one forward pass takes for a moment, beside weights and caches: an estimate from above.
+"""Estimates from above the bytes that one forward pass takes temporarily, without weights and caches.
 
 Each layer frees its own before the next one begins. The numbers of copies are those of a CPU, where they were measured.
 """
@@ -22,7 +22,7 @@ _REFERENCE_DECODED_COPIES, _REFERENCE_ENCODED_COPIES = 3, 4
 _FP32_BYTES = 4
 
 
-def attention_nbytes(slot: SlotFacts, tokens: int, step: int, rows: int = 1) -> int:
+def attention_nbytes(slot: SlotFacts, tokens: int, step: int, rows: int = 1, *, compressed: bool) -> int:
     """Return the bytes of attention when the last `step` of `tokens` tokens attend to all of them.
 
     The `rows` of a batch attend one after another.
@@ -31,9 +31,10 @@ def attention_nbytes(slot: SlotFacts, tokens: int, step: int, rows: int = 1) -> 
     if not slot.query_heads or not queries:
         return 0
     dims, causal = (slot.key_dim, slot.value_dim, dtype), queries > 1
-    scores = scores_nbytes(AttentionShape(1, slot.query_heads, slot.heads, queries, tokens, *dims, causal))
+    in_kernel = compressed and backend.current() == "cpu"
+    shape = AttentionShape(1, slot.query_heads, slot.heads, queries, tokens, *dims, causal)
     projected = rows * queries * (slot.query_heads + slot.heads) * head_dims * dtype.size
-    return scores + _PROJECTED_COPIES * projected
+    return (0 if in_kernel else scores_nbytes(shape)) + _PROJECTED_COPIES * projected
 
 
 def growth_nbytes(slot: SlotFacts, tokens: int) -> int:

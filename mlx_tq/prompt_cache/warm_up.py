@@ -18,7 +18,7 @@ def compile_kernels(model: Any, plan: Plan | None, *, lengths: Iterable[int] = (
     """Run a prompt, then passes of `lengths` tokens, on small caches of the plan: attention in one kernel and in two.
 
     Their regions are small too, for sizes are no part of a kernel. With `batches`, decode steps of two sequences
-    follow. Without a GPU nothing runs, but the kernels of a CPU are compiled. The execution record begins anew.
+    follow. Without a GPU nothing runs, but the kernels of a CPU are compiled. The execution record is cleared.
     """
     backend.prepare()
     if plan is None or not backend.is_gpu() or not any(layer.has_kernels for layer in plan.layers):

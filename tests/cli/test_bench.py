@@ -164,7 +164,7 @@ def test_every_way_to_attend_over_random_tokens():
     measured = measure_cell(cell, arms, rounds=2, seconds=0, memory=1 << 30)
     assert [timing.arm for timing in measured.timings] == [arm.name for arm in arms]
     assert all(len(timing.ratios) == 2 for timing in measured.timings)
-    assert measured.timings[-1].difference == 0  # the backend is the reference implementation
+    assert measured.timings[-1].difference < 96 * 2**-23  # a rounding for each token
     none = measure_cell(cell, arms, rounds=2, seconds=0, memory=1)
     assert (none.timings, none.skipped_arms) == ([], {arm.name: "does not fit in memory" for arm in arms})
 

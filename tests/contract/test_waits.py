@@ -23,6 +23,7 @@ from mlx_tq import EvictConfig, KVConfig, Session, make_prompt_cache
 from mlx_tq.cli.inputs import load_text
 from mlx_tq.codec import codebook
 from mlx_tq.config import BLOCK, PROFILES
+from mlx_tq.kernels import backend
 from mlx_tq.policies import parse_policy
 from mlx_tq.prompt_cache.compressed import compressed_attention
 from mlx_tq.prompt_cache.layer_group import layer_group_of
@@ -63,6 +64,13 @@ def counted_waits():
             for module in [m for n, m in sys.modules.items() if n.partition(".")[0] in ("mlx_tq", "mlx_lm")]:
                 patch.setattr(module, name, counted(name, getattr(builtins, name)), raising=False)
         yield waits
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _reference():
+    """The kernels of a CPU wait for their inputs in every layer; what a GPU does is what mlx operations do."""
+    with backend.using("reference"):
+        yield
 
 
 class Decoded(NamedTuple):

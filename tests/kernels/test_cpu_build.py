@@ -50,7 +50,7 @@ def cache(tmp_path_factory):
 
 
 def libraries(folder):
-    return list((folder / "mlx_tq").glob("*.so"))
+    return list((folder / "mlx_tq" / "kernels").glob("*.so"))
 
 
 def test_they_are_compiled_once(cache, tmp_path):
@@ -60,7 +60,7 @@ def test_they_are_compiled_once(cache, tmp_path):
     assert run(cache, CXX=real) == "cpu 0"
     assert libraries(cache) == [library]
     assert library.stat().st_mtime_ns == before
-    assert (cache / "mlx_tq").stat().st_mode & 0o77 == 0
+    assert (cache / "mlx_tq" / "kernels").stat().st_mode & 0o77 == 0
 
 
 def test_a_damaged_library_is_compiled_again(tmp_path):
@@ -101,8 +101,8 @@ def test_a_folder_that_cannot_be_written_to(tmp_path):
     file = tmp_path / "file"
     file.touch()
     assert "Set XDG_CACHE_HOME to one that can be written to" in run(file)
-    (tmp_path / "mlx_tq").mkdir(mode=0o777)
-    (tmp_path / "mlx_tq").chmod(0o777)
+    (tmp_path / "mlx_tq" / "kernels").mkdir(parents=True)
+    (tmp_path / "mlx_tq" / "kernels").chmod(0o777)
     assert "Run chmod 700 on it" in run(tmp_path)
 
 

@@ -26,7 +26,7 @@ from mlx_tq.kernels.attend import attend
 from mlx_tq.kernels.encode import encode
 from mlx_tq.kernels.mlx_attention import attention
 from mlx_tq.kernels.prefill import prefill
-from mlx_tq.kernels.recall_score import group_queries, recall_score
+from mlx_tq.kernels.recall_score import group_queries, log_sum_exp, recall_score
 from mlx_tq.kernels.score import score
 
 PARAMETERS = {
@@ -126,6 +126,20 @@ def test_scores_of_recall(number, case):
     for array, exact, own in zip(result, (maxima, total), (0, np.abs(total).max()), strict=True):
         assert array.shape == exact.shape
         assert np.abs(double(array) - exact).max() <= ROUNDING * (4 * norms + own)
+
+
+@pytest.mark.parametrize("case", covering({**PARAMETERS, "length": (1, 9)}, 1), ids=case_id)
+def test_log_sum_exp_of_a_cache(case):
+    dim, case = case["dim"], {name: value for name, value in case.items() if name != "dim"}
+    problem = make_problem((dim, dim), **case, groups=3, batch=1)
+    queries = double(problem.arguments["queries"]) * problem.arguments["scale"]
+    keys = np.repeat(problem.decoded[0], 3, axis=1)
+    scores = queries @ keys.swapaxes(-1, -2)
+    visible = np.tril(np.ones(scores.shape[2:], bool), problem.tokens - case["length"])
+    truth = np.logaddexp.reduce(np.where(visible, scores, -np.inf), axis=-1)
+    result = log_sum_exp(mx.array(queries.astype(np.float32)), problem.regions())
+    norms = np.linalg.norm(queries, axis=-1).max() * np.linalg.norm(keys, axis=-1).max()
+    assert np.abs(double(result).ravel() - truth.ravel()).max() <= ROUNDING * (4 * norms + 2 * np.abs(truth).max())
 
 
 @pytest.mark.parametrize("mask", [None, "causal", "bool", "additive"])

@@ -7,7 +7,7 @@ import pytest
 
 from kernels.cases import has_same_bits, make_problem, random, random_mask
 from metal_sim.sdpa_vector import choose_kernel
-from mlx_tq.kernels import mlx_attention
+from mlx_tq.kernels import backend, mlx_attention
 from mlx_tq.kernels.mlx_attention import (
     AttentionShape,
     MemoryBounds,

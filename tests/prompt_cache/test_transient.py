@@ -12,7 +12,7 @@ from mlx_tq.cli.loading import check_memory
 from mlx_tq.config import PROFILES, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import SlotFacts
-from mlx_tq.kernels import mlx_attention
+from mlx_tq.kernels import backend, mlx_attention
 from mlx_tq.kernels.mlx_attention import MemoryBounds
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed_attention, make_prompt_cache, plan_caches
@@ -49,11 +49,11 @@ def prefill(model, config, ids, step):
             mx.eval([cache.state for cache in caches])  # as mlx-lm, which computes no logits of a prompt
 
 
-CASES = [(600, 256), *(pytest.param(4000, step, marks=SLOW) for step in (256, 512, 2048))]
+FULL = [(profile, 4000, step) for profile in ("balanced", "small", "off") for step in (256, 512, 2048)]
+CASES = [("balanced", 600, 256), *(pytest.param(*case, marks=SLOW) for case in FULL)]
 
 
-@pytest.mark.parametrize(("tokens", "step"), CASES)
-@pytest.mark.parametrize("profile", ["balanced", "small", "off"])
+@pytest.mark.parametrize(("profile", "tokens", "step"), CASES)
 def test_a_prefill_of_the_embedded_model_takes_what_was_said(embedded, profile, tokens, step):
     model, tokenizer = embedded
     ids, config = tokenizer.encode(load_text())[:tokens], PROFILES[profile]
@@ -94,7 +94,7 @@ def test_peak_of_one_layer_with_heads_of_256(context):
 def test_a_prefill_of_64k_tokens_stays_within_the_bound_of_a_gpu():
     """Computed, for 24 query and 4 KV heads of 256, whose scores would take 6.4 GB and their softmax as much."""
     plan = one_layer(24, 4, "bfloat16")
-    with mlx_attention.using(mlx_attention.GPU_BOUNDS):
+    with mlx_attention.using(mlx_attention.GPU_BOUNDS), backend.using("reference"):
         transient = plan.transient_nbytes(CONTEXT, STEP)
     encoded, projected = STEP * 4 * 2 * DIM * 4, STEP * (24 + 4) * 2 * DIM * 2
     bounds = mlx_attention.GPU_BOUNDS
@@ -103,7 +103,7 @@ def test_a_prefill_of_64k_tokens_stays_within_the_bound_of_a_gpu():
 
 def test_free_memory_has_to_hold_the_prefill_too(embedded):
     plan, tokens = plan_caches(embedded[0], PROFILES["balanced"]), 10**9
-    pattern = r"of KV cache and, in prefill steps of 512, \S+ GB for a moment; .* are available\. (About|Not)"
+    pattern = r"of KV cache and, in prefill steps of 512, \S+ MB for a moment; .* are available\. (About|Not)"
     with pytest.raises(ConfigError, match=pattern):
         check_memory(plan, tokens, None, 512)
     check_memory(plan, 4000, None, 512)

@@ -211,9 +211,8 @@ def test_the_log_says_once_what_ran(loaded, caplog):
     execution_record.clear()
     serve(make_engine(loaded), [make_job(300), make_job(310, seed=1)])
     (message,) = [record.message for record in caplog.records if "first answer" in record.message]
-    assert message.startswith("the first answer ran on reference implementation (no GPU); prefill: mlx attention")
-    assert "; decode: reference attend" in message
-    assert message.endswith("; in full precision: no layer")
+    assert message.startswith("the first answer ran on cpu kernels; prefill: attend")
+    assert message.endswith("; decode: attend; in full precision: no layer")
 
 
 def test_a_failing_archive_is_logged_once_and_changes_no_token(loaded, monkeypatch, caplog):

@@ -10,6 +10,7 @@
 #include <memory>
 #include <vector>
 
+#include "calls.h"
 #include "matrix.h"
 #include "pool.h"
 #include "rotation.h"
@@ -24,59 +25,6 @@ constexpr int SPLIT_ROWS = 32;
 constexpr float MASKED = -1e30f;
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr int MEAN_TOKENS = 128;
-
-}  // namespace
-
-// Rows in one piece of memory. attend.py declares the same layout, as it does for the next structs.
-struct Buffer {
-  const char *keys, *values;                  // of row number `first` of KV head 0
-  int64_t key_stride, value_stride;           // bytes between rows
-  int64_t key_head_stride, value_head_stride;
-  int64_t first;
-};
-
-// Tokens of one cache that are stored alike.
-struct Part {
-  const Buffer* buffers;
-  const int32_t* index;                       // which row token t is; null: row t
-  const int32_t* ranges;                      // [heads, 2]: first token and number of tokens of each KV head; null: all
-  int64_t buffer_count;
-  int64_t tokens, position;                   // position of the first token in the sequence; others follow
-  int32_t key_scale, value_scale;             // bytes from a row's first to its scale; not read in full precision
-  int32_t key_format, value_format;
-  int32_t wide_key_scale, wide_value_scale;   // fp32, not fp16
-  int32_t rotated;                            // whether queries are divided by the scale of keys, and rotated
-  int32_t padding;
-};
-
-struct Cache {
-  const Part* parts;
-  const float* key_scale;          // of normalized keys [heads, key_dim]; null for plain keys
-  const uint16_t* means;           // fp16 [heads, means, key_dim]
-  const int32_t* mean_index;       // of row t; null: (mean_first + t) / MEAN_TOKENS
-  int64_t mean_head_stride;        // in elements
-  int64_t part_count, tokens, mean_first;
-};
-
-struct Attention {
-  const float* queries;            // [batch, query_heads, length, key_dim]
-  int64_t query_strides[3];        // in elements
-  const Cache* caches;             // one for each row of the batch
-  const char* mask;                // null, bool or float added to scores: [batch, query_heads, length, tokens]
-  int64_t mask_strides[4];         // in elements
-  const float* sinks;              // attention-sink logits [query_heads], or null
-  float* output;                   // [batch, query_heads, length, value_dim]
-  float* log_sums;                 // of exponentials of scores [batch, query_heads, length], or null
-  const Levels* levels;
-  Rotation key_rotation, value_rotation;
-  int64_t batch, heads, query_heads, length;
-  int32_t key_dim, value_dim;
-  int32_t causal, mask_is_bool;
-  int32_t threads;
-  float scale;
-};
-
-namespace {
 
 int round_up(int count, int multiple) { return (count + multiple - 1) / multiple * multiple; }
 
@@ -195,7 +143,7 @@ class Call {
       }
       const int64_t place = (block.batch * a_.query_heads + head) * a_.length + query_number(block, r);
       factor = total == 0 ? 0 : factor / total;  // a query that sees no token has a total of 0
-      for (int d = 0; d < a_.value_dim; d++) a_.output[place * a_.value_dim + d] = plain.outputs[r * value_pitch_ + d] * factor;
+      for (int d = 0; a_.output && d < a_.value_dim; d++) a_.output[place * a_.value_dim + d] = plain.outputs[r * value_pitch_ + d] * factor;
       if (a_.log_sums) a_.log_sums[place] = total == 0 ? MASKED : (maximum + std::log2(total)) / LOG2E;
     }
   }
@@ -320,7 +268,7 @@ class Call {
     const Cache& cache = a_.caches[block.batch];
     float* const scores = scratch.scores.data();
     const char *key_rows[TILE], *value_rows[TILE];
-    const bool buffer_ends = part.index || part.buffer_count > 1;
+    const bool in_order = !part.index && part.buffer_count == 1;
     for (int t = 0; t < count; t++) {
       const int64_t row = row_of(part, token + t);
       const Buffer* buffer = part.buffers + part.buffer_count - 1;
@@ -337,13 +285,9 @@ class Call {
       means[t] = mean_of(cache, part, token + t) - first_mean;
       one_mean &= means[t] == means[0];
     }
-    // Decoders read further than the codes, and a buffer may end with the last row, or with another one.
-    scratch.rows.resize(TILE * (code_bytes(part.key_format, a_.key_dim) + code_bytes(part.value_format, a_.value_dim) + 2 * SLACK));
-    char* copies = scratch.rows.data();
-    for (int t = buffer_ends ? 0 : count - 1; t < count; t++) {
-      copies = copy_codes(key_rows[t], part.key_format, a_.key_dim, copies);
-      copies = copy_codes(value_rows[t], part.value_format, a_.value_dim, copies);
-    }
+    scratch.rows.resize(copied_bytes(part.key_format, a_.key_dim) + copied_bytes(part.value_format, a_.value_dim));
+    char* const copies = copy_last_codes(key_rows, count, in_order, part.key_format, a_.key_dim, scratch.rows.data());
+    copy_last_codes(value_rows, count, in_order, part.value_format, a_.value_dim, copies);
     KEY_DECODERS[part.key_format](key_rows, count, a_.key_dim, *a_.levels, scratch.keys.data());
     multiply<false>(block.rows, queries, a_.key_dim, scratch.keys.data(), TILE, a_.key_dim, scores, TILE, TILE);
     for (int r = 0; r < block.rows; r++) {
@@ -363,6 +307,7 @@ class Call {
       weigh(score, r, value_gains, partial);
     }
 
+    if (!a_.output) return;
     float* const tile = scratch.values.data();
     VALUE_DECODERS[part.value_format](value_rows, count, a_.value_dim, *a_.levels, tile, value_pitch_);
     multiply<true>(block.rows, scores, TILE, tile, value_pitch_, count, partial.outputs, value_pitch_, a_.value_dim);

@@ -10,7 +10,7 @@ import numpy as np
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import arguments
 from mlx_tq.kernels.cpu.arrays import Memory, Reader, evaluate
-from mlx_tq.kernels.cpu.build import load_library
+from mlx_tq.kernels.cpu.build import run_kernel
 from mlx_tq.kernels.cpu.codecs import (
     FULL_FORMATS,
     RotationStruct,
@@ -23,11 +23,11 @@ from mlx_tq.kernels.cpu.codecs import (
     thread_count,
 )
 from mlx_tq.kernels.gpu import UnsupportedByKernelError
-from mlx_tq.kernels.regions import Mask, Regions
+from mlx_tq.kernels.regions import Mask, Regions, Selection
 
 
 class _Buffer(ctypes.Structure):
-    """Mirror of the struct in attend.cpp, as are the others."""
+    """Mirror of the struct in calls.h, as are the others."""
 
     _fields_ = (
         ("keys", pointer),
@@ -108,16 +108,53 @@ def launch_attend_batch(
     queries: mx.array, batch: Sequence[Regions], *, scale: float, mask: Mask = None, sinks: mx.array | None = None
 ) -> mx.array:
     """Attend to one cache of batch size B, or to B caches of batch size 1, with any number of queries."""
-    layout = batch[0].layout
-    arguments.check_can_run(layout, queries.dtype, batch[0].full_keys.dtype)
-    arrays = [array for regions in batch for array in _arrays(regions)]
-    rows = queries.shape[0]
+    output = np.empty((*queries.shape[:3], batch[0].layout.value.head_dim), np.float32)
+    call = _describe(batch, scale)
+    call.output = output.ctypes.data
+    _run(call, queries, batch, mask, sinks)
+    return mx.array(output).astype(queries.dtype)
+
+
+def launch_log_sum_exp(queries: mx.array, regions: Regions) -> mx.array:
+    """Return what `log_sum_exp` returns."""
+    sums = np.empty(queries.shape[1:3], np.float32)
+    call = _describe([regions], 1.0)
+    call.log_sums = sums.ctypes.data
+    _run(call, queries, [regions], "causal", None)
+    return mx.array(sums.reshape(call.heads, -1))
+
+
+def launch_attend_selected(
+    queries: mx.array, regions: Regions, selection: Selection, *, scale: float
+) -> tuple[mx.array, mx.array]:
+    """Return what `attend_selected` returns."""
+    selection.check(regions.packed_tokens)
+    ranges, index = (
+        None if array is None else np.array(array, np.int32) for array in (selection.ranges, selection.index)
+    )
+    output = np.empty((*queries.shape[:3], regions.layout.value.head_dim), np.float32)
+    sums = np.empty(queries.shape[:3], np.float32)
+    call = _describe([regions], scale)
+    call.output, call.log_sums = output.ctypes.data, sums.ctypes.data
+    count = regions.packed_tokens if index is None else len(index)
+    if ranges is not None:
+        count = int(ranges[:, 1].max())
 
     def fill(caches: ctypes.Array[_Cache], reader: Reader) -> object:
-        sources = [(batch[0], row) for row in range(rows)] if len(batch) == 1 else [(regions, 0) for regions in batch]
-        return [_fill(cache, regions, row, reader) for cache, (regions, row) in zip(caches, sources, strict=True)]
+        kept = _fill(caches[0], regions, 0, reader, count)
+        packed = caches[0].parts[1]
+        packed.ranges = None if ranges is None else ranges.ctypes.data
+        packed.index = None if index is None else index.ctypes.data
+        return kept
 
-    call = _Attention(
+    _launch(call, queries, _arrays(regions), fill, "causal", None, regions.full_tokens + count)
+    return mx.array(output).astype(queries.dtype), mx.array(sums)
+
+
+def _describe(batch: Sequence[Regions], scale: float) -> _Attention:
+    layout = batch[0].layout
+    arguments.check_can_run(layout, batch[0].full_keys.dtype)
+    return _Attention(
         key_rotation=rotation_struct(layout.key.rotation),
         value_rotation=rotation_struct(layout.value.rotation),
         heads=batch[0].full_keys.shape[1],
@@ -125,7 +162,17 @@ def launch_attend_batch(
         value_dim=layout.value.head_dim,
         scale=scale,
     )
-    return _run(call, queries, arrays, fill, mask, sinks, batch[0].tokens)
+
+
+def _run(call: _Attention, queries: mx.array, batch: Sequence[Regions], mask: Mask, sinks: mx.array | None) -> None:
+    """Attend to one cache of several rows, or to several caches of one."""
+    sources = [(regions, row) for regions in batch for row in range(queries.shape[0] // len(batch))]
+    arrays = [array for regions in batch for array in _arrays(regions)]
+
+    def fill(caches: ctypes.Array[_Cache], reader: Reader) -> object:
+        return [_fill(cache, *source, reader) for cache, source in zip(caches, sources, strict=True)]
+
+    _launch(call, queries, arrays, fill, mask, sinks, batch[0].tokens)
 
 
 def launch_plain_attention(
@@ -148,12 +195,15 @@ def launch_plain_attention(
             cache.parts, cache.part_count, cache.tokens = ctypes.pointer(part), 1, keys.shape[2]
         return parts
 
+    output = np.empty((*queries.shape[:3], values.shape[3]), np.float32)
     call = _Attention(heads=keys.shape[1], key_dim=keys.shape[3], value_dim=values.shape[3], scale=scale)
     call.key_rotation = call.value_rotation = rotation_struct(None)
-    return _run(call, queries, [keys, values], fill, mask, sinks, keys.shape[2])
+    call.output = output.ctypes.data
+    _launch(call, queries, [keys, values], fill, mask, sinks, keys.shape[2])
+    return mx.array(output).astype(queries.dtype)
 
 
-def _run(
+def _launch(
     call: _Attention,
     queries: mx.array,
     arrays: list[mx.array],
@@ -161,18 +211,21 @@ def _run(
     mask: Mask,
     sinks: mx.array | None,
     tokens: int,
-) -> mx.array:
+) -> None:
     """Complete and run a call, whose caches `fill` describes from evaluated arrays."""
     batch, query_heads, length, _ = queries.shape
-    q = mx.contiguous(queries.astype(mx.float32), allow_col_major=False)
+    q = queries.astype(mx.float32)
     bias = _as_bias(mask, (batch, query_heads, length, tokens))
     logits = None if sinks is None else mx.contiguous(sinks.astype(mx.float32))
     evaluate(q, bias, logits, arrays)
-    output = np.empty((batch, query_heads, length, call.value_dim), np.float32)
     caches = (_Cache * batch)()
     with Reader() as reader:
         kept = fill(caches, reader)
         memory = reader.read(q)
+        if memory.strides[3] != q.itemsize:  # rare; a copy takes longer than attention to a short context
+            q = mx.contiguous(q)
+            evaluate(q)
+            memory = reader.read(q)
         call.queries, call.query_strides = memory.address, (long * 3)(*(stride // 4 for stride in memory.strides[:3]))
         if bias is not None:
             memory = reader.read(bias)
@@ -180,12 +233,11 @@ def _run(
             call.mask_strides = (long * 4)(*(stride // bias.dtype.size for stride in memory.strides))
         if logits is not None:
             call.sinks = reader.read(logits).address
-        call.caches, call.output, call.levels = caches, output.ctypes.data, level_tables().ctypes.data
+        call.caches, call.levels = caches, level_tables().ctypes.data
         call.batch, call.query_heads, call.length = batch, query_heads, length
         call.causal, call.threads = isinstance(mask, str), thread_count()
-        load_library().tq_attend(ctypes.byref(call))
+        run_kernel("attend", call)
         del kept
-    return mx.array(output).astype(queries.dtype)
 
 
 def _arrays(regions: Regions) -> list[mx.array]:
@@ -204,8 +256,9 @@ def _as_bias(mask: Mask, shape: tuple[int, ...]) -> mx.array | None:
     return mx.broadcast_to(mask if mask.dtype == mx.bool_ else mask.astype(mx.float32), shape)
 
 
-def _fill(cache: _Cache, regions: Regions, row: int, reader: Reader) -> object:
-    """Describe row `row` of the batch of a cache, and return what must stay alive."""
+def _fill(cache: _Cache, regions: Regions, row: int, reader: Reader, packed: int | None = None) -> object:
+    """Describe row `row` of the batch of a cache, with `packed` packed tokens, and return what must stay alive."""
+    packed = regions.packed_tokens if packed is None else packed
     layout, sinks = regions.layout, min(regions.sink_tokens, regions.full_tokens)
     full = reader.read(regions.full_keys), reader.read(regions.full_values)
     dtype = regions.full_keys.dtype
@@ -222,10 +275,10 @@ def _fill(cache: _Cache, regions: Regions, row: int, reader: Reader) -> object:
                 first += count
         part = _Part.from_buffer_copy(_packed_part(layout))
         part.buffers, part.buffer_count = (_Buffer * len(buffers))(*buffers), len(buffers)
-        part.tokens, part.position = regions.packed_tokens, sinks  # all sinks are there before tokens are packed
+        part.tokens, part.position = packed, sinks  # all sinks are there before tokens are packed
         parts.append(part)
-    parts.append(_full_part(row, *full, dtype, sinks, regions.full_tokens, sinks + regions.packed_tokens))
-    cache.parts, cache.part_count, cache.tokens = (_Part * len(parts))(*parts), len(parts), regions.tokens
+    parts.append(_full_part(row, *full, dtype, sinks, regions.full_tokens, sinks + packed))
+    cache.parts, cache.part_count, cache.tokens = (_Part * len(parts))(*parts), len(parts), regions.full_tokens + packed
     if regions.normalization is not None:
         n = regions.normalization
         cache.key_scale = reader.read(n.scale).address + row * n.scale.shape[1] * n.scale.shape[2] * 4

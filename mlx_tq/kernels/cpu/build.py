@@ -6,25 +6,31 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
 from mlx_tq.errors import KernelUnavailableError
+from mlx_tq.files import cache_folder
+from mlx_tq.kernels.execution_record import record
 
 SOURCES = Path(__file__).parent
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-w")
 # Whether sums of products may be contracted. Codes are the same bits on every machine, so their sums may not.
-_CONTRACTED = {"attend": "fast", "score": "fast", "recall_score": "fast", "encode": "off", "pool": "off"}
+CONTRACTED = {"attend": "fast", "score": "fast", "recall_score": "fast", "encode": "off", "pool": "off"}
 _TIMEOUT = 60  # seconds of a compilation, which takes 2 to 4
+
+
+def run_kernel(name: str, call: ctypes.Structure) -> None:
+    record(name)
+    getattr(load_library(), f"tq_{name}")(ctypes.byref(call))
 
 
 @cache
 def load_library() -> ctypes.CDLL:
     """Return the compiled kernels, from the user's cache folder if they are there."""
-    compiler, folder = find_compiler(), cache_folder()
+    compiler, folder = find_compiler(), kernel_folder()
     name = f"kernels-{_key(compiler)}"
     for library in folder.glob(f"{name}-*.so"):
         if library.name == f"{name}-{_digest(library)}.so":  # else it is damaged, and loading it may end the process
@@ -40,13 +46,9 @@ def find_compiler() -> str:
     raise KernelUnavailableError("no C++ compiler: c++, g++ or clang++ has to be on PATH, or CXX has to name one.")
 
 
-def cache_folder() -> Path:
+def kernel_folder() -> Path:
     """Return the folder of compiled kernels, which only its owner may write to."""
-    if sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "mlx_tq"
+    folder = cache_folder() / "kernels"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
@@ -64,7 +66,7 @@ def cache_folder() -> Path:
 def _key(compiler: str) -> str:
     texts = [file.read_text(encoding="utf-8") for file in sorted(SOURCES.iterdir()) if file.suffix in (".h", ".cpp")]
     version = _run(compiler, "--version")
-    parts = [version, platform.machine(), _instructions(), *_FLAGS, str(_CONTRACTED), *texts]
+    parts = [version, platform.machine(), _instructions(), *_FLAGS, str(CONTRACTED), *texts]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -86,11 +88,11 @@ def _compile(compiler: str, folder: Path, name: str) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as scratch, ThreadPoolExecutor() as pool:
 
             def compile_one(name: str) -> str:
-                output, contracted = f"{scratch}/{name}.o", f"-ffp-contract={_CONTRACTED[name]}"
+                output, contracted = f"{scratch}/{name}.o", f"-ffp-contract={CONTRACTED[name]}"
                 _run(compiler, *_FLAGS, contracted, "-c", str(SOURCES / f"{name}.cpp"), "-o", output)
                 return output
 
-            objects = list(pool.map(compile_one, _CONTRACTED))
+            objects = list(pool.map(compile_one, CONTRACTED))
             built = Path(scratch, "kernels.so")
             _run(compiler, "-shared", *objects, "-o", str(built), "-pthread")
             return built.replace(folder / f"{name}-{_digest(built)}.so")  # in one step: others may build it too

@@ -4,41 +4,12 @@
 #include <atomic>
 #include <memory>
 
+#include "calls.h"
 #include "formats.h"
 #include "pool.h"
 #include "rotation.h"
 
 namespace tq {
-
-enum Rule : int32_t { RAW, MATCHED, LEAST_SQUARES, UNBIASED };
-
-// Keys or values. encode.py declares the same layout, as it does for `Encoding`.
-struct Vectors {
-  const float* vectors;     // [batch, heads, tokens, dim]
-  int64_t strides[3];       // in elements
-  Rotation rotation;
-  const float* scale;       // multiplies vectors [batch, heads, dim], or null
-  const float* centers;     // subtracted then [batch, heads, center_count, dim]
-  const int32_t* center_index;  // of each token
-  int64_t center_count;
-  int32_t dim, format, rule;
-  int32_t codes, scales;    // their first byte in a row
-  int32_t wide_scale;       // fp32, not fp16
-  int32_t clips;            // whether fp16 values are clipped to its range
-  float limit;              // the largest value that does not count as clamped
-};
-
-struct Encoding {
-  Vectors parts[2];
-  char* rows;               // [batch, heads, tokens, row_bytes]
-  int64_t row_bytes;
-  const float* boundaries[3];   // of codes of 2, 3 and 4 bits
-  const float* coefficients[3]; // of their levels
-  const Levels* levels;
-  int64_t batch, heads, tokens;
-  int64_t clamped, broken;  // result: vectors that were clamped, and that are not finite
-  int32_t threads, padding;
-};
 
 namespace {
 
@@ -59,7 +30,7 @@ inline uint16_t to_half(float x) {
 #if defined(__AVX2__)
   return uint16_t(_cvtss_sh(x, 0));
 #else
-  const _Float16 half = static_cast<_Float16>(x);
+  const Half half = static_cast<Half>(x);
   uint16_t bits;
   memcpy(&bits, &half, 2);
   return bits;

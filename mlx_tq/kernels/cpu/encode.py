@@ -13,7 +13,7 @@ from mlx_tq.codec.normalization import KeyNormalization
 from mlx_tq.codec.rows import RowLayout, Rows
 from mlx_tq.kernels import arguments
 from mlx_tq.kernels.cpu.arrays import Reader, evaluate
-from mlx_tq.kernels.cpu.build import load_library
+from mlx_tq.kernels.cpu.build import run_kernel
 from mlx_tq.kernels.cpu.codecs import (
     RotationStruct,
     format_number,
@@ -29,7 +29,7 @@ _BITS = (2, 3, 4)
 
 
 class _Vectors(ctypes.Structure):
-    """Mirror of the struct in encode.cpp, as is the other."""
+    """Mirror of the struct in calls.h, as is the other."""
 
     _fields_ = (
         ("vectors", pointer),
@@ -108,7 +108,7 @@ def launch_encode(
                 part.scale, part.centers, part.center_index, part.center_count = scale, centers, index, more[1].shape[2]
             part.clips = dtype != mx.float16
             part.limit = mx.array(FP16_MAX, dtype).astype(mx.float32).item()
-        load_library().tq_encode(ctypes.byref(call))
+        run_kernel("encode", call)
     health = mx.array([call.clamped, call.broken], mx.int32)
     return Rows(mx.array(rows), health)
 

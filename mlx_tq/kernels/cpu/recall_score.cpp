@@ -1,25 +1,12 @@
 // Scores of archived keys in blocks of tokens: the largest of each block, and the log of the sum of their exponentials.
 #include <vector>
 
+#include "calls.h"
 #include "matrix.h"
 #include "pool.h"
 #include "tiles.h"
 
 namespace tq {
-
-// recall_score.py declares the same layout.
-struct RecallScore {
-  const float* queries;       // rotated, times the scale of scores [heads, rows, dim]
-  const char *codes, *scales; // of token 0 of KV head 0
-  int64_t code_stride, code_head_stride, scale_stride, scale_head_stride;  // in bytes
-  const float* mean_scores;   // [heads, rows, means], or null for plain keys
-  const int32_t* mean_index;  // of each token
-  const int64_t* starts;      // of blocks [blocks + 1]
-  float *maxima, *log_sums;   // [heads, rows, blocks]
-  const Levels* levels;
-  int64_t heads, rows, blocks, means;
-  int32_t dim, format, wide_scale, threads;
-};
 
 namespace {
 
@@ -27,10 +14,10 @@ constexpr float LOG2E = 1.4426950408889634f;
 
 void score_block(const RecallScore& r, int64_t head, int64_t block) {
   static thread_local Floats64 memory;
-  static thread_local std::vector<char> copy;
+  static thread_local std::vector<char> copies;
   memory.resize(size_t(r.dim + r.rows) * TILE);
   float *const tile = memory.data(), *const scores = tile + r.dim * TILE;
-  copy.resize(code_bytes(r.format, r.dim) + SLACK);
+  copies.resize(copied_bytes(r.format, r.dim));
   float* const maxima = r.maxima + head * r.rows * r.blocks + block;
   float* const sums = r.log_sums + head * r.rows * r.blocks + block;
   for (int64_t start = r.starts[block]; start < r.starts[block + 1]; start += TILE) {
@@ -42,7 +29,7 @@ void score_block(const RecallScore& r, int64_t head, int64_t block) {
     }
     alignas(64) float gains[TILE];
     load_gains(scales, count, 0, r.format, r.wide_scale, r.dim, gains);
-    copy_codes(codes[count - 1], r.format, r.dim, copy.data());  // decoders read further than the codes
+    copy_last_codes(codes, count, true, r.format, r.dim, copies.data());
     KEY_DECODERS[r.format](codes, count, r.dim, *r.levels, tile);
     multiply<false>(int(r.rows), r.queries + head * r.rows * r.dim, r.dim, tile, TILE, r.dim, scores, TILE, count);
     const int width = (count + LANES - 1) / LANES * LANES;

@@ -1,6 +1,7 @@
 // Scores of packed keys for a round of eviction: <query, K> + sum over f of weight_f |K_f|, with a token in each lane.
 #include <vector>
 
+#include "calls.h"
 #include "matrix.h"
 #include "pool.h"
 #include "rotation.h"
@@ -8,38 +9,21 @@
 
 namespace tq {
 
-// score.py declares the same layout.
-struct Score {
-  const char* rows;           // of token 0 of KV head 0 of row 0 of the batch
-  int64_t strides[3];         // of batch, heads and tokens, in bytes
-  const float* queries;       // [heads, group, dim]
-  const float* weights;       // of the norms of RoPE pairs [heads, group, pairs]
-  const int32_t* pair_dims;   // [2, pairs]
-  const float* key_scale;     // divides normalized keys [batch, heads, dim], or null
-  const uint16_t* means;      // fp16 [batch, heads, mean_count, dim]
-  const int32_t* mean_index;  // of each token
-  float* scores;              // [batch, heads, group, tokens]
-  const Levels* levels;
-  Rotation rotation;
-  int64_t batch, heads, group, tokens, pairs, mean_count;
-  int32_t dim, format, scale_offset, wide_scale, threads, padding;
-};
-
 namespace {
 
 void score_tile(const Score& s, int64_t place, int64_t start) {
   static thread_local Floats64 memory;
-  static thread_local std::vector<char> copy;
+  static thread_local std::vector<char> copies;
   const int64_t batch = place / s.heads, head = place % s.heads;
   const int count = int(std::min<int64_t>(TILE, s.tokens - start));
   memory.resize(size_t(s.dim + s.pairs + s.group) * TILE);
   float *const tile = memory.data(), *const norms = tile + s.dim * TILE, *const scores = norms + s.pairs * TILE;
-  copy.resize(code_bytes(s.format, s.dim) + SLACK);
+  copies.resize(copied_bytes(s.format, s.dim));
   const char* rows[TILE];
   for (int t = 0; t < count; t++) rows[t] = s.rows + batch * s.strides[0] + head * s.strides[1] + (start + t) * s.strides[2];
   alignas(64) float gains[TILE];
   load_gains(rows, count, s.scale_offset, s.format, s.wide_scale, s.dim, gains);
-  copy_codes(rows[count - 1], s.format, s.dim, copy.data());  // decoders read further than the codes
+  copy_last_codes(rows, count, true, s.format, s.dim, copies.data());
   KEY_DECODERS[s.format](rows, count, s.dim, *s.levels, tile);
 
   const float factor = 1 / std::sqrt(float(s.dim));

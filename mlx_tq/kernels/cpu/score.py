@@ -12,7 +12,7 @@ from mlx_tq.codec.normalization import KeyNormalization
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import arguments
 from mlx_tq.kernels.cpu.arrays import Reader, evaluate
-from mlx_tq.kernels.cpu.build import load_library
+from mlx_tq.kernels.cpu.build import run_kernel
 from mlx_tq.kernels.cpu.codecs import (
     RotationStruct,
     format_number,
@@ -26,7 +26,7 @@ from mlx_tq.kernels.cpu.codecs import (
 
 
 class _Score(ctypes.Structure):
-    """Mirror of the struct in score.cpp."""
+    """Mirror of the struct in calls.h."""
 
     _fields_ = (
         ("rows", pointer),
@@ -56,7 +56,7 @@ class _Score(ctypes.Structure):
 
 
 class _RecallScore(ctypes.Structure):
-    """Mirror of the struct in recall_score.cpp."""
+    """Mirror of the struct in calls.h."""
 
     _fields_ = (
         ("queries", pointer),
@@ -126,7 +126,7 @@ def launch_score(
         if normalization is not None:
             call.key_scale, call.means, call.mean_index = addresses[3:]
             call.mean_count = normalization.means.shape[2]
-        load_library().tq_score(ctypes.byref(call))
+        run_kernel("score", call)
     return mx.array(scores)
 
 
@@ -171,5 +171,5 @@ def launch_recall_score(
         if normalization is not None:
             call.mean_scores, call.mean_index = addresses[1:]
             call.means = normalization.means.shape[2]
-        load_library().tq_recall_score(ctypes.byref(call))
+        run_kernel("recall_score", call)
     return mx.array(maxima), mx.array(np.logaddexp.reduce(log_sums, axis=-1))

@@ -41,6 +41,16 @@ inline char* copy_codes(const char*& codes, int32_t format, int dim, char* copy)
   return copy + code_bytes(format, dim) + SLACK;
 }
 
+// Moves to `copies` the codes of the vectors of a tile that decoders read past the end of memory: those that begin less
+// than SLACK bytes before the last one, or all where vectors are not in order. Returns the end of the copies.
+inline char* copy_last_codes(const char** codes, int count, bool in_order, int32_t format, int dim, char* copies) {
+  const char* const last = codes[count - 1];
+  for (int t = count - 1; t >= 0 && !(in_order && last - codes[t] >= SLACK); t--)
+    copies = copy_codes(codes[t], format, dim, copies);
+  return copies;
+}
+inline size_t copied_bytes(int32_t format, int dim) { return TILE * (code_bytes(format, dim) + SLACK); }
+
 // Memory of floats that starts at a cache line.
 class Floats64 {
  public:

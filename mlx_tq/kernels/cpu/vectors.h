@@ -20,6 +20,12 @@ constexpr int LANES = 8;
 constexpr int LANES = 4;
 #endif
 
+#if defined(__ARM_NEON)
+typedef __fp16 Half;
+#else
+typedef _Float16 Half;
+#endif
+
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
@@ -96,7 +102,7 @@ inline Floats from_half(Words bits) {
 #else
   Floats result;
   for (int i = 0; i < LANES; i++) {
-    _Float16 value;
+    Half value;
     memcpy(&value, (const char*)&half + 2 * i, 2);
     result[i] = float(value);
   }
