@@ -106,7 +106,7 @@ class Reader:
         if "What is the capital of France?" in words:
             assert "The capital of France is Paris." in shown.out
         if "--capacity" in words:  # the example shows what the profiles change
-            longest = re.findall(r"^\w+ +([\d,]+) +[\d,]+ ", shown.out, re.MULTILINE)
+            longest = re.findall(r"^\w+ +([\d,]+ +[\d,]+ .+)$", shown.out, re.MULTILINE)
             assert len(set(longest)) > 1, shown.out
         if "What is the access code?" in " ".join(words):
             assert FACT in shown.out, f"{words}\n{shown.out}\n{shown.err}"
