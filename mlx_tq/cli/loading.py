@@ -109,8 +109,6 @@ def load_model(
     Each of several ranks gets its part of the model.
     """
     limit_buffer_cache()
-    if stderr.is_terminal:
-        note(f"Loading {args.model or EMBEDDED}")
     model, tokenizer = load(args.model, ranks=ranks, **load_options(args, *configs, **tokenizer_config))
     note_weights(model, args)
     calibrate_model(model, tokenizer, *configs, name=args.model, waits=waits_for_calibration(args))
