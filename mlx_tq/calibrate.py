@@ -35,13 +35,14 @@ def run(args: argparse.Namespace) -> int:
         check_writable("-o", args.output)
 
     from mlx_tq.cli.inputs import read_text
-    from mlx_tq.cli.startup import check_model
+    from mlx_tq.cli.startup import check_model, note_loading
     from mlx_tq.policies.calibration import SKIP, check_replaceable
 
     if args.output is not None:
         check_replaceable(args.output)
     text = read_text(args.text)
     check_model(args)
+    note_loading(args)
 
     from mlx_tq.cli import model_calibration
     from mlx_tq.cli.loading import load_model

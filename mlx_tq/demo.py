@@ -35,9 +35,10 @@ def build_parser() -> CommandParser:
 
 def run(args: argparse.Namespace) -> int:
     """Ask for the fact with each setting; return 1 if rescue fails, or restores less than mlx-lm's cache found."""
-    from mlx_tq.cli.startup import check_model
+    from mlx_tq.cli.startup import check_model, note_loading
 
     check_model(args)
+    note_loading(args)
 
     from mlx_tq.cli.haystack import QUESTION, build_case
     from mlx_tq.cli.inputs import load_text

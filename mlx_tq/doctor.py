@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
     if args.capacity:
         return _show_capacity(args)
 
-    from mlx_tq.cli.diagnostics import blas_warning, environment, run_checks, summarize
+    from mlx_tq.cli.diagnostics import environment, run_checks, summarize
+    from mlx_tq.cli.fast_blas import blas_warning
     from mlx_tq.cli.screen import stdout, table, warn
 
     checks, versions = run_checks(kernels=args.kernels), environment()

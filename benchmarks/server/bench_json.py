@@ -4,7 +4,7 @@ They are sampled at temperature 1, 20 at once, with the openai client. Each answ
 generated again. The cost is measured separately, on the same answers with constant logits: consuming the last token,
 computing the mask and applying it.
 
-python -m benchmarks.server.bench_json --answers answers.jsonl --model smollm2 --dtype float32 --dequantize
+python -m benchmarks.server.bench_json --answers answers.jsonl --model smollm2 --dtype float32 --dequantize on
 """
 
 import argparse
@@ -94,11 +94,11 @@ def main():
     parser.add_argument("--model")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--dtype")
-    parser.add_argument("--dequantize", action="store_true")
+    parser.add_argument("--dequantize")
     parser.add_argument("--answers", type=Path, required=True, metavar="FILE")
     args, others = parser.parse_known_args()  # the others are the server's
     flags = [*(["--model", args.model] if args.model else []), *(["--dtype", args.dtype] if args.dtype else [])]
-    flags += [*(["--dequantize"] if args.dequantize else []), *others]
+    flags += [*(["--dequantize", args.dequantize] if args.dequantize else []), *others]
     answers = [
         (CASES[number], text, finish)
         for (number, _), (text, finish) in sorted(answered(args.answers, args.seeds, flags).items())

@@ -4,7 +4,7 @@ The prefix is a system message of 2,000 tokens; the user messages differ. A serv
 server with one prefills and stores it, and after a restart that server restores it: once with the files in the page
 cache of the operating system, once without (posix_fadvise, where available).
 
-python -m benchmarks.server.bench_store --model smollm2 --dequantize --dtype float32
+python -m benchmarks.server.bench_store --model smollm2 --dequantize on --dtype float32
 """
 
 import argparse
@@ -81,12 +81,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model")
     parser.add_argument("--dtype")
-    parser.add_argument("--dequantize", action="store_true")
+    parser.add_argument("--dequantize")
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--texts", type=int, default=3)
     args = parser.parse_args()
     flags = [*(["--model", args.model] if args.model else []), *(["--dtype", args.dtype] if args.dtype else [])]
-    flags += ["--dequantize"] if args.dequantize else []
+    flags += ["--dequantize", args.dequantize] if args.dequantize else []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "store"
         times, counts = measure(flags, texts(args.model, args.texts, args.tokens), path)

@@ -4,7 +4,7 @@
 
 It runs the cells that the file lacks, after a calibration on questions if the current folder has no
 questions.safetensors. TriAttention takes the maximum over heads (aggregation `paper`), the default when this was
-measured. The embedded model computes in float32, six times as fast with LD_PRELOAD=libopenblas.so.
+measured. The embedded model computes in float32, six times as fast with OpenBLAS.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Write calibration files of one model that differ in how questions and text are mixed.
 
-    python -m benchmarks.studies.query_mixtures --model M --dtype float32 --dequantize FOLDER
+    python -m benchmarks.studies.query_mixtures --model M --dtype float32 --dequantize on FOLDER
 
 Files: `questions.safetensors`, `textPERCENT.safetensors` for shares of the text's means, and `both.safetensors`, in
 which a KV head has the mean queries of questions and of text, so that a token counts by the mean of both weights.

@@ -3,7 +3,7 @@
 import argparse
 
 from mlx_tq.cli.options import BACKEND, DTYPES, NONE, OPTIONS, PROFILES, STDOUT, check_flags, check_writable
-from mlx_tq.cli.parser import CommandParser, add_option, command_parser
+from mlx_tq.cli.parser import CommandParser, add_dequantize_argument, add_option, command_parser
 from mlx_tq.cli.runner import command_main
 from mlx_tq.errors import ConfigError
 
@@ -47,7 +47,7 @@ def build_parser() -> CommandParser:
     model = "folder, hub name, .gguf file or smollm2 (default: measure the attention of one layer)"
     add("--model", help=f"measure this model: {model}")
     add("--trust-remote-code", action="store_true", help="allow the model and its tokenizer to run their own code")
-    add("--dequantize", action="store_true", help="dequantize the weights on load")
+    add_dequantize_argument(parser)
     tokens = "context lengths (default: 2048 8192 32768; with --model 1024 4096 16384, up to the model's limit)"
     add("--tokens", type=int, nargs="+", metavar="N", help=tokens)
     dtypes = f"types of the model: {', '.join(DTYPES)} (default: all three; with --model that of its weights)"

@@ -24,9 +24,11 @@ from mlx_tq.cli.loading import (
     limit_buffer_cache,
     load_options,
     make_caches,
+    note_weights,
     open_caches,
     open_prefix_folder,
     waits_for_calibration,
+    weights_dict,
 )
 from mlx_tq.cli.options import Request
 from mlx_tq.cli.prompts import embed_images, encode, render
@@ -82,7 +84,7 @@ def answer_request(request: Request, inputs: Inputs | None) -> int:
     prompt, schema = inputs or ranks.broadcast(lambda: (read_prompt(args), read_schema(args)))
     if args.seed is not None:
         mx.random.seed(args.seed)
-    model, tokenizer, model_config = _load(args, ranks)
+    model, tokenizer, model_config = _load(request, ranks)
     text = render(tokenizer, prompt, args, continues=args.prompt_cache_file is not None)
     limit = position_limit(model)
     PromptLengthLimit(tokenizer, limit).check(len(text))
@@ -124,7 +126,7 @@ def answer_request(request: Request, inputs: Inputs | None) -> int:
     can_recall = plan is not None and plan.recalls and request.values["--kv-recall"] != OFF
     query = prompt if can_recall or request.rescue.service != OFF else None
     answer = _answer(model, tokenizer, opened, ids, query, request, options, constraints, prefix_cache, shadow)
-    _report(answer, opened, request, can_recall, shadow, ranks)
+    _report(model, answer, opened, request, can_recall, shadow)
     return INTERRUPTED if answer[1].finish_reason == "interrupted" else DONE
 
 
@@ -133,14 +135,17 @@ def _pass_lengths(args: argparse.Namespace) -> range:
     return range(1, 2 + (0 if args.draft_model is None else args.num_draft_tokens))
 
 
-def _load(args: argparse.Namespace, ranks: Ranks) -> tuple[Any, Any, dict[str, Any]]:
+def _load(request: Request, ranks: Ranks) -> tuple[Any, Any, dict[str, Any]]:
     """Return the model, by default that of the cache file, its tokenizer and its configuration."""
+    args = request.args
     if args.prompt_cache_file is not None:
         apply_cache_source(args, args.prompt_cache_file)
     limit_buffer_cache()
     model_config = {"quantize_activations": args.quantize_activations}
-    options = load_options(args)
+    options = load_options(args, request.config)
     model, tokenizer, config = load(args.model, ranks=ranks, model_config=model_config, return_config=True, **options)
+    if args.verbose:
+        note_weights(model, args)
     for token in args.extra_eos_token:
         try:
             tokenizer.add_eos_token(token)
@@ -263,7 +268,7 @@ def _open_transcript(model: Any, tokenizer: Any, rescue: RescueConfig) -> Iterat
 
 def _load_draft(model: Any, tokenizer: Any, caches: list[Any], request: Request) -> tuple[Any, list[Any]]:
     args, config = request.args, request.config
-    options = {name: getattr(args, name) for name in ("dtype", "dequantize", "trust_remote_code")}
+    options = load_options(args, config) | {"adapter_path": None}
     draft, draft_tokenizer = load(args.draft_model, **options)
     if draft_tokenizer.vocab_size != tokenizer.vocab_size:
         raise ConfigError(
@@ -282,10 +287,10 @@ def _load_draft(model: Any, tokenizer: Any, caches: list[Any], request: Request)
 
 
 def _report(
-    answer: Answer, opened: PromptCache, request: Request, can_recall: bool, shadow: Shadow | None, ranks: Ranks
+    model: Any, answer: Answer, opened: PromptCache, request: Request, can_recall: bool, shadow: Shadow | None
 ) -> None:
     """Show the statistics of an answer, or print it as JSON."""
-    args, (text, turn, cache) = request.args, answer
+    args, ranks, (text, turn, cache) = request.args, ranks_of(model), answer
     ranks.synchronize()
     rank_stats = collect_stats(ranks, cache, take_archive_warning(opened.caches))
     if args.json:
@@ -301,6 +306,7 @@ def _report(
             "recalled": recalled if can_recall else None,
             "rescued": quoted if request.rescue.service != OFF else None,
             "plan": plan_dict(opened.plan, cache.tokens) if opened.plan else None,
+            "weights": weights_dict(model),
             "ran": RunSummary.of(opened.plan, cache.tokens).to_dict() if opened.plan else None,
         }
         if shadow is not None:

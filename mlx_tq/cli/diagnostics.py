@@ -10,17 +10,15 @@ import numpy as np
 from mlx_tq import __version__
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
+from mlx_tq.cli.fast_blas import describe_blas
 from mlx_tq.codec import CodecOptions, TurboQuant, format_names, get_format
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import KernelUnavailableError
-from mlx_tq.kernels import backend, cpu_streams, selftest, thresholds
+from mlx_tq.kernels import backend, selftest, thresholds
 from mlx_tq.kernels.gpu import gpu_backend, thread_limits
 from mlx_tq.kernels.selftest import KernelCheck
 
 _DIM = 128
-_SLOW_BLAS = "reference BLAS of mlx's wheel"
-# Debian's name of a library that is about six times faster for float32 prompts.
-_FASTER_BLAS = "apt install libopenblas0-pthread, and LD_PRELOAD=libopenblas.so.0"
 
 
 @dataclass(frozen=True)
@@ -90,25 +88,6 @@ def check_kernels() -> list[Check]:
     return checks
 
 
-def blas() -> str:
-    """Return the library that multiplies float32 matrices on a CPU; that of mlx's Linux wheel is slow."""
-    if platform.system() == "Darwin":
-        return "Accelerate"
-    path = cpu_streams.blas_library()
-    if path is None:
-        return "unknown"
-    if path.name.startswith("libopenblas"):
-        return "OpenBLAS"
-    return f"{_SLOW_BLAS}, slow in float32; faster: {_FASTER_BLAS}"
-
-
-def blas_warning() -> str | None:
-    """Return what makes float32 faster on this CPU, or None if its BLAS is fast or a GPU computes."""
-    if gpu_backend() is not None or not blas().startswith(_SLOW_BLAS):
-        return None
-    return f"float32 prompts are slow with the {_SLOW_BLAS}. Faster: {_FASTER_BLAS}."
-
-
 def environment() -> dict[str, str]:
     """Return what computes here; "thread limits" are those for which a kernel runs with fewer threads."""
     limits = ", ".join(f"{kernel} {threads}" for kernel, threads in sorted(thread_limits.items()))
@@ -117,7 +96,7 @@ def environment() -> dict[str, str]:
     return {
         "device": str(name or platform.processor() or platform.machine()),
         "backend": used,
-        "blas": blas(),
+        "blas": describe_blas(),
         "attention": backend.describe(),
         "thresholds": thresholds.table().origin,
         **({"thread limits": limits} if limits else {}),

@@ -10,6 +10,7 @@ from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
 from mlx_lm.models.cache import load_prompt_cache as load_native_cache
 from mlx_lm.models.cache import make_prompt_cache as make_native_cache
 
+from mlx_tq.cli.fast_blas import blas_warning
 from mlx_tq.cli.inputs import load_text
 from mlx_tq.cli.model_calibration import collect_queries, mix_queries, save_measured_losses, save_queries
 from mlx_tq.cli.options import AUTO, SINGLE_PROCESS, Request, given_models, read_options
@@ -21,13 +22,16 @@ from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.kernels.gpu import gpu_backend, usable_memory
 from mlx_tq.models import (
     EMBEDDED,
+    dense_weights,
     fingerprint,
+    free_ram,
     load,
     load_outline,
     ranks_of,
     read_architecture,
     short_name,
     source_name,
+    source_of,
 )
 from mlx_tq.policies import CalibratedPolicy
 from mlx_tq.prefix_cache.folder import LIMIT, Folder, open_folder
@@ -44,6 +48,7 @@ from mlx_tq.prompt_cache.cache_file import (
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.layer_group import cache_parts
 from mlx_tq.prompt_cache.measurements import calibration_path, find_losses, make_folder
+from mlx_tq.prompt_cache.memory import weights_nbytes
 from mlx_tq.prompt_cache.plan import Plan, without_queries
 
 # Share of the GPU's memory for freed buffers, and most bytes of them: some times what a prefill step takes.
@@ -80,11 +85,16 @@ def limit_buffer_cache(usable: int | None = None) -> int | None:
     return limit
 
 
-def load_options(args: argparse.Namespace, **tokenizer_config: Any) -> dict[str, Any]:
-    """Return the options of `models.load` that a command's flags name."""
+def load_options(args: argparse.Namespace, *configs: KVConfig, **tokenizer_config: Any) -> dict[str, Any]:
+    """Return the options of `models.load` that a command's flags name.
+
+    With mlx-lm's own caches alone, packed weights stay packed, as in mlx-lm, unless --dequantize says otherwise.
+    """
+    is_native = bool(configs) and all(config.is_off for config in configs)
+    stays_packed = args.dequantize is None and (is_native or getattr(args, "quantize_activations", False))
     return {
         "dtype": args.dtype,
-        "dequantize": args.dequantize,
+        "dequantize": False if stays_packed else args.dequantize,
         "adapter_path": getattr(args, "adapter_path", None),
         "tokenizer_config": {"trust_remote_code": args.trust_remote_code, **tokenizer_config},
         "trust_remote_code": args.trust_remote_code,
@@ -99,11 +109,29 @@ def load_model(
     Each of several ranks gets its part of the model.
     """
     limit_buffer_cache()
-    if stderr.is_terminal:
-        note(f"Loading {args.model or EMBEDDED}")
-    model, tokenizer = load(args.model, ranks=ranks, **load_options(args, **tokenizer_config))
+    model, tokenizer = load(args.model, ranks=ranks, **load_options(args, *configs, **tokenizer_config))
+    note_weights(model, args)
     calibrate_model(model, tokenizer, *configs, name=args.model, waits=waits_for_calibration(args))
     return model, tokenizer
+
+
+def note_weights(model: Any, args: argparse.Namespace) -> None:
+    """Say what dequantizing the weights cost, unless it was asked for, and what would multiply them faster."""
+    sizes, source = dense_weights(model), source_of(model)
+    if sizes is not None and "--dequantize" not in args.typed:
+        before, after = human_bytes(sizes.packed_nbytes), human_bytes(sizes.dense_nbytes)
+        note(
+            f"Weights dequantized, which is faster on a CPU: {after} instead of {before}. --dequantize off keeps them "
+            "packed"
+        )
+    if source is not None and source.dtype == "float32" and (warning := blas_warning()) is not None:
+        note(warning)
+
+
+def weights_dict(model: Any) -> dict[str, Any]:
+    """Return the bytes of a model's weights as plain data, and what they took before they were dequantized."""
+    sizes = dense_weights(model)
+    return {"nbytes": weights_nbytes(model), "packed_nbytes": None if sizes is None else sizes.packed_nbytes}
 
 
 def apply_cache_source(args: argparse.Namespace, path: str) -> None:
@@ -120,18 +148,22 @@ def apply_cache_source(args: argparse.Namespace, path: str) -> None:
     for name in ("dtype", "adapter_path", "dequantize"):
         flag, value, typed = f"--{name.replace('_', '-')}", getattr(source, name), getattr(args, name)
         if value:
-            made.append(flag if value is True else f"{flag} {value}")
-        if not typed:
+            made.append(_flag_with(flag, value))
+        if typed is None:
             setattr(args, name, value)
         elif name == "dtype" and value is None:  # the weights were of several types
             continue
         elif header.is_ours and value != (str(Path(typed).resolve()) if name == "adapter_path" else typed):
-            given.append(flag if typed is True else f"{flag} {typed}")
+            given.append(_flag_with(flag, typed))
     if given:
         drop = "that flag" if len(given) == 1 else "those flags"
         raise ConfigError(
             f"{path} was made with {_join(made)}, not with {_join(given)}. Drop {drop}: the file names what it needs."
         )
+
+
+def _flag_with(flag: str, value: str | bool) -> str:
+    return f"{flag} {value}" if isinstance(value, str) else f"{flag} {'on' if value else 'off'}"
 
 
 def _is_other_model(model: str, header: Header) -> bool:
@@ -158,13 +190,13 @@ def waits_for_calibration(args: argparse.Namespace) -> bool:
     return has_chosen or gpu_backend() is not None or args.command not in _ANSWERING
 
 
-def outline_model(args: argparse.Namespace) -> Any:
+def outline_model(args: argparse.Namespace, *configs: KVConfig) -> Any:
     """Return the outline of the model of a command's flags, before its weights are read or downloaded."""
-    options = {name: getattr(args, name) for name in ("dtype", "dequantize", "trust_remote_code")}
     model, *others = given_models(args)
     if others:
         raise needs_one_model("--memory", 1 + len(others))
-    return load_outline(model, **options)
+    options = {name: load_options(args, *configs)[name] for name in ("dtype", "dequantize", "trust_remote_code")}
+    return load_outline(model, memory=args.memory, **options)
 
 
 def needs_one_model(flag: str, count: int) -> ConfigError:
@@ -311,10 +343,9 @@ def free_memory() -> int:
     device = gpu_backend()
     if device is not None:  # a Mac recommends how much may be taken in all, CUDA knows what is free
         return usable_memory() - (mx.get_active_memory() if device == "metal" else 0)
-    meminfo = Path("/proc/meminfo")
-    for line in meminfo.read_text().splitlines() if meminfo.exists() else []:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
+    free = free_ram()
+    if free is not None:
+        return free
     raise ConfigError("free memory is unknown on this system; give --kv-memory-limit, such as 8GB.")
 
 

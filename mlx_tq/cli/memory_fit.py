@@ -12,6 +12,7 @@ from mlx_tq.cli.screen import human_bytes, note
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import position_limit
+from mlx_tq.models import dense_weights
 from mlx_tq.prompt_cache.memory import PREFILL_STEP, other_bytes, sequence_bytes, transient_bytes, weights_nbytes
 
 _PROFILES = ("safe", "balanced", "small", "tiny")  # the best first
@@ -37,10 +38,10 @@ def fit_memory(request: Request) -> Request:
         chosen, need, line = fit.choose()
     if getattr(request.args, "verbose", True):
         note(f"Memory {fit.memory}, weights {human_bytes(fit.weights)}: {line}")
-    if not need.fits:
-        return chosen
-    limits = {"kv_memory_limit": fit.available - need.transient, "prefill_step_size": need.step}
-    return replace(chosen, args=_change_args(chosen.args, **limits))
+    changes: dict[str, Any] = {"dequantize": fit.dequantize}
+    if need.fits:
+        changes |= {"kv_memory_limit": fit.available - need.transient, "prefill_step_size": need.step}
+    return replace(chosen, args=_change_args(chosen.args, **changes))
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class _MemoryFit:
     """The bytes that the weights of --memory's model leave for caches, and what fits into them."""
 
     def __init__(self, request: Request) -> None:
-        args, model = request.args, outline_model(request.args)
+        args, model = request.args, outline_model(request.args, request.config)
         limit = position_limit(model)
         self.tokens = args.context or limit or 0
         if limit is None and args.context is None:
@@ -73,6 +74,7 @@ class _MemoryFit:
         if limit is not None and self.tokens > limit:
             raise ConfigError(f"--context is {self.tokens:,}; the model allows {limit:,}. Lower it, or drop it.")
         self.weights = weights_nbytes(model)
+        self.dequantize = dense_weights(model) is not None if args.dequantize is None else args.dequantize
         self.available = args.memory - self.weights
         # A server prefills several prompts in one batch.
         self._rows = min(getattr(args, "prompt_concurrency", 1), getattr(args, "decode_concurrency", 1))

@@ -44,6 +44,12 @@ def parse_switch(text: str) -> bool:
     return text == "on"
 
 
+def parse_auto_switch(text: str) -> bool | None:
+    if text not in (AUTO, "on", "off"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not auto, on or off")
+    return None if text == AUTO else text == "on"
+
+
 def parse_json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)

@@ -15,6 +15,7 @@ from mlx_tq.cli.options import (
     SAMPLING,
     SHADOW,
     Option,
+    parse_auto_switch,
     parse_size,
 )
 
@@ -115,7 +116,13 @@ def add_model_arguments(parser: argparse._ActionsContainer, *, adapter: bool = T
         add("--adapter-path", metavar="DIR", help="folder of LoRA adapters from mlx_lm.lora (default: none)")
     add("--trust-remote-code", action="store_true", help="allow the model and its tokenizer to run their own code")
     add("--dtype", choices=DTYPES, help="compute type (default: that of the model's weights)")
-    add("--dequantize", action="store_true", help="dequantize the weights on load; faster on a CPU")
+    add_dequantize_argument(parser)
+
+
+def add_dequantize_argument(parser: argparse._ActionsContainer) -> None:
+    text = "make packed weights dense on load, which is faster on a CPU and takes more memory; auto does so on a CPU, "
+    text += "in float32, if half of the memory is enough for them, but not with --kv-profile off (default: auto)"
+    parser.add_argument("--dequantize", type=parse_auto_switch, metavar="{auto,on,off}", help=text)
 
 
 def add_memory_arguments(parser: argparse._ActionsContainer) -> None:

@@ -1,6 +1,7 @@
 """Refuse what cannot be done before anything slow is imported: mlx-lm and transformers take seconds."""
 
 import argparse
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 from mlx_tq.cli.options import OFF, Request, given_models
 from mlx_tq.distributed.launch import is_launched, launched_rank
 from mlx_tq.errors import CacheFormatError, RescueError
-from mlx_tq.models import find_source
+from mlx_tq.models import EMBEDDED, find_source
 from mlx_tq.policies import CalibratedPolicy
 from mlx_tq.prefix_cache.folder import open_folder
 from mlx_tq.rescue import open_service
@@ -37,7 +38,14 @@ def check_request(request: Request) -> Request:
         from mlx_tq.cli.memory_fit import fit_memory  # imports mlx-lm
 
         request = fit_memory(request)
+    note_loading(args)
     return request
+
+
+def note_loading(args: argparse.Namespace) -> None:
+    """Say on a terminal what is loaded, before the imports that take seconds."""
+    if sys.stderr.isatty() and getattr(args, "verbose", True):
+        print(f"Loading {', '.join(name or EMBEDDED for name in given_models(args))}", file=sys.stderr)  # noqa: T201
 
 
 def check_model(args: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from mlx_tq import __version__
 from mlx_tq.cli import screen
-from mlx_tq.cli.diagnostics import blas
+from mlx_tq.cli.fast_blas import describe_blas
 from mlx_tq.cli.options import STDOUT, check_writable
 from mlx_tq.errors import ConfigError
 from mlx_tq.files import atomic_write
@@ -35,7 +35,7 @@ class Results:
             "command": command,
             "settings": json.loads(json.dumps(settings)),
             "versions": {"mlx_tq": __version__, "mlx": version("mlx"), "mlx_lm": version("mlx-lm")},
-            "blas": blas(),
+            "blas": describe_blas(),
         }
         if self._file is None:
             return

@@ -1,5 +1,6 @@
 """Load models and their tokenizers, tell one model from another, and divide a model among ranks."""
 
+from mlx_tq.models.dense import DenseWeights, dense_weights, free_ram
 from mlx_tq.models.fingerprint import exact_fingerprint, fingerprint
 from mlx_tq.models.load import (
     DTYPES,
@@ -26,12 +27,15 @@ __all__ = [
     "DTYPES",
     "EMBEDDED",
     "GENERATION_CONFIG",
+    "DenseWeights",
     "ModelSource",
     "config_value",
+    "dense_weights",
     "embedded_path",
     "exact_fingerprint",
     "find_source",
     "fingerprint",
+    "free_ram",
     "is_outline",
     "load",
     "load_outline",

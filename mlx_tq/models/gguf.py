@@ -19,6 +19,7 @@ from mlx.nn.layers.quantized import quantize
 
 from mlx_tq.codec.formats.base import dtype_of
 from mlx_tq.errors import ConfigError, UnsupportedModelError
+from mlx_tq.models.dense import compute_weights
 from mlx_tq.models.gguf_file import GROUP_SIZE, GgufFile, damaged, read_gguf, short
 from mlx_tq.models.gguf_tokenizer import write_tokenizer
 
@@ -234,7 +235,7 @@ def load_gguf(
         tokenizer = load_tokenizer(folder, tokenizer_config, eos_token_ids=config["eos_token_id"])
     tokenizer.name_or_path = str(path)
     model = _build_model(file, config, _choose_dtype(file, dtype))
-    mx.eval(model.parameters())
+    compute_weights(model)
     if adapter_path is not None:
         model = load_adapters(model, str(adapter_path))
         model.eval()

@@ -4,6 +4,7 @@ import difflib
 import hashlib
 import json
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -20,6 +21,7 @@ from mlx.utils import tree_flatten
 from mlx_tq.codec.formats.base import dtype_of
 from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import ConfigError, MlxTqError, UnsupportedModelError, is_out_of_memory, one_line, unknown_name
+from mlx_tq.models.dense import DenseWeights, compute_weights, make_dense
 from mlx_tq.models.fingerprint import WHOLE, fingerprint
 from mlx_tq.models.gguf import load_gguf, make_config, outline_gguf
 from mlx_tq.models.gguf_file import read_gguf
@@ -57,7 +59,7 @@ def load(
     model: str | Path | None = None,
     *,
     dtype: str | None = None,
-    dequantize: bool = False,
+    dequantize: bool | None = None,
     ranks: Ranks = ALONE,
     return_config: bool = False,
     **options: Any,
@@ -69,7 +71,9 @@ def load(
             which is also "needle".
         dtype: type to compute in, "float32", "float16" or "bfloat16"; None for that of the weights. A GGUF file whose
             weights are quantized is computed in bfloat16, on a CPU in float32, which is ten times faster there.
-        dequantize: whether to make quantized weights dense.
+        dequantize: whether to make quantized weights dense. None does so on a CPU, which multiplies dense ones several
+            times faster, in float32 unless `dtype` says otherwise, if they then take at most half of the free memory;
+            a warning says if they take more, and stay packed.
         ranks: processes among which the model is divided; each loads its part.
         return_config: whether to return the model's configuration too.
         options: more options of `mlx_lm.load`, such as `adapter_path` or `tokenizer_config`.
@@ -94,13 +98,13 @@ def load(
     with report_panics(f"the tokenizer of {source!r} cannot be loaded"):
         if Path(source).suffix == _GGUF:  # where dense weights are rounded once
             with _file_errors(source):
-                rounded = "float32" if dequantize else dtype
+                rounded = _gguf_dtype(dtype, dequantize)
                 loaded, tokenizer, config = load_gguf(Path(source), **{**options, "dtype": rounded})
         else:
-            loaded, tokenizer, config = _load_folder(source, {**options, "lazy": not ranks.is_alone})
+            loaded, tokenizer, config = _load_folder(source, options, reads=ranks.is_alone)
+    dequantize = _make_dense(loaded, dtype, dequantize, ranks=ranks)
     if dequantize:
-        _make_dense(loaded)
-        mx.eval(loaded.parameters())
+        compute_weights(loaded)
         config.pop("quantization", None)
     if dtype is not None:
         loaded.set_dtype(dtype_of(dtype))
@@ -166,12 +170,14 @@ def load_outline(
     model: str | Path | None = None,
     *,
     dtype: str | None = None,
-    dequantize: bool = False,
+    dequantize: bool | None = None,
     trust_remote_code: bool = False,
+    memory: int | None = None,
 ) -> Any:
     """Return a model of which only the shapes and dtypes of its weights are known, as `load` would return it.
 
-    No weights are read, and those of a hub name are not downloaded. Nothing can be computed with it. Raises as `load`.
+    No weights are read, and those of a hub name are not downloaded. Nothing can be computed with it. `memory` is the
+    bytes for the model, by default those that are free. Raises as `load`.
     """
     from mlx_lm.utils import load_model  # imports transformers, which takes a second
 
@@ -179,7 +185,7 @@ def load_outline(
     with TemporaryDirectory() as temporary:
         if Path(source).suffix == _GGUF:
             with _file_errors(source):
-                outline = outline_gguf(Path(source), "float32" if dequantize else dtype)
+                outline = outline_gguf(Path(source), _gguf_dtype(dtype, dequantize))
         else:
             with _folder_errors(source):
                 folder = Path(source)
@@ -187,8 +193,7 @@ def load_outline(
                     folder = find_cached(source) or download_headers(source, Path(temporary))
                 _check_config(source, folder)
                 outline, _ = load_model(folder, lazy=True, trust_remote_code=trust_remote_code)
-    if dequantize:
-        _make_dense(outline)
+    _make_dense(outline, dtype, dequantize, memory)
     if dtype is not None:
         outline.set_dtype(dtype_of(dtype))
     setattr(outline, _OUTLINE, True)
@@ -311,11 +316,14 @@ def _report_hub_errors(source: str) -> Iterator[None]:
         raise _not_loaded(source, reason) from error
 
 
-def _load_folder(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+def _load_folder(source: str, options: dict[str, Any], *, reads: bool) -> tuple[Any, Any, dict[str, Any]]:
+    """Return model, tokenizer and configuration; `reads` says whether to read the weights."""
     from mlx_lm import load as load_model  # imports transformers, which takes a second
 
     with _folder_errors(source):
-        loaded, tokenizer, config = load_model(source, return_config=True, **options)
+        loaded, tokenizer, config = load_model(source, return_config=True, lazy=True, **options)
+        if reads:
+            compute_weights(loaded)
     return loaded, tokenizer, config
 
 
@@ -357,15 +365,28 @@ def _describe_error(error: Exception) -> str:
     return str(error) if isinstance(error, ValueError) else repr(error)
 
 
-def _make_dense(model: Any) -> None:
-    """Dequantize in float32, and round the result to the dtype that the model had."""
-    from mlx_lm.utils import dequantize_model  # imports transformers, which takes a second
+def _gguf_dtype(dtype: str | None, dequantize: bool | None) -> str | None:
+    """Return the type to load a GGUF file in; weights that may become dense are then rounded only once."""
+    may_become_dense = dequantize or (dequantize is None and dtype is not None and mx.default_device() == mx.cpu)
+    return "float32" if may_become_dense else dtype
 
-    weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
-    dtypes = {weight.dtype for weight in weights.values()} & {mx.float16, mx.bfloat16}
-    model.set_dtype(mx.float32)
-    dequantize_model(model)
-    model.set_dtype(dtypes.pop() if dtypes else mx.float32)
+
+def _make_dense(
+    model: Any, dtype: str | None, dequantize: bool | None, memory: int | None = None, ranks: Ranks = ALONE
+) -> bool:
+    """Make packed weights dense if `dequantize`, or if it is None and that is faster and fits; return whether it is."""
+    if dequantize is None and mx.default_device() == mx.cpu:
+        dense_dtype = dtype_of(dtype or "float32")
+        sizes = DenseWeights.of(model, dense_dtype)
+        refusal = None if sizes is None else sizes.refusal(memory)
+        if sizes is not None and not ranks.any([refusal is not None])[0]:
+            make_dense(model, dense_dtype)
+            return True
+        if refusal is not None:
+            warnings.warn(refusal, stacklevel=3)
+    elif dequantize:
+        make_dense(model)
+    return bool(dequantize)
 
 
 def ranks_of(model: Any) -> Ranks:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -189,6 +190,23 @@ def start_in_terminal(popen, *words, **options):
     process = popen(command("chat", *words), stdin=theirs, stdout=theirs, stderr=theirs, env=environment(), **options)
     os.close(theirs)
     return process, ours
+
+
+def test_the_model_is_named_before_slow_imports_and_ctrl_c_ends_them(popen):
+    process, ours = start_in_terminal(
+        popen, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
+    )
+    read_until(ours, "Loading needle")
+    maps = Path(f"/proc/{process.pid}/maps")
+    assert not maps.exists() or "/tokenizers" not in maps.read_text()  # a library that mlx-lm imports
+    process.send_signal(signal.SIGINT)
+    assert process.wait(END_S) == 130
+    shown = ""
+    with suppress(OSError):  # at the end of a terminal
+        while more := os.read(ours, 65536):
+            shown += more.decode()
+    assert "Traceback" not in shown
+    os.close(ours)
 
 
 @needs_readline

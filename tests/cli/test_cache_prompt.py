@@ -168,7 +168,7 @@ def packed_file(cli, tmp_path):
     """A folder of a GGUF model, and a file that was made with weights in another form than the model's own."""
     model, file = tmp_path / "model.gguf", tmp_path / "cache.safetensors"
     write_gguf(model, "llama", "Q4_0")
-    flags = ("--dtype", "float16", "--dequantize")
+    flags = ("--dtype", "float16", "--dequantize", "on")
     assert cli("cache_prompt", "--model", model, "-p", TEXT, "--prompt-cache-file", file, *flags).code == 0
     return model, file
 
@@ -176,10 +176,10 @@ def packed_file(cli, tmp_path):
 def test_model_and_type_of_the_file_are_used(cli, packed_file, tmp_path, monkeypatch):
     model, file = packed_file
     words = ("generate", "-p", QUESTION, "-m", 5, "--verbose", "F", "--prompt-cache-file", file)
-    every_flag = ("--model", model, "--dtype", "float16", "--dequantize")
+    every_flag = ("--model", model, "--dtype", "float16", "--dequantize", "on")
     named = cli(*words, *every_flag)
     assert (named.code, named.err) == (0, "")
-    for flags in ((), *([flag] for flag in ("--dequantize",)), every_flag[:2], every_flag[2:4]):
+    for flags in ((), every_flag[4:], every_flag[:2], every_flag[2:4]):
         assert cli(*words, *flags) == named
     monkeypatch.chdir(tmp_path)  # where the model's path is another, and after that the same
     assert cli(*words, "--model", "model.gguf") == named
@@ -195,7 +195,7 @@ def test_model_and_type_of_the_file_are_used(cli, packed_file, tmp_path, monkeyp
 def test_type_of_a_model_whose_scales_are_bytes(cli, mlx_lm, tmp_path, mode):
     model, file = tmp_path / "model", tmp_path / "cache.safetensors"
     mlx_lm("convert", "--hf-path", EMBEDDED, "--mlx-path", model, "-q", "--q-mode", mode)
-    flags = ("--model", model, *FLOAT32)
+    flags = ("--model", model, *FLOAT32, "--dequantize", "off")
     assert cli("cache_prompt", "-p", TEXT, "--prompt-cache-file", file, *flags).code == 0
     words = ("generate", "-p", QUESTION, "-m", 5, "--verbose", "F", "--prompt-cache-file", file)
     assert cli(*words).code == 0
@@ -218,7 +218,7 @@ def test_type_of_a_model_of_several_types(cli, tmp_path):
 
 def test_flags_that_contradict_the_file_are_named_before_weights_are_read(cli, packed_file, tmp_path):
     model, file = packed_file
-    made = f"{file} was made with --model {model}, --dtype float16 and --dequantize"
+    made = f"{file} was made with --model {model}, --dtype float16 and --dequantize on"
     model.write_bytes(model.read_bytes()[:-100_000])
     words = ("generate", "-p", QUESTION, "--prompt-cache-file", file)
     drop = "Drop that flag: the file names what it needs"
@@ -233,9 +233,9 @@ def test_flags_that_contradict_the_file_are_named_before_weights_are_read(cli, p
     assert cli("cache_prompt", "-p", TEXT, "--prompt-cache-file", file).code == 0
     (tmp_path / "adapter_config.json").touch()
     refused(
-        cli(*words, "--dequantize", "--adapter-path", tmp_path),
+        cli(*words, "--dequantize", "on", "--adapter-path", tmp_path),
         f"{file} was made with --model needle and --dtype bfloat16, not with --adapter-path {tmp_path} and "
-        "--dequantize. Drop those flags",
+        "--dequantize on. Drop those flags",
     )
 
 

@@ -52,6 +52,25 @@ def test_answer_alone_is_on_stdout(quick):
     assert quick(*ASK, *QUIET) == (0, "417295\n", "")
 
 
+def test_packed_weights_become_dense_on_a_cpu(cli, tmp_path):
+    """Where half of the memory is enough, and not with mlx-lm's own cache, unless --dequantize says so."""
+    path = write_gguf(tmp_path / "model.gguf", "llama", "Q4_0")
+    words = ("generate", "--model", path, "-p", "one two", "-m", 2)
+    native = ("--kv-profile", "off")
+    said = r"Weights dequantized, which is faster on a CPU: [\d.]+ [kM]B instead of [\d.]+ [kM]B\. --dequantize off .*"
+    assert has_line(said, cli(*words).err)
+    assert has_line(said, cli(*words, "--memory", "100MB", "--context", 300).err)
+    with pytest.warns(UserWarning, match="the weights stay packed, which is slow on a CPU: dense, they would take"):
+        assert "Weights dequantized" not in cli(*words, "--memory", "2MB", "--context", 20).err
+    for flags in (("--dequantize", "on"), ("--dequantize", "off"), native, ("--kv-bits", 8)):
+        assert "eights" not in cli(*words, *flags).err
+    weights = {flags: cli(*words, *flags, "--json").json["weights"] for flags in ((), native, ("--dequantize", "off"))}
+    dense, *packed = weights.values()
+    assert packed == [{"nbytes": dense["packed_nbytes"], "packed_nbytes": None}] * 2
+    assert dense["nbytes"] > 3 * dense["packed_nbytes"]
+    assert cli(*words, *native, "--dequantize", "on", "--json").json["weights"] == dense
+
+
 def test_a_shadow_changes_nothing_and_is_reported(quick):
     words = (*ASK, *PACKED, "--kv-shadow", 2)
     shown = quick(*words)
@@ -134,7 +153,8 @@ def test_numbers_are_those_of_the_arrays(quick, exact):
     result = quick(*ASK, *PACKED, "--json", *QUIET)
     assert (result.code, result.err, result.out.count("\n")) == (0, "", 1)
     answer = result.json
-    assert set(answer) == {"text", "stats", "plan", "ran", "recalled", "rescued"}
+    assert set(answer) == {"text", "stats", "plan", "weights", "ran", "recalled", "rescued"}
+    assert answer["weights"]["packed_nbytes"] is None  # those of this model are dense
     assert (answer["text"], answer["plan"]["config"]["key"], len(answer["plan"]["layers"])) == ("417295", "tq4", 6)
     stats, measured = answer["stats"], answer["stats"]["cache"]
     assert stats["finish_reason"] == "stop"

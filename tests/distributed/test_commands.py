@@ -35,7 +35,6 @@ def generate(folder, size, model, *words):
     prompt = folder.parent / "prompt.txt"
     prompt.write_text(f"{text}\n{question}")
     named = () if model is None else ("--model", model)
-    named += ("--dequantize",) if model == "smollm2" else ()  # a CPU is slow with packed weights
     asked = ("--prompt-file", prompt, "--json", "--max-tokens", "24")
     done = command(folder, size, "generate", *named, *asked, *PACKED, *words)
     assert [each.code for each in done] == [0] * size, [each.err for each in done]

@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 
 import mlx_tq
 from mlx_tq.errors import ConfigError, MlxTqError, UnsupportedModelError
+from mlx_tq.models import dense_weights
 
 from .gguf_files import MODELS, make_model, round_weights, write_gguf
 
@@ -35,7 +36,7 @@ def test_blocks_stay_packed_and_lose_nothing(tmp_path, name, kind):
     """The packed bits are those that mlx reads; logits are as near to float64 as the dense model's."""
     path = write_gguf(tmp_path / "model.gguf", name, kind)
     theirs = mx.load(str(path))
-    packed, _ = mlx_tq.load(path, dtype="float32")
+    packed, _ = mlx_tq.load(path, dtype="float32", dequantize=False)
     layer, theirs_of = packed.model.layers[1].mlp.up_proj, "blk.1.ffn_up."
     assert isinstance(layer, nn.QuantizedLinear)
     assert isinstance(packed.model.embed_tokens, nn.QuantizedEmbedding)
@@ -52,10 +53,25 @@ def test_blocks_stay_packed_and_lose_nothing(tmp_path, name, kind):
     assert 0 < error <= 3 * own
 
 
+def test_a_cpu_makes_blocks_dense_unless_they_are_to_stay_packed(tmp_path):
+    """In float32, or the type that was asked for, each weight rounded once."""
+    path = write_gguf(tmp_path / "model.gguf", "llama", "Q4_1")
+    exact = dict(tree_flatten(mlx_tq.load(path, dtype="float32", dequantize=True)[0].parameters()))
+    for dtype in (None, "float32", "bfloat16"):
+        model, _ = mlx_tq.load(path, dtype=dtype)
+        for name, weight in tree_flatten(model.parameters()):
+            assert mx.array_equal(weight, exact[name].astype(getattr(mx, dtype or "float32"))), name
+    sizes = dense_weights(mlx_tq.load(path)[0])
+    assert sizes.dense_nbytes == sum(weight.nbytes for weight in exact.values())
+    packed, _ = mlx_tq.load(path, dequantize=False)
+    assert isinstance(packed.model.embed_tokens, nn.QuantizedEmbedding)
+    assert sizes.packed_nbytes == sum(weight.nbytes for _, weight in tree_flatten(packed.parameters()))
+
+
 def test_scales_of_bfloat16_are_the_only_rounding(tmp_path):
     path = write_gguf(tmp_path / "model.gguf", "llama", "Q4_1")
-    exact, _ = mlx_tq.load(path, dtype="float32")
-    loaded, _ = mlx_tq.load(path, dtype="bfloat16")
+    exact, _ = mlx_tq.load(path, dtype="float32", dequantize=False)
+    loaded, _ = mlx_tq.load(path, dtype="bfloat16", dequantize=False)
     assert loaded(IDS).dtype == mx.bfloat16
     for name, weight in tree_flatten(exact.parameters()):
         rounded = dict(tree_flatten(loaded.parameters()))[name]

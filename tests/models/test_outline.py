@@ -22,6 +22,8 @@ QWEN3_4B = {
     "vocab_size": 151936, "max_position_embeddings": 40960, "rope_theta": 1e6, "tie_word_embeddings": True,
 }  # fmt: skip
 
+OPTIONS = [{}, {"dtype": "float16"}, {"dequantize": True}, {"dequantize": False}]
+
 
 def bytes_of(model):
     profiles = {name: config for name, config in PROFILES.items() if name != "long"}  # which may be calibrated
@@ -29,7 +31,7 @@ def bytes_of(model):
     return weights_nbytes(model), context_limit(model), fitting
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": "float16"}, {"dequantize": True}], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(
     "kind", ["F32", "Q4_0", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("F16", "Q5_0", "Q8_0"))]
 )
@@ -44,7 +46,7 @@ def test_architectures_of_gguf_files(tmp_path, name):
     assert bytes_of(load_outline(path)) == bytes_of(load(path)[0])
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": "float16"}, {"dequantize": True}], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("is_quantized", [False, True])
 def test_a_folder(tmp_path, is_quantized, options):
     model, config = build("llama"), ARCHITECTURES["llama"].config
@@ -52,6 +54,15 @@ def test_a_folder(tmp_path, is_quantized, options):
         model, config = quantize_model(model, config, group_size=32, bits=4)
     write_folder(tmp_path, model, config)
     assert bytes_of(load_outline(tmp_path, **options)) == bytes_of(with_tokenizer(tmp_path, **options))
+
+
+def test_weights_that_would_take_half_of_the_memory_stay_packed(tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", kind="Q4_0")
+    dense = weights_nbytes(load_outline(path, dequantize=True))
+    assert weights_nbytes(load_outline(path, memory=2 * dense)) == dense
+    with pytest.warns(UserWarning, match=r"the weights stay packed, .* GB, more than half of .* --dequantize on makes"):
+        packed = load_outline(path, memory=2 * dense - 1)
+    assert bytes_of(packed) == bytes_of(load_outline(path, dequantize=False))
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next", "falcon_h1", "deepseek_v2"])

@@ -38,7 +38,7 @@ PROMPTS = ("The capital of France is", *(pytest.param(prompt, marks=pytest.mark.
 
 @pytest.fixture(scope="module")
 def packed():
-    return mlx_tq.load("smollm2", dtype="float32")
+    return mlx_tq.load("smollm2", dtype="float32", dequantize=False)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_packed_weights_err_as_their_type_does(packed, reference):
         return np.sqrt(np.mean((np.array(logits.astype(mx.float32), np.float64) - exact) ** 2))
 
     assert error(model(ids)) <= 2 * error(single)
-    rounded, _ = mlx_tq.load("smollm2", dtype="bfloat16")
+    rounded, _ = mlx_tq.load("smollm2", dtype="bfloat16", dequantize=False)
     rounded.set_dtype(mx.float32)
     dense, _ = mlx_tq.load("smollm2", dtype="bfloat16", dequantize=True)
     assert 0 < error(rounded(ids)) <= 2 * error(dense(ids))

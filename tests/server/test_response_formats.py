@@ -154,5 +154,5 @@ def test_answers_over_twenty_schemas_end_and_are_valid(server, cases):
 @needs_smollm2
 @pytest.mark.full
 def test_two_hundred_of_a_real_model(tmp_path):
-    with running("smollm2", tmp_path / "log", "--dtype", "float32", "--dequantize") as server:
+    with running("smollm2", tmp_path / "log", "--dtype", "float32") as server:
         check(server, range(10))

@@ -53,4 +53,4 @@ def level_tables() -> np.ndarray:
 
 
 def thread_count() -> int:
-    return len(os.sched_getaffinity(0))
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
