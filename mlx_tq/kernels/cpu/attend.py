@@ -233,7 +233,7 @@ def _launch(
             call.mask_strides = (long * 4)(*(stride // bias.dtype.size for stride in memory.strides))
         if logits is not None:
             call.sinks = reader.read(logits).address
-        call.caches, call.levels = caches, level_tables().ctypes.data
+        call.caches, call.levels = caches, level_tables()
         call.batch, call.query_heads, call.length = batch, query_heads, length
         call.causal, call.threads = isinstance(mask, str), thread_count()
         run_kernel("attend", call)

@@ -2,7 +2,7 @@
 
 import ctypes
 import os
-from functools import lru_cache
+from functools import cache
 
 import mlx.core as mx
 import numpy as np
@@ -33,23 +33,28 @@ def format_number(codec: Codec) -> int:
     return (_TCQ4 if isinstance(codec, TrellisCodec) else _TQ4) + 4 - bits
 
 
-@lru_cache(maxsize=1024)
-def _rotation_data(rotation: WalshHadamard) -> tuple[np.ndarray, np.ndarray]:
-    return np.array(rotation.signs), np.ascontiguousarray(hadamard_matrix(rotation.order), np.float32)
-
-
+@cache
 def rotation_struct(rotation: Rotation | None) -> RotationStruct:
     if not isinstance(rotation, WalshHadamard):  # `check_can_run` refuses other rotations
         return RotationStruct(None, None, 1, 0)
-    signs, matrix = _rotation_data(rotation)
-    return RotationStruct(signs.ctypes.data, matrix.ctypes.data, rotation.order, 0)
+    signs = np.array(rotation.signs)
+    matrix = np.ascontiguousarray(hadamard_matrix(rotation.order), np.float32)
+    struct = RotationStruct(signs.ctypes.data, matrix.ctypes.data, rotation.order, 0)
+    struct.arrays = signs, matrix  # kept alive
+    return struct
 
 
-@lru_cache(maxsize=1)
-def level_tables() -> np.ndarray:
+@cache
+def _level_tables() -> np.ndarray:
     turbo = [np.resize(levels(bits), 16) for bits in (2, 3, 4)]
     trellis = np.array(all_levels().astype(mx.float32)).ravel()
     return np.concatenate([*turbo, trellis]).astype(np.float32)
+
+
+@cache
+def level_tables() -> int:
+    """Return the address of `Levels` in formats.h."""
+    return _level_tables().ctypes.data
 
 
 def thread_count() -> int:

@@ -80,7 +80,7 @@ def launch_encode(
     call = _Encoding(
         rows=rows.ctypes.data,
         row_bytes=layout.nbytes,
-        levels=level_tables().ctypes.data,
+        levels=level_tables(),
         batch=batch,
         heads=heads,
         tokens=tokens,

@@ -43,7 +43,7 @@ inline void store(void* to, Vector vector) {
   memcpy(to, &vector, sizeof vector);
 }
 
-inline Floats splat(float value) { return Floats{} + value; }
+inline Floats splat(float value) { return value - Floats{}; }  // a broadcast; a sum with 0 would turn -0 into 0
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats as_floats(Words bits) { return (Floats)bits; }
 
