@@ -104,10 +104,11 @@ def load(
             loaded, tokenizer, config = _load_folder(source, options, reads=ranks.is_alone)
     dequantize = _make_dense(loaded, dtype, dequantize, ranks=ranks)
     if dequantize:
-        compute_weights(loaded)
         config.pop("quantization", None)
     if dtype is not None:
         loaded.set_dtype(dtype_of(dtype))
+    if dequantize or ranks.is_alone:  # other threads, such as a server's, cannot compute what this one has begun
+        compute_weights(loaded)
     adapter = None if adapter is None else str(Path(adapter).resolve())
     architecture = _architecture_of(config)
     record_source(loaded, ModelSource(source_name(model), _dtype_of(loaded), dequantize, adapter, architecture))

@@ -1,0 +1,21 @@
+"""A loaded model is complete: its weights are computed, in whatever type."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import mlx.core as mx
+import pytest
+
+import mlx_tq
+
+from .gguf_files import write_gguf
+
+
+@pytest.mark.parametrize("dequantize", [None, False, True])
+@pytest.mark.parametrize("dtype", [None, "float32", "float16"])
+@pytest.mark.parametrize("kind", ["needle", "F16", "Q8_0"])
+def test_it_runs_in_another_thread(tmp_path, kind, dtype, dequantize):
+    path = None if kind == "needle" else write_gguf(tmp_path / "model.gguf", "llama", kind)
+    model, _ = mlx_tq.load(path, dtype=dtype, dequantize=dequantize)
+    with ThreadPoolExecutor(1) as pool:
+        logits = pool.submit(lambda: model(mx.array([[1, 2, 3]])).tolist()).result()
+    assert logits == model(mx.array([[1, 2, 3]])).tolist()
