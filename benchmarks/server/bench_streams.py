@@ -1,7 +1,8 @@
 """Measure the speed and the KV bytes of `mlx_tq.server` with several streams at once, cold and with a shared prefix.
 
-Each run starts one server; its figures replace those of the same profile and count in the JSON file. Cold: the prompts
-share no prefix. Hot: all prompts share a prefix that was prefilled before.
+A server for each profile runs, and they take turns: a figure is the median of all rounds. The figures replace those of
+the same model, profile, prefix and count in the JSON file. Cold: the prompts share no prefix. Hot: all prompts share a
+prefix that was prefilled before.
 """
 
 import argparse
@@ -12,15 +13,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
 import httpx
 
 from benchmarks.reports import RESULTS, save
-from mlx_tq.models import load
+from mlx_tq.models import EMBEDDED, load
 
 ENDLESS = {"0": -100, "2": -100}  # the embedded model's end tokens: every answer runs to its limit
 
@@ -30,9 +31,11 @@ class Figure:
     """One measurement; token counts are totals of all streams.
 
     `tokens_per_second` includes the prefill; `decode_tokens_per_second` counts from when every stream had a token.
-    `kv_bytes` are the largest bytes of the batch; the profile `off` gives those of mlx-lm's own cache.
+    `kv_bytes` are the largest bytes of the batch; the profile `off` gives those of mlx-lm's own cache. `ratio` is the
+    median over the rounds of the tokens per second, times those of the first profile in the same round.
     """
 
+    model: str
     profile: str
     prefix: str
     streams: int
@@ -44,6 +47,7 @@ class Figure:
     first_token: float
     decode_tokens_per_second: float
     kv_bytes: int
+    ratio: float = 1.0
 
 
 @contextmanager
@@ -62,8 +66,8 @@ def serving(*flags):
             process.wait()
 
 
-def texts(count, tokens):
-    _, tokenizer = load()
+def texts(model, count, tokens):
+    _, tokenizer = load(model)
     prompts = []
     for place in range(count):
         lines = (
@@ -98,7 +102,7 @@ async def watch(client, seen):
         await asyncio.sleep(0.05)
 
 
-async def measure(url, profile, prefix, prompts, answer_tokens):
+async def measure(url, model, profile, prefix, prompts, answer_tokens):
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
         if prefix == "hot":
             await stream(client, prompts[0], 1)
@@ -113,6 +117,7 @@ async def measure(url, profile, prefix, prompts, answer_tokens):
     all_begun = max(times[0] for times, _ in done)
     later = [moment for times, _ in done for moment in times if moment > all_begun]
     return Figure(
+        model=model,
         profile=profile,
         prefix=prefix,
         streams=len(prompts),
@@ -127,31 +132,55 @@ async def measure(url, profile, prefix, prompts, answer_tokens):
     )
 
 
+def median_figure(figures, ratios):
+    """Return the figure of the round of median speed, with the median of the ratios."""
+    middle = sorted(figures, key=lambda figure: figure.tokens_per_second)[len(figures) // 2]
+    return replace(middle, ratio=round(median(ratios), 3))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--profile", default="balanced")
+    parser.add_argument("--model", default=EMBEDDED)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--profiles", nargs="+", default=["off", "balanced"])
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 5, 10, 20])
     parser.add_argument("--prefix", choices=["cold", "hot"], default="cold")
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--answer-tokens", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    figures = []
-    hot = args.prefix == "hot"
-    prompts_left = texts(1 if hot else sum(args.streams), args.prompt_tokens)
-    with serving("--kv-profile", args.profile, "--decode-concurrency", max(args.streams)) as url:
+    model = ["--model", args.model, "--dtype", args.dtype, "--dequantize", "on"]
+    hot, figures = args.prefix == "hot", []
+    prompts_left = texts(args.model, 1 if hot else sum(args.streams) * args.rounds, args.prompt_tokens)
+    with ExitStack() as stack:
+        urls = {
+            profile: stack.enter_context(
+                serving(*model, "--kv-profile", profile, "--decode-concurrency", max(args.streams))
+            )
+            for profile in args.profiles
+        }
         for count in args.streams:
-            if hot:
-                prompts = [[*prompts_left[0][:-4], 50 + place, 51, 52, 53] for place in range(count)]
-            else:
-                prompts, prompts_left = prompts_left[:count], prompts_left[count:]
-            figure = asyncio.run(measure(url, args.profile, args.prefix, prompts, args.answer_tokens))
-            print(json.dumps(asdict(figure)))
-            figures.append(asdict(figure))
+            rounds = {profile: [] for profile in urls}
+            for number in range(args.rounds):
+                if hot:
+                    ends = [[50 + place, 50 + number, 52, 53] for place in range(count)]
+                    prompts = [[*prompts_left[0][:-4], *end] for end in ends]
+                else:
+                    prompts, prompts_left = prompts_left[:count], prompts_left[count:]
+                for profile, url in urls.items():
+                    measured = measure(url, args.model, profile, args.prefix, prompts, args.answer_tokens)
+                    rounds[profile].append(asyncio.run(measured))
+            first = rounds[args.profiles[0]]
+            for measured in rounds.values():
+                pairs = zip(measured, first, strict=True)
+                ratios = [figure.tokens_per_second / other.tokens_per_second for figure, other in pairs]
+                figures.append(asdict(median_figure(measured, ratios)))
+                print(json.dumps(figures[-1]), flush=True)
     # They replace earlier figures of the same kind.
     path = RESULTS / "server_streams.json"
     old = json.loads(path.read_text())["figures"] if path.exists() else []
-    merged = {(row["profile"], row["prefix"], row["streams"]): row for row in [*old, *figures]}
-    command = "python -m benchmarks.server.bench_streams --profile PROFILE [--prefix hot --prompt-tokens 2048]"
+    merged = {(row["model"], row["profile"], row["prefix"], row["streams"]): row for row in [*old, *figures]}
+    command = "python -m benchmarks.server.bench_streams --model M [--prefix hot --prompt-tokens 2048]"
     save(path, command, figures=list(merged.values()))
 
 

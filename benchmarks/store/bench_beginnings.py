@@ -19,7 +19,7 @@ import openai
 from benchmarks.reports import save
 from benchmarks.server.bench_streams import ENDLESS, serving, texts
 from mlx_tq.config import KVConfig
-from mlx_tq.models import load
+from mlx_tq.models import EMBEDDED, load
 from mlx_tq.prompt_cache.compressed import plan_caches
 
 REQUESTS, OWN, SYSTEM, ANSWER = 20, 10, 3960, 16
@@ -77,7 +77,7 @@ def at_once(systems, limit):
 def main():
     argparse.ArgumentParser(description=__doc__).parse_args()  # --help alone; it has no flags
     model, tokenizer = load(dtype="float32")
-    systems = [tokenizer.decode(ids) for ids in texts(OWN, SYSTEM)]
+    systems = [tokenizer.decode(ids) for ids in texts(EMBEDDED, OWN, SYSTEM)]
     plan = plan_caches(model, KVConfig.from_profile("balanced"))
     full = plan.nbytes(SYSTEM + 60 + ANSWER)
     limit = f"{REQUESTS * full * 9 // 20_000_000}MB"
