@@ -12,7 +12,7 @@ comma := ,
 simulated = tests/kernels/metal
 compiled = tests/contract/test_compile.py tests/codec/test_codes.py
 workers = --numprocesses auto --maxprocesses 4 --dist loadscope --no-loadscope-reorder
-# mlx's Linux wheel brings the reference BLAS, FAISS's brings OpenBLAS: float32 takes a quarter of the time with it.
+# Commands find FAISS's OpenBLAS themselves, pytest does not: float32 takes a quarter of the time with it.
 openblas = $(abspath $(firstword $(wildcard $(VENV)/lib/python3*/site-packages/faiss_cpu.libs/libopenblas*)))
 fast_blas = $(if $(openblas),LD_LIBRARY_PATH=$(dir $(openblas)) LD_PRELOAD=$(openblas))
 one_thread = $(if $(openblas),OMP_NUM_THREADS=1)

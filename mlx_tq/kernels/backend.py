@@ -88,7 +88,7 @@ def describe() -> str:
     if current() != "reference":
         return f"{current()} kernels"
     if _state.failure:
-        return f"reference implementation, because a kernel failed: {_state.failure}"
+        return f"reference implementation, because a kernel failed: {_state.failure.rstrip('.')}"
     return "reference implementation (chosen)"
 
 
