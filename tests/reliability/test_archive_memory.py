@@ -82,7 +82,7 @@ def test_fifty_thousand_archived_tokens_are_not_in_memory(tmp_path):
     assert many["look"] <= STREAMED
     assert many["active"] - none["active"] <= many["live"] + STREAMED
     assert many["anonymous"] - none["anonymous"] <= many["live"] + STREAMED
-    assert list((tmp_path / "mlx_tq").iterdir()) == []
+    assert [path for path in (tmp_path / "mlx_tq").iterdir() if path.name != "kernels"] == []
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ namespace tq {
 
 constexpr int ROWS = 6;                       // of a product
 constexpr int COLUMNS = LANES == 8 ? 2 : 4;   // vectors of a row: ROWS COLUMNS sums fit the registers
+constexpr int TERMS = 32;                     // that are summed one after another: sums of such sums round less
 
 // C [R, COUNT vectors] = A [R, depth] B [depth, COUNT vectors], added to C if ADD. A pitch is the distance of rows.
 template <int R, int COUNT, bool ADD>
@@ -14,7 +15,7 @@ inline void multiply_block(const float* a, int64_t a_pitch, const float* b, int6
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-    for (int j = 0; j < COUNT; j++) total[r][j] = ADD ? load<Floats>(c + r * c_pitch + j * LANES) : Floats{};
+    for (int j = 0; j < COUNT; j++) total[r][j] = Floats{};
   for (int k = 0; k < depth; k++) {
     Floats row[COUNT];
 #pragma GCC unroll 8
@@ -29,7 +30,10 @@ inline void multiply_block(const float* a, int64_t a_pitch, const float* b, int6
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-    for (int j = 0; j < COUNT; j++) store(c + r * c_pitch + j * LANES, total[r][j]);
+    for (int j = 0; j < COUNT; j++) {
+      float* const to = c + r * c_pitch + j * LANES;
+      store(to, ADD ? load<Floats>(to) + total[r][j] : total[r][j]);
+    }
 }
 
 template <int R, bool ADD>
@@ -42,9 +46,8 @@ void multiply_rows(const float* a, int64_t a_pitch, const float* b, int64_t b_pi
   for (; first < width; first += LANES) multiply_block<R, 1, ADD>(a, a_pitch, b + first, b_pitch, depth, c + first, c_pitch);
 }
 
-// C [rows, width] = A [rows, depth] B [depth, width], added to C if ADD. The width is rounded up to whole vectors.
 template <bool ADD>
-void multiply(int rows, const float* a, int64_t a_pitch, const float* b, int64_t b_pitch, int depth, float* c, int64_t c_pitch, int width) {
+void multiply_terms(int rows, const float* a, int64_t a_pitch, const float* b, int64_t b_pitch, int depth, float* c, int64_t c_pitch, int width) {
   int row = 0;
   for (; row + ROWS <= rows; row += ROWS)
     multiply_rows<ROWS, ADD>(a + row * a_pitch, a_pitch, b, b_pitch, depth, c + row * c_pitch, c_pitch, width);
@@ -57,6 +60,14 @@ void multiply(int rows, const float* a, int64_t a_pitch, const float* b, int64_t
     case 2: return multiply_rows<2, ADD>(a, a_pitch, b, b_pitch, depth, c, c_pitch, width);
     case 1: return multiply_rows<1, ADD>(a, a_pitch, b, b_pitch, depth, c, c_pitch, width);
   }
+}
+
+// C [rows, width] = A [rows, depth] B [depth, width], added to C if ADD. The width is rounded up to whole vectors.
+template <bool ADD>
+void multiply(int rows, const float* a, int64_t a_pitch, const float* b, int64_t b_pitch, int depth, float* c, int64_t c_pitch, int width) {
+  multiply_terms<ADD>(rows, a, a_pitch, b, b_pitch, depth < TERMS ? depth : TERMS, c, c_pitch, width);
+  for (int first = TERMS; first < depth; first += TERMS)
+    multiply_terms<true>(rows, a + first, a_pitch, b + first * b_pitch, b_pitch, depth - first < TERMS ? depth - first : TERMS, c, c_pitch, width);
 }
 
 }  // namespace tq
