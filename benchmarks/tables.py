@@ -484,14 +484,18 @@ def prediction_checks() -> str:
 def streams() -> str:
     name = "server_streams.json"
     order = {word: place for place, word in enumerate(("cold", "hot", "off", "balanced", "small"))}
-    figures = sorted(report(name)["figures"], key=lambda f: (order[f["prefix"]], order[f["profile"]], f["streams"]))
+    figures = sorted(
+        report(name)["figures"], key=lambda f: (f["model"], order[f["prefix"]], f["streams"], order[f["profile"]])
+    )
     columns: dict[str, Callable[[Record], str]] = {
+        "model": lambda f: f["model"],
         "prompt tokens": lambda f: (
             f"{f['prompt_tokens'] // f['streams']:,}, {'cached' if f['prefix'] == 'hot' else 'new'}"
         ),
         "profile": lambda f: f"`{f['profile']}`",
         "streams": lambda f: str(f["streams"]),
         "tok/s": lambda f: f"{f['tokens_per_second']:.1f}",
+        "times `off`": lambda f: f"{f.get('ratio', 1):.2f}",
         "decode, tok/s": lambda f: f"{f['decode_tokens_per_second']:.1f}",
         "time to first token, s": lambda f: f"{f['first_token']:.2f}",
         "KV, MB": lambda f: f"{f['kv_bytes'] / 1e6:.1f}",
