@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from benchmarks.studies.flags import load_with_ids, open_results, run_study, study_parser
-from mlx_tq.cache.layer import CompressedKVCache
+from mlx_tq.cache.layer import CompressedKVCache, cache_parts
 from mlx_tq.cache.view import StepView
 from mlx_tq.cli.loading import load_model
 from mlx_tq.cli.options import Request
@@ -28,7 +28,6 @@ from mlx_tq.evaluate.teacher_forced import check_steps
 from mlx_tq.kernels import backend
 from mlx_tq.kernels.regions import Regions
 from mlx_tq.prompt_cache.compressed import compressed_attention
-from mlx_tq.prompt_cache.layer_group import cache_parts
 from mlx_tq.prompt_cache.measurements import kl_divergence, log_probabilities
 
 

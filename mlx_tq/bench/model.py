@@ -17,10 +17,10 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import QuantizedKVCache
 
+from mlx_tq.cache.layer import cache_parts
 from mlx_tq.config import KVConfig
 from mlx_tq.integration.probe import native_caches
 from mlx_tq.prompt_cache.compressed import compressed_attention, make_prompt_cache
-from mlx_tq.prompt_cache.layer_group import cache_parts
 
 Caches = list[Any]
 Measured = dict[str, float]  # of one round

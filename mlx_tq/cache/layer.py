@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import _BaseCache
+from mlx_lm.models.cache import CacheList, _BaseCache
 from mlx_lm.models.cache import create_attention_mask as make_causal_mask
 
 from mlx_tq.cache.batch import BatchCompressedKVCache
@@ -578,3 +578,8 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
 
 def _drop_none(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def cache_parts(caches: Sequence[Any]) -> list[Any]:
+    """Return the caches of a prompt cache, with those inside a CacheList one by one."""
+    return [part for cache in caches for part in (cache.caches if isinstance(cache, CacheList) else [cache])]

@@ -32,16 +32,19 @@ def use_fast_blas() -> None:
 
 
 def _has_slow_blas() -> bool:
-    spec = find_spec("mlx")
-    folders = [] if spec is None else spec.submodule_search_locations or []
-    return any((Path(folder).parent / "mlx_cpu.libs").is_dir() for folder in folders)
+    return bool(_libraries("mlx", "mlx_cpu.libs"))
+
+
+def _libraries(package: str, folder: str) -> list[Path]:
+    """Return the libraries that a package's wheel brings in a folder next to the package."""
+    spec = find_spec(package)
+    places = [] if spec is None else spec.submodule_search_locations or []
+    return sorted(file for place in places for file in (Path(place).parent / folder).glob("lib*"))
 
 
 def _faiss_openblas() -> str | None:
     """Return the OpenBLAS of FAISS's wheel, whose dependencies, which it cannot find itself, are then loaded."""
-    spec = find_spec("faiss")
-    folders = [] if spec is None else spec.submodule_search_locations or []
-    files = sorted(file for folder in folders for file in (Path(folder).parent / "faiss_cpu.libs").glob("lib*"))
+    files = _libraries("faiss", "faiss_cpu.libs")
     for name in _DEPENDENCIES:
         for file in files:
             if file.name.startswith(name):

@@ -10,6 +10,7 @@ from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
 from mlx_lm.models.cache import load_prompt_cache as load_native_cache
 from mlx_lm.models.cache import make_prompt_cache as make_native_cache
 
+from mlx_tq.cache.layer import cache_parts
 from mlx_tq.cli.fast_blas import blas_warning
 from mlx_tq.cli.inputs import load_text
 from mlx_tq.cli.model_calibration import collect_queries, mix_queries, save_measured_losses, save_queries
@@ -46,7 +47,6 @@ from mlx_tq.prompt_cache.cache_file import (
     with_formats,
 )
 from mlx_tq.prompt_cache.compressed import plan_caches
-from mlx_tq.prompt_cache.layer_group import cache_parts
 from mlx_tq.prompt_cache.measurements import calibration_path, find_losses, make_folder
 from mlx_tq.prompt_cache.memory import weights_nbytes
 from mlx_tq.prompt_cache.plan import Plan, without_queries

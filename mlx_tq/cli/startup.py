@@ -34,11 +34,11 @@ def check_request(request: Request) -> Request:
         if path is not None and not is_launched() and not Path(path).is_file():  # ranks are counted first
             raise CacheFormatError(f"there is no {kind} {path}. Make one with {maker}.")
     check_model(args)
+    note_loading(args)
     if getattr(args, "memory", None) is not None:
         from mlx_tq.cli.memory_fit import fit_memory  # imports mlx-lm
 
         request = fit_memory(request)
-    note_loading(args)
     return request
 
 

@@ -20,7 +20,7 @@ from mlx_lm.models import base
 from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_tq.cache.batch import BatchCompressedKVCache
-from mlx_tq.cache.layer import CompressedKVCache
+from mlx_tq.cache.layer import CompressedKVCache, cache_parts
 from mlx_tq.cache.view import Handle
 from mlx_tq.errors import ConfigError, UnsupportedModelError
 from mlx_tq.kernels import backend
@@ -221,8 +221,7 @@ def _wrap_call(model_class: Any) -> Undo:
 
 
 def _has_compressed(caches: list[Any] | None) -> bool:
-    parts = (part for cache in caches or () for part in getattr(cache, "caches", (cache,)))
-    return any(isinstance(part, CompressedKVCache | BatchCompressedKVCache) for part in parts)
+    return any(isinstance(part, CompressedKVCache | BatchCompressedKVCache) for part in cache_parts(caches or ()))
 
 
 _wrapped_classes = Patched(_wrap_call)

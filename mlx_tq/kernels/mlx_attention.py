@@ -149,18 +149,8 @@ def attention(
     return mx.concatenate(outputs, axis=2)
 
 
-@backend.dispatch(cpu=launch_plain_attention)
-def attend_in_full_precision(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    *,
-    scale: float,
-    mask: Mask = None,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    """Return what `attention` returns, where the CPU kernels are faster than mlx's own."""
-    return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+# What `attention` returns, from the CPU kernels where they are the backend: they are faster than mlx's own attention.
+attend_in_full_precision = backend.dispatch(cpu=launch_plain_attention)(attention)
 
 
 def _queries_per_call(queries: mx.array, keys: mx.array, values: mx.array, mask: Mask) -> int:

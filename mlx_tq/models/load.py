@@ -96,10 +96,8 @@ def load(
     if not ranks.is_alone:
         check_heads(source, ranks)
     with report_panics(f"the tokenizer of {source!r} cannot be loaded"):
-        if Path(source).suffix == _GGUF:  # where dense weights are rounded once
-            with _file_errors(source):
-                rounded = _gguf_dtype(dtype, dequantize)
-                loaded, tokenizer, config = load_gguf(Path(source), **{**options, "dtype": rounded})
+        if Path(source).suffix == _GGUF:
+            loaded, tokenizer, config = _load_file(source, _gguf_dtype(dtype, dequantize), options)
         else:
             loaded, tokenizer, config = _load_folder(source, options, reads=ranks.is_alone)
     dequantize = _make_dense(loaded, dtype, dequantize, ranks=ranks)
@@ -315,6 +313,11 @@ def _report_hub_errors(source: str) -> Iterator[None]:
         if not Path(source).exists():
             reason = f"there is no such folder, and it could not be downloaded from the hub ({reason})"
         raise _not_loaded(source, reason) from error
+
+
+def _load_file(source: str, dtype: str | None, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    with _file_errors(source):
+        return load_gguf(Path(source), **{**options, "dtype": dtype})
 
 
 def _load_folder(source: str, options: dict[str, Any], *, reads: bool) -> tuple[Any, Any, dict[str, Any]]:

@@ -24,7 +24,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from http_limits.process_checks import is_disk_full
-from mlx_tq.cache.layer import CompressedKVCache
+from mlx_tq.cache.layer import CompressedKVCache, cache_parts
 from mlx_tq.config import SCHEDULE, KVConfig
 from mlx_tq.errors import CacheFormatError, UnsupportedModelError, is_out_of_memory, one_line
 from mlx_tq.files import atomic_write, check_kind
@@ -34,7 +34,6 @@ from mlx_tq.policies.policy import CalibratedPolicy
 from mlx_tq.prompt_cache.compressed import compressed_attention, plan_caches
 from mlx_tq.prompt_cache.layer_group import (
     cache_arrays,
-    cache_parts,
     compressed_caches,
     evicting_layers,
     layer_group_of,

@@ -26,11 +26,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import CacheList
 
 from mlx_tq.cache.batch import BatchCompressedKVCache
 from mlx_tq.cache.blocks import Block, from_bytes
-from mlx_tq.cache.layer import CompressedKVCache
+from mlx_tq.cache.layer import CompressedKVCache, cache_parts
 from mlx_tq.cache.region_map import RegionSizes
 from mlx_tq.cache.view import QueryListener
 from mlx_tq.config import BLOCK, Budget, EvictConfig, KVConfig
@@ -474,11 +473,6 @@ def _drop_rows(layers: list[CompressedKVCache], index: np.ndarray) -> None:
 
 
 # From the caches of a forward pass to their groups.
-
-
-def cache_parts(caches: Sequence[Any]) -> list[Any]:
-    """Return the caches of a prompt cache, with those inside a CacheList one by one."""
-    return [part for cache in caches for part in (cache.caches if isinstance(cache, CacheList) else [cache])]
 
 
 def cache_offsets(caches: Sequence[Any]) -> list[int]:

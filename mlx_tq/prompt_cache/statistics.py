@@ -7,12 +7,12 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import QuantizedKVCache
 
+from mlx_tq.cache.layer import cache_parts
 from mlx_tq.codec.formats.base import dtype_name
 from mlx_tq.prompt_cache.layer_group import (
     EvictionStats,
     cache_arrays,
     cache_offsets,
-    cache_parts,
     compressed_caches,
     layer_group_of,
 )

@@ -9,11 +9,11 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import CacheList
 
+from mlx_tq.cache.layer import cache_parts
 from mlx_tq.cache.shadow import ShadowKVCache
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed_attention
-from mlx_tq.prompt_cache.layer_group import cache_parts
 from mlx_tq.prompt_cache.measurements import kl_divergence, log_probabilities
 from mlx_tq.prompt_cache.plan import Plan
 

@@ -12,12 +12,12 @@ import numpy as np
 from mlx_lm.generate import stream_generate
 from mlx_lm.models.cache import can_trim_prompt_cache
 
-from mlx_tq.cache.layer import CompressedKVCache
+from mlx_tq.cache.layer import CompressedKVCache, cache_parts
 from mlx_tq.errors import CacheFormatError, NonFiniteError
 from mlx_tq.models import ranks_of
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache, ReusedPrefix, reuse_prefix
 from mlx_tq.prompt_cache.compressed import compressed_attention
-from mlx_tq.prompt_cache.layer_group import cache_offsets, cache_parts, compressed_caches, layer_group_of
+from mlx_tq.prompt_cache.layer_group import cache_offsets, compressed_caches, layer_group_of
 from mlx_tq.prompt_cache.recall import MAX_QUESTION
 from mlx_tq.session.restore import (
     ProgressCallback,

@@ -82,3 +82,13 @@ def test_rows_that_do_not_exist_are_refused(selection):
     selection = Selection(**{name: mx.array(rows, mx.int32) for name, rows in selection.items()})
     with pytest.raises(ConfigError, match=r"row (97|-1|98); valid are 0 to 9[67]\."):
         attend_selected(problem.arguments["queries"], problem.regions(), selection, scale=1.0)
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_ranges_of_a_cache_without_packed_rows(name):
+    problem = make_problem(batch=1, packed=0, mask="causal")
+    nothing = Selection(ranges=mx.zeros((HEADS, 2), mx.int32))
+    queries, scale = problem.arguments["queries"], problem.arguments["scale"]
+    with backend.using(name):
+        output, _ = attend_selected(queries, problem.regions(), nothing, scale=scale)
+    check_attention(problem, output)

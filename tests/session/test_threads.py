@@ -10,8 +10,8 @@ import pytest
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_tq import KVConfig, Session
+from mlx_tq.cache.layer import cache_parts
 from mlx_tq.config import PROFILES
-from mlx_tq.prompt_cache.layer_group import cache_parts
 
 SMALL = KVConfig(key="q8", value="q8", sinks=16, window=32)
 QUESTIONS = ("The access code is 417295.", "What is the access code?", "Say it once more.")

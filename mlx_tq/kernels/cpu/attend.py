@@ -16,7 +16,7 @@ from mlx_tq.kernels.cpu.codecs import (
     RotationStruct,
     format_number,
     int32,
-    level_tables,
+    levels_address,
     long,
     pointer,
     rotation_struct,
@@ -141,11 +141,12 @@ def launch_attend_selected(
         count = int(ranges[:, 1].max())
 
     def fill(caches: ctypes.Array[_Cache], reader: Reader) -> object:
-        kept = _fill(caches[0], regions, 0, reader, count)
-        packed = caches[0].parts[1]
-        packed.ranges = None if ranges is None else ranges.ctypes.data
-        packed.index = None if index is None else index.ctypes.data
-        return kept
+        alive = _fill(caches[0], regions, 0, reader, count)
+        if regions.packed_tokens:
+            packed = caches[0].parts[1]
+            packed.ranges = None if ranges is None else ranges.ctypes.data
+            packed.index = None if index is None else index.ctypes.data
+        return alive
 
     _launch(call, queries, _arrays(regions), fill, "causal", None, regions.full_tokens + count)
     return mx.array(output).astype(queries.dtype), mx.array(sums)
@@ -220,7 +221,7 @@ def _launch(
     evaluate(q, bias, logits, arrays)
     caches = (_Cache * batch)()
     with Reader() as reader:
-        kept = fill(caches, reader)
+        alive = fill(caches, reader)
         memory = reader.read(q)
         if memory.strides[3] != q.itemsize:  # rare; a copy takes longer than attention to a short context
             q = mx.contiguous(q)
@@ -233,11 +234,11 @@ def _launch(
             call.mask_strides = (long * 4)(*(stride // bias.dtype.size for stride in memory.strides))
         if logits is not None:
             call.sinks = reader.read(logits).address
-        call.caches, call.levels = caches, level_tables()
+        call.caches, call.levels = caches, levels_address()
         call.batch, call.query_heads, call.length = batch, query_heads, length
         call.causal, call.threads = isinstance(mask, str), thread_count()
         run_kernel("attend", call)
-        del kept
+        del alive
 
 
 def _arrays(regions: Regions) -> list[mx.array]:

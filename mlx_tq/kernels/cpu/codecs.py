@@ -40,7 +40,7 @@ def rotation_struct(rotation: Rotation | None) -> RotationStruct:
     signs = np.array(rotation.signs)
     matrix = np.ascontiguousarray(hadamard_matrix(rotation.order), np.float32)
     struct = RotationStruct(signs.ctypes.data, matrix.ctypes.data, rotation.order, 0)
-    struct.arrays = signs, matrix  # kept alive
+    struct.arrays = signs, matrix  # alive as long as the addresses
     return struct
 
 
@@ -52,7 +52,7 @@ def _level_tables() -> np.ndarray:
 
 
 @cache
-def level_tables() -> int:
+def levels_address() -> int:
     """Return the address of `Levels` in formats.h."""
     return _level_tables().ctypes.data
 

@@ -18,7 +18,7 @@ from mlx_tq.kernels.cpu.codecs import (
     RotationStruct,
     format_number,
     int32,
-    level_tables,
+    levels_address,
     long,
     pointer,
     rotation_struct,
@@ -80,7 +80,7 @@ def launch_encode(
     call = _Encoding(
         rows=rows.ctypes.data,
         row_bytes=layout.nbytes,
-        levels=level_tables(),
+        levels=levels_address(),
         batch=batch,
         heads=heads,
         tokens=tokens,

@@ -46,6 +46,7 @@ void multiply_rows(const float* a, int64_t a_pitch, const float* b, int64_t b_pi
   for (; first < width; first += LANES) multiply_block<R, 1, ADD>(a, a_pitch, b + first, b_pitch, depth, c + first, c_pitch);
 }
 
+// The same for any number of rows, in sums of `depth` terms.
 template <bool ADD>
 void multiply_terms(int rows, const float* a, int64_t a_pitch, const float* b, int64_t b_pitch, int depth, float* c, int64_t c_pitch, int width) {
   int row = 0;

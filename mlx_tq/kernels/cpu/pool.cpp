@@ -73,7 +73,7 @@ class Pool {
 
 Pool* pool = nullptr;
 
-// A child of fork has none of its parent's threads. The parent's pool, whose locks may be held, is left as it is.
+// After fork, the child does not have its parent's threads. The parent's pool, whose locks may be held, is left as it is.
 void make_pool() { pool = new Pool; }
 
 }  // namespace
