@@ -54,4 +54,4 @@ def test_every_kernel_is_checked_with_one_and_two_kv_heads(monkeypatch):
 def test_needs_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(gpu, "gpu_backend", lambda: None)
     assert __main__.main(["doctor", "--kernels"]) == 1
-    assert "--kernels needs a GPU; the backend is reference implementation (no GPU)" in capsys.readouterr().err
+    assert "--kernels needs a GPU; the backend is cpu kernels." in capsys.readouterr().err
