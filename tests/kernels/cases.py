@@ -264,15 +264,19 @@ def unrotate(codec: Codec, y: np.ndarray, normalization: KeyNormalization | None
     return (y @ hadamard_matrix(codec.head_dim)) * double(codec.rotation.signs) / np.sqrt(codec.head_dim)
 
 
-def attend_exactly(problem: Problem, mask: mx.array | str | None, sinks: mx.array | None) -> np.ndarray:
-    """Attend to the decoded cache in float64."""
-    keys, values = problem.decoded
-    queries = double(problem.arguments["queries"])
-    batch, query_heads, length, dim = queries.shape
-    grouped = queries.reshape(batch, HEADS, -1, dim) @ keys.swapaxes(-1, -2) * problem.arguments["scale"]
-    scores = grouped.reshape(batch, query_heads, length, problem.tokens)
+def attend_exactly(
+    queries: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    scale: float,
+    mask: mx.array | str | None,
+    sinks: mx.array | None,
+) -> np.ndarray:
+    """Attend in float64."""
+    group, (length, tokens) = queries.shape[1] // keys.shape[1], (queries.shape[2], keys.shape[2])
+    scores = queries * scale @ np.repeat(keys, group, axis=1).swapaxes(-1, -2)
     if isinstance(mask, str):
-        scores = np.where(np.tril(np.ones(scores.shape[2:], bool), problem.tokens - length), scores, -np.inf)
+        scores = np.where(np.tril(np.ones((length, tokens), bool), tokens - length), scores, -np.inf)
     elif mask is not None:
         scores = np.where(np.array(mask), scores, -np.inf) if mask.dtype == mx.bool_ else scores + double(mask)
     peak = scores.max(axis=-1, keepdims=True)
@@ -280,8 +284,7 @@ def attend_exactly(problem: Problem, mask: mx.array | str | None, sinks: mx.arra
     total = weights.sum(axis=-1, keepdims=True)
     if sinks is not None:
         total += np.exp(double(sinks)[:, None, None] - peak)
-    weights = (weights / total).reshape(batch, HEADS, -1, problem.tokens)
-    return (weights @ values).reshape(batch, query_heads, length, -1)
+    return weights / total @ np.repeat(values, group, axis=1)
 
 
 def check_attention(problem: Problem, out: mx.array, *, peak: float = 2.0) -> None:
@@ -302,7 +305,7 @@ def check_attention(problem: Problem, out: mx.array, *, peak: float = 2.0) -> No
         )
         for order in orders
     ]
-    truth = attend_exactly(problem, mask, sinks)
+    truth = attend_exactly(double(queries), *problem.decoded, scale, mask, sinks)
     assert out.shape == references[0].shape
     assert out.dtype == references[0].dtype == queries.dtype
     error, *allowed = (np.abs(double(result) - truth) for result in (out, *references))

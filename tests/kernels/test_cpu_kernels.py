@@ -13,6 +13,7 @@ from kernels.cases import (
     DTYPES,
     HEADS,
     Problem,
+    attend_exactly,
     decode_exactly,
     double,
     has_same_bits,
@@ -163,19 +164,6 @@ def test_attention_to_plain_keys_and_values(dims, dtype, mask):
     assert result.dtype == queries.dtype
     half_ulp = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}[dtype]
     assert error <= 2 * allowed + half_ulp * np.abs(truth).max()
-
-
-def attend_exactly(queries, keys, values, scale, mask, sinks):
-    """Attend in float64."""
-    group, (length, tokens) = queries.shape[1] // keys.shape[1], (queries.shape[2], keys.shape[2])
-    scores = queries * scale @ np.repeat(keys, group, axis=1).swapaxes(-1, -2)
-    if isinstance(mask, str):
-        scores = np.where(np.tril(np.ones((length, tokens), bool), tokens - length), scores, -np.inf)
-    elif mask is not None:
-        scores = np.where(np.array(mask), scores, -np.inf) if mask.dtype == mx.bool_ else scores + double(mask)
-    weights = np.exp(scores)
-    total = weights.sum(axis=-1, keepdims=True) + (0 if sinks is None else np.exp(double(sinks))[:, None, None])
-    return weights / total @ np.repeat(values, group, axis=1)
 
 
 def test_results_do_not_depend_on_the_number_of_threads():
