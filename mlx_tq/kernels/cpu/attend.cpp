@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "calls.h"
+#include "fused.h"
 #include "matrix.h"
 #include "pool.h"
 #include "rotation.h"
@@ -31,6 +32,7 @@ int round_up(int count, int multiple) { return (count + multiple - 1) / multiple
 // Of one thread.
 struct Scratch {
   Floats64 queries, keys, values, scores, mean_scores, partial;
+  ByteQueries byte_queries;  // those of packed tokens, where keys have 8 bits
   std::vector<char> rows;
 };
 
@@ -181,7 +183,10 @@ class Call {
       if (start < stop) {
         const int space = part.rotated ? ROTATED : PLAIN;
         float* const queries = scratch.queries.data() + space * block.rows * a_.key_dim;
-        if (!loaded[space]) load_queries(block, part.rotated, queries);
+        if (!loaded[space]) {
+          load_queries(block, part.rotated, queries);
+          if (multiplies_bytes(part)) scratch.byte_queries.set(queries, block.rows, a_.key_dim);
+        }
         loaded[space] = true;
         attend_part(block, part, start, stop, queries, spaces[space], scratch);
       }
@@ -212,6 +217,8 @@ class Call {
       attend_tile(block, part, offset + base, base, count, queries, partial, first_mean, mean_count, scratch);
     }
   }
+
+  bool multiplies_bytes(const Part& part) const { return MULTIPLIES_BYTES && part.key_format == Q8 && a_.key_dim % 4 == 0; }
 
   int64_t mean_of(const Cache& cache, const Part& part, int64_t token) const {
     const int64_t row = row_of(part, token);
@@ -288,8 +295,12 @@ class Call {
     scratch.rows.resize(copied_bytes(part.key_format, a_.key_dim) + copied_bytes(part.value_format, a_.value_dim));
     char* const copies = copy_last_codes(key_rows, count, in_order, part.key_format, a_.key_dim, scratch.rows.data());
     copy_last_codes(value_rows, count, in_order, part.value_format, a_.value_dim, copies);
-    KEY_DECODERS[part.key_format](key_rows, count, a_.key_dim, *a_.levels, scratch.keys.data());
-    multiply<false>(block.rows, queries, a_.key_dim, scratch.keys.data(), TILE, a_.key_dim, scores, TILE, TILE);
+    if (multiplies_bytes(part)) {
+      scratch.byte_queries.score(block.rows, key_rows, count, reinterpret_cast<Words*>(scratch.keys.data()), scores);
+    } else {
+      KEY_DECODERS[part.key_format](key_rows, count, a_.key_dim, *a_.levels, scratch.keys.data());
+      multiply<false>(block.rows, queries, a_.key_dim, scratch.keys.data(), TILE, a_.key_dim, scores, TILE, TILE);
+    }
     for (int r = 0; r < block.rows; r++) {
       float* const score = scores + r * TILE;
       const float* const mean_scores = scratch.mean_scores.data() + r * mean_count;
@@ -308,6 +319,7 @@ class Call {
     }
 
     if (!a_.output) return;
+    if (add_values(block.rows, scores, value_rows, count, part.value_format, a_.value_dim, *a_.levels, partial.outputs, value_pitch_)) return;
     float* const tile = scratch.values.data();
     VALUE_DECODERS[part.value_format](value_rows, count, a_.value_dim, *a_.levels, tile, value_pitch_);
     multiply<true>(block.rows, scores, TILE, tile, value_pitch_, count, partial.outputs, value_pitch_, a_.value_dim);

@@ -10,7 +10,7 @@ import numpy as np
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import arguments
 from mlx_tq.kernels.cpu.arrays import Memory, Reader, evaluate
-from mlx_tq.kernels.cpu.build import run_kernel
+from mlx_tq.kernels.cpu.build import announce_kernel, run_kernel
 from mlx_tq.kernels.cpu.codecs import (
     FULL_FORMATS,
     RotationStruct,
@@ -24,6 +24,9 @@ from mlx_tq.kernels.cpu.codecs import (
 )
 from mlx_tq.kernels.gpu import UnsupportedByKernelError
 from mlx_tq.kernels.regions import Mask, Regions, Selection
+
+
+ANNOUNCED_TOKENS = 2048  # attention to fewer ends before another thread would be awake
 
 
 class _Buffer(ctypes.Structure):
@@ -219,6 +222,8 @@ def _launch(
     bias = _as_bias(mask, (batch, query_heads, length, tokens))
     logits = None if sinks is None else mx.contiguous(sinks.astype(mx.float32))
     evaluate(q, bias, logits, arrays)
+    if batch * tokens >= ANNOUNCED_TOKENS:
+        announce_kernel()
     caches = (_Cache * batch)()
     with Reader() as reader:
         alive = fill(caches, reader)

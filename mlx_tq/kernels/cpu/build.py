@@ -27,6 +27,11 @@ def run_kernel(name: str, call: ctypes.Structure) -> None:
     getattr(load_library(), f"tq_{name}")(ctypes.byref(call))
 
 
+def announce_kernel() -> None:
+    """Wake the threads for a kernel that is called within microseconds."""
+    load_library().tq_announce()
+
+
 @cache
 def load_library() -> ctypes.CDLL:
     """Return the compiled kernels, from the user's cache folder if they are there."""

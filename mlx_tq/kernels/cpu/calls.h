@@ -117,6 +117,7 @@ struct RecallScore {
 
 // What Python calls.
 extern "C" {
+void tq_announce();
 void tq_attend(const tq::Attention* attention);
 void tq_encode(tq::Encoding* encoding);
 void tq_score(const tq::Score* score);

@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
@@ -10,9 +11,30 @@
 namespace tq {
 namespace {
 
+// Waits a little for what another thread is about to do: to block and to wake takes 50 microseconds and more.
+template <class Condition>
+void spin(Condition is_met) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(100);
+  while (!is_met() && std::chrono::steady_clock::now() < end) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+}
+
 // One job at a time. Workers that wake up too late for a job find that it has no pieces left.
 class Pool {
  public:
+  void announce() {
+    {
+      const std::lock_guard<std::mutex> locked(mutex_);
+      announced_++;
+    }
+    wake_.notify_all();
+  }
+
   void run(int threads, int64_t pieces, void (*work)(void*, int64_t), void* context) {
     if (threads < 2 || pieces < 2 || !busy_.try_lock()) {
       for (int64_t piece = 0; piece < pieces; piece++) work(context, piece);
@@ -34,6 +56,7 @@ class Pool {
     }
     wake_.notify_all();
     take_pieces(work, context, pieces);
+    spin([&] { return active_ == 0; });
     std::unique_lock<std::mutex> locked(mutex_);
     wanted_ = 0;
     done_.wait(locked, [&] { return active_ == 0; });
@@ -45,10 +68,19 @@ class Pool {
   }
 
   void work_forever(int number) {
-    uint64_t seen = 0;
+    uint64_t seen = 0, heard = 0;
     std::unique_lock<std::mutex> locked(mutex_);
     for (;;) {
-      wake_.wait(locked, [&] { return job_ != seen && number < wanted_; });
+      const auto has_job = [&] { return job_ != seen && number < wanted_; };
+      wake_.wait(locked, [&] { return has_job() || announced_ != heard; });
+      heard = announced_;
+      if (!has_job()) {
+        const uint64_t last = job_;
+        locked.unlock();
+        spin([&] { return job_ != last; });
+        locked.lock();
+        continue;
+      }
       seen = job_;
       active_++;
       auto* const work = work_;
@@ -67,8 +99,10 @@ class Pool {
   void (*work_)(void*, int64_t) = nullptr;
   void* context_ = nullptr;
   int64_t pieces_ = 0;
-  uint64_t job_ = 0;
-  int workers_ = 0, wanted_ = 0, active_ = 0;
+  std::atomic<uint64_t> job_{0};
+  uint64_t announced_ = 0;
+  int workers_ = 0, wanted_ = 0;
+  std::atomic<int> active_{0};
 };
 
 Pool* pool = nullptr;
@@ -76,15 +110,23 @@ Pool* pool = nullptr;
 // After fork, the child does not have its parent's threads. The parent's pool, whose locks may be held, is left as it is.
 void make_pool() { pool = new Pool; }
 
-}  // namespace
-
-void share(int threads, int64_t pieces, void (*work)(void*, int64_t), void* context) {
+Pool& get_pool() {
   static std::once_flag once;
   std::call_once(once, [] {
     make_pool();
     pthread_atfork(nullptr, nullptr, make_pool);
   });
-  pool->run(threads, pieces, work, context);
+  return *pool;
 }
 
+}  // namespace
+
+void share(int threads, int64_t pieces, void (*work)(void*, int64_t), void* context) {
+  get_pool().run(threads, pieces, work, context);
+}
+
+void announce() { get_pool().announce(); }
+
 }  // namespace tq
+
+extern "C" void tq_announce() { tq::announce(); }
