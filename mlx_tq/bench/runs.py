@@ -157,6 +157,7 @@ def _measure_figures(
                     batches=sorted({1, *args.batches}),
                     max_tokens=args.max_tokens,
                     rounds=args.rounds,
+                    prefill_rounds=min(args.prefill_rounds or args.rounds, args.rounds),
                     step=args.step,
                     skipped=skipped,
                     advance=advance,
@@ -180,7 +181,7 @@ def _measure_figures(
 def _contexts(args: argparse.Namespace, limit: int | None, skipped: dict[str, str]) -> list[int]:
     """Return the contexts for which the model has positions, with the generated tokens of each batch."""
     contexts: list[int] = args.tokens or MODEL_TOKENS
-    needed = 2 * args.max_tokens + 1
+    needed = 2 * args.max_tokens + 2
     allowed = [tokens for tokens in contexts if limit is None or tokens + needed <= limit]
     for tokens in (tokens for tokens in contexts if tokens not in allowed):
         skipped[f"{tokens:,} tokens"] = f"the model has {limit:,} positions, and the answers need {needed}"
