@@ -185,23 +185,14 @@ class _Run:
             return {}
         before = _settle()
         caches = self.prefilled[cache.name] = cache.make(self.model)
-        options = {"prompt_cache": caches, "prefill_step_size": self.step}
-        options |= {} if cache.kv_bits is None else {"kv_bits": cache.kv_bits, "quantized_kv_start": 0}
-        started = time.perf_counter()
-        # Without tokens to generate it computes the first one, and does not begin the next.
-        list(generate_step(mx.array(self.prompt), self.model, max_tokens=0, **options))
-        return {"first_token": time.perf_counter() - started, "peak": mx.get_peak_memory() - before}
+        options = {} if cache.kv_bits is None else {"kv_bits": cache.kv_bits, "quantized_kv_start": 0}
+        seconds = prefill(self.model, self.prompt, caches, self.step, **options)
+        return {"first_token": seconds, "peak": mx.get_peak_memory() - before}
 
     def _decode(self, caches: Caches) -> Measured:
         """Decode alone; memory includes what was in use before."""
         _settle()
-        last = mx.array(self.prompt[-1:])  # any token takes the same time
-        tokens = generate_step(last, self.model, max_tokens=self.max_tokens, prompt_cache=caches)
-        next(tokens)
-        started = time.perf_counter()
-        for _ in tokens:
-            pass
-        return {"rate": (self.max_tokens - 1) / (time.perf_counter() - started)} | _memory(caches)
+        return {"rate": decode(self.model, caches, self.prompt[-1], self.max_tokens)} | _memory(caches)
 
     def _decode_batch(self, caches: Caches, batch: int) -> Measured:
         """Decode copies of a sequence together; like mlx-lm, start each step before the previous one has ended."""
@@ -219,6 +210,24 @@ class _Run:
         mx.eval(tokens)
         measured = {"rate": batch * self.max_tokens / (time.perf_counter() - started)} | _memory(merged)
         return measured | {name: measured[name] - before for name in ("active", "peak")}
+
+
+def prefill(model: Any, prompt: list[int], caches: Caches, step: int, **options: Any) -> float:
+    """Prefill caches and return the seconds to the first token."""
+    started = time.perf_counter()
+    # Without tokens to generate it computes the first one, and does not begin the next.
+    list(generate_step(mx.array(prompt), model, max_tokens=0, prompt_cache=caches, prefill_step_size=step, **options))
+    return time.perf_counter() - started
+
+
+def decode(model: Any, caches: Caches, token: int, max_tokens: int) -> float:
+    """Decode from any token, as all take the same time, and return tokens per second."""
+    tokens = generate_step(mx.array([token]), model, max_tokens=max_tokens, prompt_cache=caches)
+    next(tokens)
+    started = time.perf_counter()
+    for _ in tokens:
+        pass
+    return (max_tokens - 1) / (time.perf_counter() - started)
 
 
 def _settle() -> int:
