@@ -4,7 +4,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import MaxNLocator
 
 from benchmarks.plots import INK, drawing
 from benchmarks.reports import RESULTS
@@ -25,10 +25,10 @@ def draw(axis: Axes, figures: list[Record], field: str, unit: float = 1) -> None
         points = sorted((figure["tokens"], figure[field] / unit) for figure in figures if figure["arm"] == arm)
         if points:  # mlx-lm does not quantize the caches of every model
             axis.plot(*zip(*points, strict=True), line, ms=4, color=color)
-    contexts = sorted({figure["tokens"] for figure in figures})
-    axis.set(xscale="log", xticks=contexts, xticklabels=[f"{tokens:,}" for tokens in contexts])
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.set_ylim(bottom=0)
+    for name, most in (("x", max(f["tokens"] for f in figures)), ("y", max(f[field] for f in figures) / unit)):
+        ticks = MaxNLocator(4).tick_values(0, most)
+        labels = [f"{tick:,g}" for tick in ticks]
+        axis.set(**{f"{name}ticks": ticks, f"{name}ticklabels": labels, f"{name}lim": (0, ticks[-1])})
 
 
 def plot(path: Path) -> None:
