@@ -17,6 +17,7 @@ def run(args: argparse.Namespace) -> int:
     if set(args.dtypes or ()) - set(DTYPES):
         raise ConfigError(f"types {args.dtypes} are not all known; valid are {', '.join(DTYPES)}.")
     counts = [*(args.tokens or ()), *args.batches, args.rounds, args.kv_heads, args.step]
+    counts += [] if args.prefill_rounds is None else [args.prefill_rounds]
     if min(counts) < 1 or args.query_heads % args.kv_heads:
         raise ConfigError(
             "tokens, batches, rounds and heads must be 1 or more, and query heads a multiple of KV heads."
@@ -67,7 +68,9 @@ def build_parser() -> CommandParser:
     add = parser.add_argument_group("a model").add_argument
     add("--batches", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="batch sizes")
     add("--max-tokens", "-m", type=int, default=32, metavar="N", help="tokens to generate")
-    kv_bits = "mlx-lm's quantized caches to time: 8, 4, or none (the flag alone); slow for long prompts on a CPU"
+    prefill_rounds = "rounds that also prefill; later ones decode from copies (default: as --rounds)"
+    add("--prefill-rounds", type=int, metavar="N", help=prefill_rounds)
+    kv_bits = "mlx-lm's quantized caches to time: 8, 4, or none (the flag alone); on a CPU without their prefill"
     add("--kv-bits", type=int, nargs="*", choices=KV_BITS, default=KV_BITS, metavar="N", help=kv_bits)
     add("--prefill-step-size", dest="step", type=int, default=2048, metavar="N", help="tokens per prefill step")
     defaults = {"--kv-evict": "triattention; none skips eviction", "--kv-budget": "50%%", "--kv-calibration": "auto"}

@@ -12,8 +12,8 @@ from mlx_tq.cli.diagnostics import Check, environment
 from mlx_tq.cli.screen import human_bytes
 from mlx_tq.kernels.thresholds import HeadShape, KernelThresholds, to_rows
 
-_COLUMNS = """KV is the size of the caches' arrays after the answer, active all memory beyond that before the prompt,
-and peak the maximum, weights included. Each line is the median of its rounds; the lines took turns."""
+_COLUMNS = """KV is the size of the caches' arrays after the answer, active all memory in use because of them, and peak
+the maximum, weights included. Each line is the median of its rounds; the lines took turns."""
 
 
 def figure_tables(figures: Iterable[Figure]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
@@ -29,12 +29,16 @@ def figure_tables(figures: Iterable[Figure]) -> Iterator[tuple[str, list[str], l
             alone = figures_of_group[arm, 1]
             row = [arm]
             row += [f"{nbytes / 1e9:.4f}" for nbytes in (alone.kv_nbytes, alone.active_nbytes, alone.peak_nbytes)]
-            row += [f"{alone.prefill_tps or 0:.1f}", f"{alone.first_token or 0:.2f}"]
+            row += [_number(alone.prefill_tps, 1), _number(alone.first_token, 2)]
             for batch in batches:
                 figure = figures_of_group.get((arm, batch))
-                row.append("-" if figure is None else f"{figure.decode_tps:.1f}")
+                row.append(_number(None if figure is None else figure.decode_tps, 1))
             rows.append([*row, f"{alone.decode_tps / base.decode_tps:.2f}"])
         yield f"{dtype}, {tokens:,} tokens", columns, rows
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def layer_table(timings: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
@@ -104,7 +108,7 @@ def layer_parts(layers: dict[str, Any]) -> list[str]:
     return parts
 
 
-def figures_as_dict(model: str | None, figures: list[Figure], skipped: dict[str, str]) -> dict[str, Any]:
+def figures_as_dict(model: str, figures: list[Figure], skipped: dict[str, str]) -> dict[str, Any]:
     rows = [asdict(figure) for figure in figures]
     return {"model": model, "environment": environment(), "figures": rows, "skipped": skipped}
 

@@ -134,7 +134,7 @@ def _measure_figures(
     """
     figures: list[Figure] = []
     skipped: dict[str, str] = {}
-    text = load_text()
+    text, name = load_text(), short_name(args.model)
     for number, dtype in enumerate(args.dtypes or [None]):
         options = {"trust_remote_code": args.trust_remote_code}
         model, tokenizer = load(args.model, dtype=dtype, dequantize=args.dequantize, tokenizer_config=options)
@@ -157,6 +157,7 @@ def _measure_figures(
                     batches=sorted({1, *args.batches}),
                     max_tokens=args.max_tokens,
                     rounds=args.rounds,
+                    prefill_rounds=min(args.prefill_rounds or args.rounds, args.rounds),
                     step=args.step,
                     skipped=skipped,
                     advance=advance,
@@ -168,11 +169,11 @@ def _measure_figures(
                     _screen(args).print(shown)
                 figures += measured
                 if args.json != STDOUT:  # an interrupted run has written what it measured
-                    _write(figures_as_dict(args.model, figures, skipped | unsupported), args.json, quiet=True)
+                    _write(figures_as_dict(name, figures, skipped | unsupported), args.json, quiet=True)
         skipped |= unsupported
-    for name, reason in skipped.items():
-        stderr.print(f"skipped: {name}: {reason}", soft_wrap=True, markup=False)
-    _write(figures_as_dict(args.model, figures, skipped), args.json)
+    for what, reason in skipped.items():
+        stderr.print(f"skipped: {what}: {reason}", soft_wrap=True, markup=False)
+    _write(figures_as_dict(name, figures, skipped), args.json)
     _write(markdown_tables(figures) + "\n", args.markdown)
     return figures, skipped
 
@@ -180,7 +181,7 @@ def _measure_figures(
 def _contexts(args: argparse.Namespace, limit: int | None, skipped: dict[str, str]) -> list[int]:
     """Return the contexts for which the model has positions, with the generated tokens of each batch."""
     contexts: list[int] = args.tokens or MODEL_TOKENS
-    needed = 2 * args.max_tokens + 1
+    needed = 2 * args.max_tokens + 2
     allowed = [tokens for tokens in contexts if limit is None or tokens + needed <= limit]
     for tokens in (tokens for tokens in contexts if tokens not in allowed):
         skipped[f"{tokens:,} tokens"] = f"the model has {limit:,} positions, and the answers need {needed}"

@@ -1,12 +1,15 @@
 """`mlx_tq.bench` measures every cache and writes the figures; their values are not checked here."""
 
 import json
-from functools import partial
+import sys
+from functools import partial, partialmethod
 from itertools import repeat
 
 import mlx.core as mx
 import pytest
 from http_harness import wait_for
+from mlx_lm.models import base
+from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
 from cli.tools import EMBEDDED, command, environment
 from mlx_tq.bench import tuning
@@ -14,9 +17,10 @@ from mlx_tq.bench.layer import count_caches, measure_cell
 from mlx_tq.bench.layer_caches import Cell, LayerArm, LayerShape
 from mlx_tq.bench.model import BenchedCache, measure_model
 from mlx_tq.bench.timing import compare_arms, run_chain
+from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.config import PROFILES
+from mlx_tq.integration.probe import model_facts
 from mlx_tq.kernels import thresholds
-from mlx_tq.models import load
 
 SMALL = ("bench", *["--tokens", "512", "--dtypes", "float32", "--rounds", "1", "--query-heads", "2", "--kv-heads", "1"])
 MODEL = ["--tokens", "192", "--dtypes", "float32", "--rounds", "1", "-m", "3"]
@@ -183,21 +187,74 @@ def test_a_report_that_fails_does_not_change_the_thresholds(cli, tmp_path, quick
     assert (result.code, "all exceed the model's 4,096 positions" in result.err) == (2, True)
 
 
-def test_a_cache_of_mlx_lm_for_which_mlx_has_no_kernel_is_skipped():
+RUN = {"dtype": "float32", "batches": [1, 2], "max_tokens": 8, "rounds": 3, "prefill_rounds": 1, "step": 64}
+OURS, OWN, QUANTIZED = BenchedCache("small", PROFILES["small"]), BenchedCache("off"), BenchedCache("k", kv_bits=4)
+PROMPT = list(range(100, 600))  # two answers after each other exceed 512 tokens, where buffers of mlx-lm grow
+
+
+def test_caches_of_mlx_lm_run_without_our_patches(exact, monkeypatch):
+    """Also after a compressed cache had its turn."""
+    model = exact[0]
+    native = type(model).__call__, type(model.layers[0].self_attn.rope), base.scaled_dot_product_attention
+    model_facts(model)  # has a run of its own
+    seen = []
+
+    def record(call, *args):
+        rope = type(model.layers[0].self_attn.rope)
+        seen.append((type(model).__call__, rope, sys.modules[type(model).__module__].scaled_dot_product_attention))
+        return call(*args)
+
+    for kind in (KVCache, BatchKVCache, QuantizedKVCache):
+        monkeypatch.setattr(kind, "update_and_fetch", partialmethod(partial(record, kind.update_and_fetch)))
+    measure_model(model, PROMPT, [OURS, OWN, QUANTIZED], skipped={}, **RUN)
+    assert len(seen) > 6 * 8 * 3 * 3
+    assert set(seen) == {native}
+
+
+def test_later_rounds_decode_from_copies_of_the_prefilled_caches(exact):
+    prefilled = []
+
+    class Counted(BenchedCache):
+        def make(self, model):
+            prefilled.append(self.name)
+            return super().make(model)
+
+    caches = [Counted(cache.name, cache.config, cache.kv_bits) for cache in (OWN, QUANTIZED, OURS)]
+    copied, skipped = measure_model(exact[0], PROMPT, caches, skipped={}, **RUN), {}
+    assert prefilled == ["off", "small"]
+    each = measure_model(exact[0], PROMPT, caches, skipped=skipped, **RUN | {"prefill_rounds": 3})
+    assert prefilled == 4 * ["off", "small"]
+    assert [(f.arm, f.batch, f.kv_nbytes) for f in copied] == [(f.arm, f.batch, f.kv_nbytes) for f in each]
+    for figure in copied + each:  # a quantized cache does not prefill on a CPU
+        prefills = figure.batch == 1 and figure.arm != "k"
+        assert ({figure.prefill_low, figure.prefill_tps, figure.prefill_high, figure.first_token} == {None}) != prefills
+        assert not prefills or 0 < figure.prefill_low <= figure.prefill_tps <= figure.prefill_high
+    assert list(skipped) == ["k: prefill"]
+
+
+def test_memory_is_that_of_one_cache(exact):
+    """What others keep for later rounds does not count."""
+    alone, *_ = measure_model(exact[0], PROMPT, [OURS], skipped={}, **RUN)
+    own, _, beside, _ = measure_model(exact[0], PROMPT, [OWN, OURS], skipped={}, **RUN)
+    for name in ("active_nbytes", "peak_nbytes"):
+        assert getattr(beside, name) == pytest.approx(getattr(alone, name), abs=own.kv_nbytes / 4)
+    assert beside.active_nbytes < own.active_nbytes
+
+
+def test_a_cache_of_mlx_lm_for_which_mlx_has_no_kernel_is_skipped(exact, monkeypatch):
     """On CUDA 8 bits in groups of 64 have none for some shapes. A failure of a compressed cache ends the run."""
 
-    class Fails(BenchedCache):
-        def make(self, model):
-            raise RuntimeError("[quantized_matmul] No implementation for problem shape")
+    def fail(*_):
+        raise RuntimeError("[quantized_matmul] No implementation for problem shape")
 
-    model, tokenizer = load()
-    run = {"dtype": "float32", "batches": [1], "max_tokens": 2, "rounds": 2, "step": 16}
-    prompt, skipped = tokenizer.encode("A text of a few words that is read."), {}
-    figures = measure_model(model, prompt, [BenchedCache("off"), Fails("kv-bits 8", kv_bits=8)], skipped=skipped, **run)
-    assert [figure.arm for figure in figures] == ["off"]
-    assert skipped == {"kv-bits 8": "[quantized_matmul] No implementation for problem shape"}
+    monkeypatch.setattr(QuantizedKVCache, "update_and_fetch", fail)
+    skipped = {}
+    figures = measure_model(exact[0], PROMPT, [OWN, QUANTIZED], skipped=skipped, **RUN)
+    assert {figure.arm for figure in figures} == {"off"}
+    assert skipped["k"] == "[quantized_matmul] No implementation for problem shape"
+    monkeypatch.setattr(CompressedKVCache, "update_and_fetch", fail)
     with pytest.raises(RuntimeError, match="No implementation"):
-        measure_model(model, prompt, [Fails("off")], skipped={}, **run)
+        measure_model(exact[0], PROMPT, [OURS], skipped={}, **RUN)
 
 
 @pytest.mark.full
