@@ -25,7 +25,6 @@ from mlx_tq.kernels.cpu.codecs import (
 from mlx_tq.kernels.gpu import UnsupportedByKernelError
 from mlx_tq.kernels.regions import Mask, Regions, Selection
 
-
 ANNOUNCED_TOKENS = 2048  # attention to fewer ends before another thread would be awake
 
 
