@@ -59,7 +59,7 @@ class _Need:
 
     def describe(self, context: str) -> str:
         transient = f"{human_bytes(self.transient)} during prefill in steps of {self.step:,}"
-        return f"{human_bytes(self.cache)} for {context}, and {transient}"
+        return f"{human_bytes(self.cache)} for {context}, plus {transient}"
 
 
 class _MemoryFit:

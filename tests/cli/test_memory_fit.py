@@ -52,7 +52,7 @@ def test_the_best_profile_that_fits(needed, capsys, command, profile, next_profi
     assert request("--memory", kilobytes(enough, up=False), command=command).config == PROFILES[next_profile]
     line = capsys.readouterr().err
     assert f": --kv-profile {next_profile} fits (" in line
-    assert re.search(rf" for 4,096 tokens, and \S+ MB during prefill in steps of 256\); {profile} would need ", line)
+    assert re.search(rf" for 4,096 tokens, plus \S+ MB during prefill in steps of 256\); {profile} would need ", line)
 
 
 def test_the_cache_is_limited_to_what_weights_leave(needed):
@@ -107,7 +107,7 @@ def test_what_would_be_needed_is_enough(needed, budget):
 def test_a_profile_that_was_typed_stays(capsys, memory, words):
     assert request("--memory", memory, "--kv-profile", "small").config == PROFILES["small"]
     assert re.search(
-        rf": --kv-profile small {words} \(.* for 4,096 tokens, and \S+ MB during prefill in steps of 256\)$",
+        rf": --kv-profile small {words} \(.* for 4,096 tokens, plus \S+ MB during prefill in steps of 256\)$",
         capsys.readouterr().err.strip(),
     )
 
@@ -144,7 +144,7 @@ def test_a_server_counts_the_prompts_that_it_prefills_together(capsys):
     def prefill(*words):
         parse = import_module("mlx_tq.server").build_parser().parse_args
         check_request(Request.from_args(parse(["--memory", "2GB", *words])))
-        return float(re.search(r"and (\S+) MB during prefill in steps of 2,048\)", capsys.readouterr().err)[1])
+        return float(re.search(r"plus (\S+) MB during prefill in steps of 2,048\)", capsys.readouterr().err)[1])
 
     one, eight, least = prefill("--prompt-concurrency", "1"), prefill(), prefill("--decode-concurrency", "1")
     assert least == one < eight < 8 * one
