@@ -108,7 +108,7 @@ def layer_parts(layers: dict[str, Any]) -> list[str]:
     return parts
 
 
-def figures_as_dict(model: str | None, figures: list[Figure], skipped: dict[str, str]) -> dict[str, Any]:
+def figures_as_dict(model: str, figures: list[Figure], skipped: dict[str, str]) -> dict[str, Any]:
     rows = [asdict(figure) for figure in figures]
     return {"model": model, "environment": environment(), "figures": rows, "skipped": skipped}
 

@@ -134,7 +134,7 @@ def _measure_figures(
     """
     figures: list[Figure] = []
     skipped: dict[str, str] = {}
-    text = load_text()
+    text, name = load_text(), short_name(args.model)
     for number, dtype in enumerate(args.dtypes or [None]):
         options = {"trust_remote_code": args.trust_remote_code}
         model, tokenizer = load(args.model, dtype=dtype, dequantize=args.dequantize, tokenizer_config=options)
@@ -169,11 +169,11 @@ def _measure_figures(
                     _screen(args).print(shown)
                 figures += measured
                 if args.json != STDOUT:  # an interrupted run has written what it measured
-                    _write(figures_as_dict(args.model, figures, skipped | unsupported), args.json, quiet=True)
+                    _write(figures_as_dict(name, figures, skipped | unsupported), args.json, quiet=True)
         skipped |= unsupported
-    for name, reason in skipped.items():
-        stderr.print(f"skipped: {name}: {reason}", soft_wrap=True, markup=False)
-    _write(figures_as_dict(args.model, figures, skipped), args.json)
+    for what, reason in skipped.items():
+        stderr.print(f"skipped: {what}: {reason}", soft_wrap=True, markup=False)
+    _write(figures_as_dict(name, figures, skipped), args.json)
     _write(markdown_tables(figures) + "\n", args.markdown)
     return figures, skipped
 
