@@ -284,24 +284,59 @@ def answers() -> str:
 # Speed
 
 
+WHOLE_MODELS = {f"bench_model_{name}.json": label for name, label in REAL_MODELS.items()}
+
+
 def whole_models() -> str:
-    files = existing("bench_report_{}.json", REAL_MODELS)
     rows = []
-    for name, label in files.items():
-        figures = report(name)["figures"]
-        rates = {(f["arm"], f["batch"]): f["decode_tps"] for f in figures}
-        batches = sorted({f["batch"] for f in figures})
+    for name, label in WHOLE_MODELS.items():
+        figures = [figure for figure in report(name)["figures"] if figure["dtype"] == "float32"]
+        rates = {(f["tokens"], f["arm"], f["batch"]): f["decode_tps"] for f in figures}
         for figure in figures:
+            tokens, arm = figure["tokens"], figure["arm"]
+            streams = [f"{rate:.1f}" for (*where, size), rate in rates.items() if where == [tokens, arm] and size > 1]
             if figure["batch"] == 1:
-                arm = figure["arm"]
-                speeds = [f"{figure['prefill_tps']:.0f}"]
-                speeds += [f"{rates[arm, size]:.1f}" if (arm, size) in rates else "-" for size in batches]
-                sizes = [f"{figure[field] / 1e6:.1f}" for field in ("kv_nbytes", "peak_nbytes")]
-                rows.append([label, f"`{arm}`", *sizes, *speeds, f"{figure['decode_tps'] / rates['off', 1]:.2f}"])
-    columns = ["model", "cache", "KV, MB", "peak, MB", "prefill, tok/s", "decode, tok/s"]
-    columns += [*(f"{size} streams" for size in batches[1:]), "decode, of `off`"]
-    command = "python -m mlx_tq bench --model M --dequantize on --tokens 1024 --dtypes float32 --rounds 2 --report FILE"
-    return table(list(files), columns, rows, on="two models in float32, 1,024 tokens", command=command)
+                rows.append([label, f"{tokens:,}", f"`{arm}`"])
+                rows[-1] += [f"{figure[field] / 1e6:.1f}" for field in ("kv_nbytes", "peak_nbytes")]
+                rows[-1] += [f"{figure['prefill_tps']:.0f}" if figure["prefill_tps"] else "-"]
+                rows[-1] += [f"{figure['decode_tps']:.1f}", f"{figure['decode_tps'] / rates[tokens, 'off', 1]:.2f}"]
+                rows[-1] += [" / ".join(streams) or "-"]
+    columns = ["model", "tokens", "cache", "KV, MB", "peak, MB", "prefill, tok/s", "decode, tok/s", "times `off`"]
+    columns += ["2 / 4 / 8 streams, tok/s"]
+    command = (
+        "python -m mlx_tq bench --model M --dequantize on --dtypes float32 --tokens N --rounds 5 \\\n"
+        "    --prefill-rounds 1 --profiles balanced small tiny --kv-evict none --json FILE"
+    )
+    return table(list(WHOLE_MODELS), columns, rows, on="two models in float32", command=command)
+
+
+def long_contexts() -> str:
+    name = "cpu_long_contexts.json"
+    figures = report(name)["figures"]
+    base = {figure["tokens"]: figure["ms"] for figure in figures if figure["arm"] == "off"}
+    columns: dict[str, Callable[[Record], str]] = {
+        "tokens": lambda f: f"{f['tokens']:,}",
+        "cache": lambda f: f"`{f['arm']}`",
+        "ms per token": lambda f: f"{f['ms']:.1f}",
+        "low to high": lambda f: f"{f['low']:.1f} to {f['high']:.1f}",
+        "times as fast as `off`": lambda f: f"{base[f['tokens']] / f['ms']:.2f}",
+        "KV, MB": lambda f: f"{f['kv_nbytes'] / 1e6:,.1f}",
+    }
+    return record_table(
+        name, figures, columns, on="a random model of four layers, 9 query and 3 KV heads of 64, float32"
+    )
+
+
+def llama_cpp() -> str:
+    name = "llama_cpp.json"
+    columns: dict[str, Callable[[Record], str]] = {
+        "tokens": lambda f: f"{f['tokens']:,}",
+        "cache": lambda f: f["arm"],
+        "KV, MB": lambda f: f"{f['kv_nbytes'] / 1e6:.1f}",
+        "prefill, tok/s": lambda f: f"{f['prefill_tps']:.0f}",
+        "decode, tok/s": lambda f: f"{f['decode_tps']:.1f}",
+    }
+    return record_table(name, report(name)["figures"], columns, on="SmolLM2-135M-Instruct")
 
 
 def one_layer() -> str:
@@ -743,7 +778,7 @@ TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
         *(profiles, formats, divergence, frontier, normalization, trellis, by_layer, answers),
-        *(whole_models, one_layer, kernels, attention_counts, verify_counts, gpu_attention),
+        *(whole_models, long_contexts, llama_cpp, one_layer, kernels, attention_counts, verify_counts, gpu_attention),
         *(machine_code, h100_predicted, macs_predicted, prediction_checks),
         *(streams, prefix_cache, hostile, soak),
         *(four_arms, policies, policies_text, evict_cost, recall, recall_cost, retrieval, rescue_latency, ramp),
