@@ -72,6 +72,7 @@ bench: $(VENV)/core
 
 plot: $(VENV)/dev
 	$(BIN)/python -m benchmarks.plot_frontier
+	$(BIN)/python -m benchmarks.plot_contexts
 
 # What a few tests of the rescue service need beyond Python packages; without it they skip and say so.
 # The system's Chromium for the page (Debian, as root), the real MiniLM for the embedder. On Linux pick torch's CPU build.

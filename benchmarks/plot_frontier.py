@@ -1,22 +1,14 @@
 """Plot how many next tokens stay the same, by stored bits per value: `make plot` writes frontier.svg."""
 
-from itertools import combinations
 from pathlib import Path
 
-import matplotlib as mpl
-
-mpl.use("Agg")
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.text import Text
 
+from benchmarks.plots import drawing
 from benchmarks.reports import RESULTS
 from benchmarks.tables import REAL_MODELS, Record, existing, pair, report
 from mlx_tq.config import PROFILES
 
-# Legible on a white page and on a dark one; the background is transparent.
-INK, FRAME = "#777777", "#8b8b8b"
 # Of each series: color, line and marker, and for each record its label and the label's place in points from the mark.
 SERIES = {
     "mlx_tq": (
@@ -60,34 +52,14 @@ def draw(axis: Axes, results: Record) -> None:
 def plot(path: Path) -> None:
     """Write the plot; raise ValueError if a label cannot be read."""
     models = {label: report(name)["results"] for name, label in existing("frontier_{}.json", REAL_MODELS).items()}
-    style = {"font.size": 9, "axes.edgecolor": FRAME, "svg.hashsalt": "frontier"}
-    style |= dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
-    with plt.rc_context(style):
-        figure, axes = plt.subplots(1, len(models), figsize=(9, 3.8), sharey=True, squeeze=False)
+    with drawing(path, 1, len(models), figsize=(9, 3.8), sharey=True) as (figure, axes):
         for axis, (model, results) in zip(axes[0], models.items(), strict=True):
             draw(axis, results)
             axis.set(title=model, xlim=(0.8, 9), ylim=(54, 103), xlabel="stored bits per value (fp16: 16)")
             axis.set(xticks=range(2, 10), yticks=range(60, 101, 10))
-            axis.spines[["top", "right"]].set_visible(False)
         axes[0][0].set_ylabel("same next token as fp16, %\n(higher is better)")
         axes[0][0].legend(loc="lower right", frameon=False)
         figure.tight_layout()
-        check_labels(figure)
-        figure.savefig(path, transparent=True, metadata={"Date": None})
-    plt.close(figure)
-
-
-def check_labels(figure: Figure) -> None:
-    figure.draw_without_rendering()
-    texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text()]
-    boxes = [(text.get_text(), text.get_window_extent()) for text in texts]
-    wrong = [f"{name!r} leaves the picture" for name, box in boxes if figure.bbox.count_contains(box.corners()) < 4]
-    wrong += [f"{one!r} overlaps {other!r}" for (one, a), (other, b) in combinations(boxes, 2) if a.overlaps(b)]
-    for line in (line for axis in figure.axes for line in axis.lines):
-        path = line.get_transform().transform_path(line.get_path())
-        wrong += [f"{name!r} lies on a line" for name, box in boxes if path.intersects_bbox(box, filled=False)]
-    if wrong:
-        raise ValueError("; ".join(wrong))
 
 
 if __name__ == "__main__":

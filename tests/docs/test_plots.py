@@ -14,10 +14,14 @@ PAGE_COLORS = ("#ffffff", "#0d1117")  # of GitHub
 CONTRAST = 3  # what WCAG 2 asks of graphics and large text
 
 
+def program(name):
+    pytest.importorskip("matplotlib")
+    return importlib.import_module(f"benchmarks.{name}")
+
+
 @pytest.fixture
 def frontier():
-    pytest.importorskip("matplotlib")
-    return importlib.import_module("benchmarks.plot_frontier")
+    return program("plot_frontier")
 
 
 def luminance(color):
@@ -52,18 +56,20 @@ def test_a_plot_names_what_it_compares_as_its_owners_do(path):
         "- -", "--"
     )  # so in comments of XML
     assert "--kv-bits" in shown
-    assert "q4_0" in shown
+    assert ("q4_0" in shown) == (path.stem == "frontier")
     assert "higher is better" in shown
+    assert ("lower is better" in shown) == (path.stem == "contexts")
     assert not re.search("affine|conditioned|plain|embedded", shown)
 
 
-def test_the_plot_is_that_of_the_results(frontier, tmp_path):
+@pytest.mark.parametrize("path", PLOTS, ids=lambda path: path.name)
+def test_a_plot_is_that_of_the_results(path, tmp_path):
     def marks(drawing):
         places = re.findall(r'<use [^>]*?x="([\d.]+)" y="([\d.]+)"', drawing)
         return re.findall("<!-- (.*?) -->", drawing), [(round(float(x)), round(float(y))) for x, y in places]
 
-    frontier.plot(tmp_path / "frontier.svg")
-    drawn, kept = ((folder / "frontier.svg").read_text("utf-8") for folder in (tmp_path, RESULTS))
+    program(f"plot_{path.stem}").plot(tmp_path / path.name)
+    drawn, kept = ((folder / path.name).read_text("utf-8") for folder in (tmp_path, RESULTS))
     assert marks(drawn) == marks(kept), "run: make plot"
 
 
@@ -82,8 +88,9 @@ def test_a_label_that_cannot_be_read_is_refused(frontier, label, offset, fault, 
         frontier.plot(tmp_path / "frontier.svg")
 
 
-def test_a_label_that_is_cut_off_is_refused(frontier):
-    figure = frontier.Figure()
+def test_a_label_that_is_cut_off_is_refused():
+    plots = program("plots")
+    figure = plots.Figure()
     figure.text(0.98, 0.5, "llama.cpp")
     with pytest.raises(ValueError, match=r"'llama\.cpp' leaves the picture"):
-        frontier.check_labels(figure)
+        plots.check_labels(figure)
