@@ -31,11 +31,20 @@ def draw(axis: Axes, figures: list[Record], field: str, unit: float = 1) -> None
         axis.set(**{f"{name}ticks": ticks, f"{name}ticklabels": labels, f"{name}lim": (0, ticks[-1])})
 
 
+def measured_models() -> dict[str, list[Record]]:
+    """Return the figures of each model that was measured at several contexts, in float32 and alone."""
+    figures = {
+        model: [figure for figure in report(name)["figures"] if (figure["dtype"], figure["batch"]) == ("float32", 1)]
+        for name, model in WHOLE_MODELS.items()
+    }
+    return {model: some for model, some in figures.items() if len({figure["tokens"] for figure in some}) > 1}
+
+
 def plot(path: Path) -> None:
     """Write the plot; raise ValueError if a label cannot be read."""
-    with drawing(path, 2, len(WHOLE_MODELS), figsize=(9, 5), layout="constrained") as (figure, axes):
-        for (name, model), (speed, memory) in zip(WHOLE_MODELS.items(), axes.T, strict=True):
-            figures = [f for f in report(name)["figures"] if (f["dtype"], f["batch"]) == ("float32", 1)]
+    models = measured_models()
+    with drawing(path, 2, len(models), figsize=(9, 5), layout="constrained") as (figure, axes):
+        for (model, figures), (speed, memory) in zip(models.items(), axes.T, strict=True):
             draw(speed, figures, "decode_tps")
             draw(memory, figures, "kv_nbytes", 1e6)
             speed.set_title(model)
