@@ -284,6 +284,7 @@ def answers() -> str:
 # Speed
 
 
+BATCHES = (2, 4, 8)
 WHOLE_MODELS = {f"bench_model_{name}.json": label for name, label in REAL_MODELS.items()}
 
 
@@ -294,15 +295,15 @@ def whole_models() -> str:
         rates = {(f["tokens"], f["arm"], f["batch"]): f["decode_tps"] for f in figures}
         for figure in figures:
             tokens, arm = figure["tokens"], figure["arm"]
-            streams = [f"{rate:.1f}" for (*where, size), rate in rates.items() if where == [tokens, arm] and size > 1]
+            streams = [rates.get((tokens, arm, size)) for size in BATCHES]
             if figure["batch"] == 1:
                 rows.append([label, f"{tokens:,}", f"`{arm}`"])
                 rows[-1] += [f"{figure[field] / 1e6:.1f}" for field in ("kv_nbytes", "peak_nbytes")]
                 rows[-1] += [f"{figure['prefill_tps']:.0f}" if figure["prefill_tps"] else "-"]
                 rows[-1] += [f"{figure['decode_tps']:.1f}", f"{figure['decode_tps'] / rates[tokens, 'off', 1]:.2f}"]
-                rows[-1] += [" / ".join(streams) or "-"]
+                rows[-1] += ["-" if rate is None else f"{rate:.1f}" for rate in streams]
     columns = ["model", "tokens", "cache", "KV, MB", "peak, MB", "prefill, tok/s", "decode, tok/s", "times `off`"]
-    columns += ["2 / 4 / 8 streams, tok/s"]
+    columns += [f"{size} streams" for size in BATCHES]
     command = (
         "python -m mlx_tq bench --model M --dequantize on --dtypes float32 --tokens N --rounds 5 \\\n"
         "    --prefill-rounds 1 --profiles balanced small tiny --kv-evict none --json FILE"

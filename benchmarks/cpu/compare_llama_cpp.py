@@ -17,13 +17,11 @@ import argparse
 import copy
 import statistics
 import time
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 
 from benchmarks.reports import named_model, save
-from mlx_tq import compressed_attention
 from mlx_tq.bench.model import BenchedCache, Caches, decode, prefill
 from mlx_tq.cli.inputs import load_text
 from mlx_tq.config import PROFILES
@@ -100,17 +98,14 @@ class MlxArm:
         self._prefilled: Caches = []
         self._decoded: Caches = []
 
-    def _attention(self) -> Any:
-        return nullcontext() if self._benched.config is None else compressed_attention(self._model)
-
     def prefill(self) -> float:
-        with self._attention():
+        with self._benched.attention(self._model):
             self._prefilled = self._benched.make(self._model)
             return prefill(self._model, self._prompt, self._prefilled, PREFILL_STEP)
 
     def decode(self) -> float:
         self._decoded = copy.deepcopy(self._prefilled)
-        with self._attention():
+        with self._benched.attention(self._model):
             return decode(self._model, self._decoded, self._prompt[-1], self._max_tokens)
 
     def kv_nbytes(self) -> int:

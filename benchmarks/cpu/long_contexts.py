@@ -10,15 +10,13 @@ tokens in every round, on top of what it decoded before.
 
 import argparse
 import statistics
-from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models import qwen3
 
 from benchmarks.reports import save
-from mlx_tq import compressed_attention
-from mlx_tq.bench.model import GROUP_SIZE, BenchedCache, Caches, decode
+from mlx_tq.bench.model import BenchedCache, Caches, decode
 from mlx_tq.config import PROFILES
 
 SHAPE = {"num_hidden_layers": 4, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
@@ -38,15 +36,10 @@ def random_model() -> Any:
     return model
 
 
-def attention_of(model: Any, benched: BenchedCache) -> Any:
-    """Return the context that a model needs for these caches: none for mlx-lm's own."""
-    return nullcontext() if benched.config is None else compressed_attention(model)
-
-
 def fill(model: Any, benched: BenchedCache, tokens: int) -> Caches:
     caches = benched.make(model)
     if benched.kv_bits is not None:
-        caches = [cache.to_quantized(group_size=GROUP_SIZE, bits=benched.kv_bits) for cache in caches]
+        caches = benched.quantize(caches)
     shape = (1, SHAPE["num_key_value_heads"], PIECE, SHAPE["head_dim"])
     keys, values = (mx.random.normal(shape, key=mx.random.key(seed)) for seed in (0, 1))
     for cache in caches:
@@ -61,12 +54,12 @@ def fill(model: Any, benched: BenchedCache, tokens: int) -> Caches:
 def measure(model: Any, tokens: int, rounds: int, max_tokens: int) -> list[dict[str, Any]]:
     filled = {}
     for benched in BENCHED:
-        with attention_of(model, benched):
+        with benched.attention(model):
             filled[benched.name] = fill(model, benched, tokens)
     times: dict[str, list[float]] = {benched.name: [] for benched in BENCHED}
     for _ in range(rounds):
         for benched in BENCHED:
-            with attention_of(model, benched):
+            with benched.attention(model):
                 times[benched.name].append(1000 / decode(model, filled[benched.name], 0, max_tokens))
     return [
         {

@@ -11,12 +11,11 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import QuantizedKVCache
 
@@ -25,6 +24,7 @@ from mlx_tq.config import KVConfig
 from mlx_tq.integration.probe import native_caches
 from mlx_tq.kernels import backend
 from mlx_tq.prompt_cache.compressed import compressed_attention, make_prompt_cache
+from mlx_tq.prompt_cache.memory import weights_nbytes
 
 Caches = list[Any]
 Measured = dict[str, float]  # of one round
@@ -46,6 +46,13 @@ class BenchedCache:
 
     def make(self, model: Any) -> Caches:
         return native_caches(model) if self.config is None else make_prompt_cache(model, self.config)
+
+    def attention(self, model: Any) -> AbstractContextManager[object]:
+        """Return the context to run in: mlx-lm's caches need none."""
+        return nullcontext() if self.config is None else compressed_attention(model)
+
+    def quantize(self, caches: Caches) -> Caches:
+        return [cache.to_quantized(group_size=GROUP_SIZE, bits=self.kv_bits) for cache in caches]
 
     @property
     def is_prefilled(self) -> bool:
@@ -98,7 +105,7 @@ def measure_model(
         for cache in caches:
             try:
                 if cache.name not in skipped:
-                    with nullcontext() if cache.config is None else compressed_attention(model):
+                    with cache.attention(model):
                         for batch, values in run.measure(cache, number).items():
                             measured[cache.name, batch].append(values)
             except RuntimeError as error:
@@ -107,8 +114,7 @@ def measure_model(
                 skipped[cache.name] = str(error)
             advance(1)
     skipped |= {f"{cache.name}: prefill": NOT_PREFILLED for cache in caches if not cache.is_prefilled}
-    parameters: list[tuple[str, mx.array]] = tree_flatten(model.parameters())  # type: ignore[assignment]
-    weights = sum(parameter.nbytes for _, parameter in parameters)
+    weights = weights_nbytes(model)
     return [
         _figure(name, dtype, len(prompt), batch, weights, values)
         for (name, batch), values in measured.items()
@@ -178,9 +184,7 @@ class _Run:
         self.prefilled.pop(cache.name, None)
         if not cache.is_prefilled:
             source = next(other.name for other in self.benched if other.config is None and other.is_prefilled)
-            self.prefilled[cache.name] = [
-                part.to_quantized(group_size=GROUP_SIZE, bits=cache.kv_bits) for part in self.prefilled[source]
-            ]
+            self.prefilled[cache.name] = cache.quantize(self.prefilled[source])
             mx.eval([part.state for part in self.prefilled[cache.name]])
             return {}
         before = _settle()

@@ -260,21 +260,8 @@ def test_a_cache_of_mlx_lm_for_which_mlx_has_no_kernel_is_skipped(exact, monkeyp
 @pytest.mark.full
 def test_a_killed_run_has_written_its_measurements(tmp_path, popen):
     path = tmp_path / "bench.json"
-    flags = [
-        "--profiles",
-        "safe",
-        "--batches",
-        "1",
-        "--kv-evict",
-        "random",
-        "--tokens",
-        "5",
-        "3000",
-        "-m",
-        "3",
-        "--rounds",
-        "9",
-    ]
+    flags = ["--profiles", "safe", "--batches", "1", "--kv-evict", "random"]
+    flags += ["--tokens", "5", "3000", "-m", "3", "--rounds", "9"]
     process = popen(command("bench", "--model", EMBEDDED, *flags, "--json", path), env=environment())
     wait_for(path.exists)
     process.kill()

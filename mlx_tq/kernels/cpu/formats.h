@@ -62,6 +62,13 @@ inline void decode_states(Words previous, const Words* words, const Levels& leve
 constexpr int SLACK = 4 * LANES;  // bytes that decoders may read past the codes
 constexpr int MAX_DIM = 1024;
 
+// Loads LANES words of LANES vectors, from vector `first` on: a vector in each lane. Lanes after the last repeat it.
+inline void load_square(const char* const* vectors, int first, int count, int word, Words* square) {
+  for (int lane = 0; lane < LANES; lane++)
+    square[lane] = load<Words>(vectors[first + lane < count ? first + lane : count - 1] + 4 * word);
+  transpose(square);
+}
+
 // Decodes `count` keys to the columns of `tile` [dim, TILE] without their gain; columns after them, up to a whole
 // vector, repeat the last.
 template <int FORMAT>
@@ -71,11 +78,7 @@ void decode_keys(const char* const* keys, int count, int dim, const Levels& leve
   const int pairs = (dim * BITS / 16 + 1) / 2;  // of 16-bit words
   for (int first = 0; first < TILE && first < count; first += LANES) {
     Words transposed[MAX_DIM + LANES];  // pairs of words, a token in each lane
-    for (int pair = 0; pair < pairs; pair += LANES) {
-      for (int lane = 0; lane < LANES; lane++)
-        transposed[pair + lane] = load<Words>(keys[first + lane < count ? first + lane : count - 1] + 4 * pair);
-      transpose(transposed + pair);
-    }
+    for (int pair = 0; pair < pairs; pair += LANES) load_square(keys, first, count, pair, transposed + pair);
     float* const column = tile + first;
     const auto word_pair = [&](int pair) { return transposed[pair]; };
     if constexpr (BITS == 32) {

@@ -1,5 +1,6 @@
 // Products of queries and keys, and of weights and values, that read codes and write no decoded vector to memory.
 #pragma once
+#include <algorithm>
 #include <vector>
 
 #include "formats.h"
@@ -60,12 +61,8 @@ class ByteQueries {
     for (int group = 0; group < groups; group++)
       for (int line = 0; line < lines; line += LANES) {
         Words square[LANES];
-        for (int lane = 0; lane < LANES; lane++) {
-          const int t = group * LANES + lane;
-          square[lane] = load<Words>(keys[t < count ? t : count - 1] + 4 * line) ^ 0x80808080u;
-        }
-        transpose(square);
-        for (int i = 0; i < LANES && line + i < lines; i++) words[group * lines + line + i] = square[i];
+        load_square(keys, group * LANES, count, line, square);
+        for (int i = 0; i < LANES && line + i < lines; i++) words[group * lines + line + i] = square[i] ^ 0x80808080u;
       }
     for (int group = 0; group < groups; group++) {
       int row = 0;
