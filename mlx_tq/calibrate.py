@@ -20,6 +20,8 @@ def build_parser() -> CommandParser:
     add("--covariance", action="store_true", help="include the covariance, for --kv-evict expected_attention")
     losses = "measure each layer's loss on the text instead, for --kv-mean-bits; saved in the user's cache folder"
     add("--losses", action="store_true", help=losses)
+    heads = "measure instead which KV heads need distant tokens, for --kv-evict heads; saved in the same folder"
+    add("--heads", action="store_true", help=heads)
     output = "safetensors file to write (default: the file in the user's cache folder that --kv-calibration auto uses)"
     add("-o", "--output", metavar="FILE", help=output)
     return parser
@@ -45,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     note_loading(args)
 
     from mlx_tq.cli import model_calibration
+    from mlx_tq.cli.head_calibration import save_head_scores
     from mlx_tq.cli.loading import load_model
     from mlx_tq.cli.screen import prefill_progress
     from mlx_tq.models import fingerprint, short_name
@@ -55,6 +58,9 @@ def run(args: argparse.Namespace) -> int:
     model, tokenizer = load_model(args)
     if args.losses:
         model_calibration.save_measured_losses(model, tokenizer, text, short_name(args.model))
+        return DONE
+    if args.heads:
+        save_head_scores(model, tokenizer, text, short_name(args.model))
         return DONE
     path = args.output
     if path is None:

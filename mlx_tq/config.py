@@ -21,19 +21,27 @@ _BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 class Budget(NamedTuple):
-    """Limits the tokens that may stay in the cache: exactly one of the three is set."""
+    """Limits the tokens that may stay in the cache: exactly one of the first three is set."""
 
     tokens: int | None = None  # of each layer
-    share: float | None = None  # of the tokens seen, at most 1
+    share: float | None = None  # of the tokens seen, or of the rows of all heads, at most 1
     nbytes: int | None = None  # of all compressed layers
+    length: int | None = None  # tokens at which a share of rows holds; None: the model's context length
 
 
 def parse_budget(text: int | str) -> Budget:
-    """Parse a budget such as 4096 (tokens), "90%" (of the tokens seen) or "2GB" (all compressed layers)."""
-    word = str(text).strip().upper()
+    """Parse a budget such as 4096 (tokens), "90%" (of the tokens seen) or "2GB" (all compressed layers).
+
+    The share of a policy that evicts by head can name a context length: "40%@4096".
+    """
+    word, at, length = str(text).strip().upper().partition("@")
     number, unit = word.rstrip("%KMGB"), word[len(word.rstrip("%KMGB")) :]
     try:
         value = float(number)
+        if at and unit == "%" and 0 < value <= 100 and int(length) > 0:
+            return Budget(share=value / 100, length=int(length))
+        if at:
+            raise ValueError
         if unit == "" and value == int(value) and value > 0:
             return Budget(tokens=int(value))
         if unit == "%" and 0 < value <= 100:
@@ -44,7 +52,8 @@ def parse_budget(text: int | str) -> Budget:
         pass
     raise ConfigError(
         f"invalid budget {text!r}; write tokens (4096), a share of the tokens seen from above 0 to 100 (90%), or "
-        "bytes (800MB, 2GB)."
+        "bytes (800MB, 2GB). With --kv-evict heads, write a share of the rows at the model's context length (40%) or at "
+        "another length (40%@4096)."
     )
 
 
@@ -163,7 +172,23 @@ class KVConfig:
             self._check_eviction(self.evict)
 
     def _check_eviction(self, evict: EvictConfig) -> None:
-        tokens = parse_budget(evict.budget).tokens
+        budget = parse_budget(evict.budget)
+        tokens = budget.tokens
+        if evict.policy.by_head and budget.share is None:
+            raise ConfigError(
+                f"the policy {evict.policy} keeps a share of the rows, and the budget is {evict.budget}. Write 40% (at the "
+                "model's context length) or 40%@4096 (at 4,096 tokens)."
+            )
+        if budget.length is not None and not evict.policy.by_head:
+            raise ConfigError(
+                f"the budget {evict.budget} names a context length, which only the policy heads takes; the others keep a "
+                f"share of the tokens seen. Write {str(evict.budget).partition('@')[0]}."
+            )
+        if evict.policy.by_head and COLD in self.key:
+            raise ConfigError(
+                f"the key {self.key} has two formats, and the policy {evict.policy} keeps different tokens by head, which "
+                "do not go together. Use one key format."
+            )
         if tokens is not None and tokens <= self.sinks + self.num_protected:
             recent = (
                 f" plus {self.num_protected - self.window} with recent keys" if self.num_protected > self.window else ""

@@ -3,9 +3,10 @@
 import mlx_lm.models.cache as _native
 
 from mlx_tq.cache.batch import BatchCompressedKVCache
+from mlx_tq.cache.by_head import HeadwiseKVCache
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.tiered import TieredKVCache
 
 # mlx-lm's load_prompt_cache and CacheList look classes up among the globals of this module.
-for _cache in (CompressedKVCache, TieredKVCache, BatchCompressedKVCache):
+for _cache in (CompressedKVCache, HeadwiseKVCache, TieredKVCache, BatchCompressedKVCache):
     setattr(_native, _cache.__name__, _cache)

@@ -19,6 +19,7 @@ from mlx_tq.codec.formats.base import dtype_name, dtype_of
 from mlx_tq.errors import ConfigError, UnsupportedModelError
 from mlx_tq.kernels import thresholds
 from mlx_tq.kernels.attend import attend_batch
+from mlx_tq.kernels.by_head import attend_batch_by_head
 from mlx_tq.kernels.execution_record import DECODE, SHORT_PASSES, run_in_phase
 from mlx_tq.kernels.regions import Mask
 
@@ -77,7 +78,8 @@ class BatchView:
         if self._steps_together(queries):
             rows = [row for row in self.rows if row is not None]
             phase, regions = DECODE if length == 1 else SHORT_PASSES, [row.merged_regions() for row in rows]
-            out = run_in_phase(phase, attend_batch, queries, regions, scale=scale, mask=mask, sinks=sinks)
+            run = attend_batch_by_head if any(row.groups for row in regions) else attend_batch
+            out = run_in_phase(phase, run, queries, regions, scale=scale, mask=mask, sinks=sinks)
             pending = [array for i, row in enumerate(rows) for array in row.notify(queries[i : i + 1], scale)]
             return mx.depends(out, pending) if pending else out
         outputs = []

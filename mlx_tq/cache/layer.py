@@ -26,7 +26,7 @@ from mlx_tq.cache.packed_rows import (
     write_tokens,
 )
 from mlx_tq.cache.region_map import SCALE_TOKENS, SHORT_PASS, RegionMap
-from mlx_tq.cache.saved_state import check_arrays, read_count, read_regions, read_spec
+from mlx_tq.cache.saved_state import check_arrays, check_rows, read_count, read_regions, read_spec
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.cache.view import Handle, QueryListener, StepView, check_attention_is_patched, make_handles
 from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization
@@ -119,7 +119,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
 
     def size(self) -> int:
         """Return the number of stored tokens."""
-        return self.offset - self.regions.evicted
+        return self.regions.stored
 
     def empty(self) -> bool:
         return self._full is None
@@ -154,7 +154,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         self.regions = before.trimmed_to(length)
         self._last_view = None
         if self.spec.normalize:
-            num_means = len(self.regions.mean_blocks(self._packed(length)))
+            num_means = len(self._mean_map.mean_blocks(self._packed(length)))
             self._normalizer = self._normalizer.trimmed(length, num_means)
         if self._full is not None and self._packed(length) < packed:
             originals = self._originals(self._full, before.originals, packed, before.length)
@@ -205,7 +205,15 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
 
     def _check_state(self, state: dict[str, Any]) -> None:
         """Raise CacheFormatError unless arrays and numbers agree."""
-        check_arrays(state, self.regions, self.spec, self._packed(self.offset), self._num_rows)
+        check_arrays(state, self._mean_map, self.spec, self._packed(self.offset))
+        if "keys" in state:
+            keys, values = state["keys"], state["values"]
+            layout = self.spec.layout(keys.shape[3], values.shape[3], keys.dtype)
+            self._check_rows(state, keys.shape[0], keys.shape[1], layout.words)
+
+    def _check_rows(self, state: dict[str, Any], batch: int, heads: int, words: int) -> None:
+        """Raise CacheFormatError unless there are as many packed rows as the numbers say."""
+        check_rows(state, "rows", (batch, heads, self._num_rows, words))
 
     @property
     def state_in_place(self) -> dict[str, Any]:
@@ -265,7 +273,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         if target > packed:
             self._pack(full, packed, target)
         if keys.shape[2] > SHORT_PASS:
-            view = self._view(full, packed, after, packed)
+            view = self._long_view(full, packed, after)
             self._retain(full, packed, target)
         else:
             view = self._short_view(full, before, packed, target)
@@ -274,6 +282,10 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         if self.spec.shared:
             self._last_view = view
         return view
+
+    def _long_view(self, full: Pair, packed: int, length: int) -> StepView:
+        """Return the view of a long pass, before which the tokens before `packed` were packed."""
+        return self._view(full, packed, length, packed)
 
     def _short_view(self, full: Pair, before: int, packed: int, target: int) -> StepView:
         """Return the view of a short pass, in the middle of which a block may be packed."""
@@ -329,13 +341,17 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         keys, values = (x[:, :, sinks : sinks + target - packed] for x in full)
         if self.spec.normalize:
             self._normalizer, normalization, clamped = self._normalizer.add_means(
-                full[0][:, :, sinks:], packed, target, self.regions, layout.key.rotation
+                full[0][:, :, sinks:], packed, target, self._mean_map, layout.key.rotation
             )
             self._health = self._health + mx.stack([clamped, mx.array(0, mx.int32)])
         encoded = encode(keys, values, layout, normalization)
         self._health = self._health + encoded.health
-        self._rows.write(mx.depends(encoded.rows, self._health), self._row(packed))
+        self._write_rows(mx.depends(encoded.rows, self._health), packed)
         self._mean_index = self._make_mean_index()
+
+    def _write_rows(self, rows: mx.array, start: int) -> None:
+        """Store rows [B, H, n, W] of positions from `start` on."""
+        self._rows.write(rows, self._row(start))
 
     def _fit(self, full: Pair) -> None:
         """Let formats learn from sinks and first block: the same tokens, however many arrive at a time."""
@@ -361,9 +377,9 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
 
     @property
     def packed_positions(self) -> np.ndarray:
-        """Positions of the packed tokens, ascending, int64 [packed_tokens]."""
+        """Positions of the packed tokens that can be evicted, ascending, int64 [packed_tokens]."""
         start = min(self.spec.sinks, self.offset)
-        return self.positions[start : start + self.packed_tokens]
+        return self.regions.positions[start : start + self.packed_tokens]
 
     @property
     def packed_nbytes(self) -> int:
@@ -395,9 +411,9 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         reloaded blocks of MEAN_TOKENS positions, fp16 [H, D] by block number.
         """
         packed = self._packed(self.offset)
-        before = self.regions.mean_blocks(packed)
+        before = self._mean_map.mean_blocks(packed)
         self.regions = self.regions.with_packed(positions, packed)
-        self._normalizer = self._normalizer.with_blocks(before, self.regions.mean_blocks(packed), means or {})
+        self._normalizer = self._normalizer.with_blocks(before, self._mean_map.mean_blocks(packed), means or {})
         self._mean_index = self._make_mean_index()
         self._rows = PackedRows(rows)
         self._last_view = None
@@ -408,6 +424,11 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         return self._rows.shareable(self._num_rows)
 
     # Rows for the archive. A subclass may restrict which packed rows can be evicted and reloaded.
+
+    def searched(self, queries: mx.array) -> tuple[mx.array, Regions]:
+        """Return those of queries [1, Hq, L, Dk] whose heads can evict, and all that these heads store."""
+        view: Any = self.keys_and_values()[0].view
+        return queries, view.merged_regions()
 
     @property
     def num_evictable(self) -> int:
@@ -495,6 +516,11 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         """Return the position before which tokens are packed at a length."""
         return self.regions.originals if self._is_learning else self.regions.packed_until(length)
 
+    @property
+    def _mean_map(self) -> RegionMap:
+        """The positions whose blocks of keys have means."""
+        return self.regions
+
     def _row(self, position: int) -> int:
         """Return the row of a packed position, or of the first position behind the packed region."""
         return self.regions.stored_before(position)
@@ -516,7 +542,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         """Return which mean each packed row has, int32 [packed_tokens], if that does not follow from its index."""
         if not self.spec.normalize or not self.regions.evicted:
             return None
-        blocks = self.regions.mean_blocks(self._packed(self.offset))
+        blocks = self._mean_map.mean_blocks(self._packed(self.offset))
         return mx.array(np.searchsorted(blocks, (self.packed_positions - self.spec.sinks) // MEAN_TOKENS), mx.int32)
 
     def _extend(self, keys: mx.array, values: mx.array) -> Pair:

@@ -97,6 +97,11 @@ class RegionMap:
         sinks = min(self.sizes.sinks, self.length)
         return np.concatenate([np.arange(sinks), self.retained, np.arange(max(self.floor, sinks), self.length)])
 
+    @property
+    def stored(self) -> int:
+        """Number of stored tokens."""
+        return self.length - self.evicted
+
     def packed_until(self, length: int) -> int:
         """Return the position before which tokens are packed at a length: by the sizes, or for want of originals."""
         return max(self.sizes.packed_until(length), self.originals)

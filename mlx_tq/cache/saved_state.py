@@ -24,9 +24,11 @@ _MAX_SPARE, _SPARE_SHARE = 2**26, 64  # bytes that a buffer may take beyond this
 def read_spec(text: str) -> CacheSpec:
     spec = CacheSpec.from_dict(json.loads(text))
     _check(all(type(flag) is bool for flag in (spec.normalize, spec.shared)), "a flag of its storage")
-    for name in ("sinks", "window", "recent"):
+    for name in ("sinks", "window", "recent", "head_sinks", "head_window"):
         read_count({name: getattr(spec, name)}, name)
     _check(spec.window > 0, "its window")
+    heads = spec.kept_heads
+    _check(all(type(head) is int for head in heads) and sorted({*heads}) == [*heads], "the heads that evict nothing")
     for name in filter(None, (spec.key, spec.value, spec.cold)):
         get_format(name)
     for options in (spec.key_options, spec.value_options):
@@ -56,8 +58,8 @@ def read_regions(state: State, spec: CacheSpec) -> RegionMap:
     return RegionMap(spec, length, originals, evicted, floor, retained)
 
 
-def check_arrays(state: State, regions: RegionMap, spec: CacheSpec, packed: int, rows: int) -> None:
-    """Check the shapes of a layer whose tokens before position `packed` are packed, in `rows` rows."""
+def check_arrays(state: State, regions: RegionMap, spec: CacheSpec, packed: int) -> None:
+    """Check the shapes of a layer whose tokens before position `packed` are packed, but for its rows."""
     _check_array(state, "health", mx.int32, (2,))
     if "keys" not in state:
         _check(regions.length == 0 and not {"values", "rows", "normalizer"} & state.keys(), "keys are missing")
@@ -75,8 +77,6 @@ def check_arrays(state: State, regions: RegionMap, spec: CacheSpec, packed: int,
     if (pairs := spec.key_options.pairs) is not None:
         dims = [dim for pair in pairs for dim in pair]
         _check(len(dims) == len({*dims} & {*range(key_dim)}), "its RoPE pairs")
-    layout = spec.layout(key_dim, value_dim, keys.dtype)
-    check_rows(state, "rows", (batch, heads, rows, layout.words))
     normalizer = state.get("normalizer", {})
     _check(spec.normalize or not normalizer, "a normalizer of keys that are not normalized")
     if spec.normalize:

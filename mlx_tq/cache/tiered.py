@@ -98,11 +98,13 @@ class TieredKVCache(CompressedKVCache):
         if not self.spec.cold or not self.spec.sinks <= self._recent_start <= max(self.spec.sinks, self.offset):
             raise CacheFormatError("a layer's state contradicts itself: its cold tokens")
         super()._check_state(state)
-        if "keys" in state:
-            keys, values = state["keys"], state["values"]
-            recent = self.spec.layout(keys.shape[3], values.shape[3], keys.dtype)
-            words = self.spec.cold_layout(recent, keys.dtype).words
-            check_rows(state, "cold", (*keys.shape[:2], self.num_evictable, words))
+
+    def _check_rows(self, state: dict[str, Any], batch: int, heads: int, words: int) -> None:
+        super()._check_rows(state, batch, heads, words)
+        keys, values = state["keys"], state["values"]
+        recent = self.spec.layout(keys.shape[3], values.shape[3], keys.dtype)
+        cold = self.spec.cold_layout(recent, keys.dtype).words
+        check_rows(state, "cold", (batch, heads, self.num_evictable, cold))
 
     @property
     def state_in_place(self) -> dict[str, Any]:

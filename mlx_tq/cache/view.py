@@ -14,6 +14,7 @@ from mlx_lm.models import base
 from mlx_tq.errors import ConfigError, UnsupportedModelError
 from mlx_tq.kernels import thresholds
 from mlx_tq.kernels.attend import attend
+from mlx_tq.kernels.by_head import attend_by_group, attend_by_head
 from mlx_tq.kernels.execution_record import DECODE, PREFILL, SHORT_PASSES, run_in_phase
 from mlx_tq.kernels.prefill import prefill
 from mlx_tq.kernels.regions import Mask, Regions
@@ -124,8 +125,12 @@ class StepView:
         group = queries.shape[1] // regions.full_keys.shape[1]
         most = thresholds.current(queries.shape[3], group).packed_queries
         length = queries.shape[2]
-        run = attend if regions.packed_tokens and length <= most else prefill
-        phase = DECODE if length == 1 else SHORT_PASSES if run is attend else PREFILL
+        is_short = regions.packed_tokens > 0 and length <= most
+        if regions.groups:
+            run = attend_by_head if is_short else attend_by_group
+        else:
+            run = attend if is_short else prefill
+        phase = DECODE if length == 1 else SHORT_PASSES if is_short else PREFILL
         return run_in_phase(phase, run, queries, regions, scale=scale, mask=mask, sinks=sinks)
 
     def merged_regions(self) -> Regions:

@@ -13,6 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache as make_native_cache
 from mlx_tq.cache.layer import cache_parts
 from mlx_tq.cli.fast_blas import blas_warning
 from mlx_tq.cli.inputs import load_text
+from mlx_tq.cli.head_calibration import save_head_scores
 from mlx_tq.cli.model_calibration import collect_queries, mix_queries, save_measured_losses, save_queries
 from mlx_tq.cli.options import AUTO, SINGLE_PROCESS, Request, given_models, read_options
 from mlx_tq.cli.screen import human_bytes, logged_progress, note, stderr, warn
@@ -47,7 +48,7 @@ from mlx_tq.prompt_cache.cache_file import (
     with_formats,
 )
 from mlx_tq.prompt_cache.compressed import plan_caches
-from mlx_tq.prompt_cache.measurements import calibration_path, find_losses, make_folder
+from mlx_tq.prompt_cache.measurements import calibration_path, find_head_scores, find_losses, make_folder
 from mlx_tq.prompt_cache.memory import weights_nbytes
 from mlx_tq.prompt_cache.plan import Plan, without_queries
 
@@ -215,6 +216,8 @@ def calibrate_model(
         if config.mean_bits is not None and find_losses(fingerprint(model)) is None:
             save_measured_losses(model, tokenizer, load_text(), title)
         policy = None if config.evict is None else config.evict.policy
+        if policy is not None and policy.by_head and find_head_scores(fingerprint(model)) is None:
+            save_head_scores(model, tokenizer, load_text(), title)
         if not isinstance(policy, CalibratedPolicy) or not policy.uses_auto_calibration:
             continue
         if not plan_caches(model, config).calibrates_on_prompt:

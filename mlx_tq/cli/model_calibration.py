@@ -37,7 +37,7 @@ from mlx_tq.prompt_cache.measurements import (
     log_probabilities,
     losses_path,
     make_folder,
-    save_losses,
+    save_measurements,
 )
 from mlx_tq.session.restore import ProgressCallback, prefill
 
@@ -58,7 +58,7 @@ _ANSWER = 64  # more tokens than any answer has
 _ENDLESS = 1 << 40  # a warm-up window that does not end
 
 
-class _Prefill:
+class PacedPrefill:
     """Prefills in steps of at most about a second, so that Ctrl-C is noticed and progress is shown on any machine.
 
     The statistics do not depend on the steps; all ranks take the same ones, those of the slowest.
@@ -114,7 +114,7 @@ def calibrate_on_text(
         )
     caches = _make_caches(model, covariance)()
     with compressed_attention(model):
-        _Prefill(model, len(ids), progress).run(caches, ids)
+        PacedPrefill(model, len(ids), progress).run(caches, ids)
     return _add_queries(_NO_QUERIES, caches)
 
 
@@ -138,7 +138,7 @@ def collect_queries(
     make_caches = _make_caches(model, covariance)
     of_questions = of_text = _NO_QUERIES
     scenes = list(build_question_scenes(tokenizer, text, count, length))
-    prefiller = _Prefill(model, sum(scene.tokens for scene in scenes), progress)
+    prefiller = PacedPrefill(model, sum(scene.tokens for scene in scenes), progress)
     for scene in scenes:
         caches = make_caches()
         with compressed_attention(model):
@@ -228,7 +228,7 @@ def save_measured_losses(model: Any, tokenizer: Any, text: str, name: str) -> No
     make_folder(path)  # before the work, not after it
     with prefill_progress(title=f"Measuring the layers of {name} (first run only)") as progress:
         losses = measure_losses(model, tokenizer, text, progress)
-    save_losses(path, losses)
+    save_measurements(path, losses)
     note(f"Saved the losses of its layers to {path}")
 
 

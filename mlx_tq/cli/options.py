@@ -133,8 +133,9 @@ _EVICT = (
     "tokens keep their positions: a conversation still ends at the model's context length"
 )
 _BUDGET = (
-    "what eviction keeps: a number of tokens (4096), a share of the tokens seen (50%%), or bytes (2GB); saves memory, "
-    "and does not extend the model's context"
+    "what eviction keeps: a number of tokens (4096), a share of the tokens seen (50%%), or bytes (2GB); with heads, a "
+    "share of all rows at the model's context length (40%%) or another one (40%%@4096). Saves memory, and does not extend "
+    "the model's context"
 )
 _CALIBRATION = "calibration for eviction: auto (once per model), text (this prompt), or a file from mlx_tq.calibrate"
 _RECALL = (

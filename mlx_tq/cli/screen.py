@@ -15,6 +15,7 @@ from rich.text import Text
 from mlx_tq.cli.terminal_text import readable
 from mlx_tq.distributed.group import Ranks
 from mlx_tq.kernels import backend, thresholds
+from mlx_tq.policies.heads import Division
 from mlx_tq.prompt_cache.layer_bytes import RegionBytes
 from mlx_tq.prompt_cache.layer_group import EvictionPlan
 from mlx_tq.prompt_cache.plan import LayerPlan, Plan
@@ -156,6 +157,8 @@ def _describe_plan(plan: Plan, tokens: int, recall_blocker: str | None) -> Itera
     if any(layer.spec.cold for layer in plan.layers):
         yield f"The first of two key formats is for the most recent {plan.config.recent} packed tokens"
     if plan.eviction is not None:
+        if plan.division is not None:
+            yield from _describe_division(plan, plan.division)
         yield _describe_eviction(plan.eviction, recall_blocker)
         yield describe_tokens(predict_stats(plan, tokens))
     pairs = sorted({f"{layer.spec.keys}/{layer.spec.value}" for layer in plan.layers if not layer.has_kernels})
@@ -163,9 +166,22 @@ def _describe_plan(plan: Plan, tokens: int, recall_blocker: str | None) -> Itera
         yield f"No GPU kernels for {', '.join(pairs)}: attention dequantizes with mlx operations"
 
 
+def _describe_division(plan: Plan, division: Division) -> Iterator[str]:
+    kept, longest = sum(map(len, division.kept)), plan.eviction and plan.eviction.positions
+    yield (
+        f"{kept} of {plan.heads} KV heads keep all tokens; the others see the first ones and the last {division.window}. No "
+        "text is evicted, so nothing is sent to a rescue service"
+    )
+    lengths = [1024, 4096, *([longest] if longest else [])]
+    yield "Rows kept: " + ", ".join(f"{plan.kept_share(length):.0%} of {length:,} tokens" for length in lengths)
+
+
 def _describe_eviction(plan: EvictionPlan, recall_blocker: str | None) -> str:
     config, tokens = plan.config, plan.budget.tokens
     budget = f"{tokens:,} tokens" if tokens is not None else f"{config.budget} of the tokens"
+    if config.policy.by_head:
+        share, at, length = str(config.budget).partition("@")
+        budget = f"{share} of the rows" + (f" of {int(length):,} tokens" if at else " at the model's context length")
     line = f"Eviction: {config.policy} keeps {budget}"
     line = f"{line}, calibrated on {plan.source}" if plan.source else line
     if recall_blocker is not None:

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
 from typing import Any
 
 import mlx.core as mx
@@ -68,28 +70,41 @@ class WatchedCache(KVCache):  # type: ignore[misc]
 
 def record_attention(model: Any, ids: list[int], last: int) -> list[Attended]:
     """Prefill `ids` and return how the last `last` tokens attended in each plain KV cache, in the order of a `Plan`."""
-    calls: list[Attended | None] = []  # the last one of each cache
-    caches, steps = [_watch(cache, calls) for cache in native_caches(model)], []
+    calls: dict[int, Attended] = {}  # the last one of each cache
+
+    def record(number: int, attended: Attended) -> None:
+        calls[number] = attended
+
+    caches, steps = watched_caches(model, record), []
     with compressed_attention(model):
         for part in (ids[:-last], ids[-last:]):
             mx.eval(model(mx.array(part)[None], cache=caches))
-            steps.append([call for call in calls if call is not None])
+            steps.append([calls[number] for number in sorted(calls)])
     return [replace(step, earlier_queries=before.queries) for before, step in zip(*steps, strict=True)]
 
 
-def _watch(cache: Any, calls: list[Attended | None]) -> Any:
-    if type(cache) is CacheList:
-        return CacheList(*(_watch(part, calls) for part in cache.caches))
-    if type(cache) is not KVCache:
-        return cache
-    number = len(calls)
-    calls.append(None)
+def watched_caches(model: Any, watch: Callable[[int, Attended], None]) -> list[Any]:
+    """Return empty caches of mlx-lm's, which call `watch` with each pass; plain ones have numbers as in a `Plan`."""
+    numbers = count()
 
-    def attend(
-        queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Mask, sinks: mx.array | None
-    ) -> mx.array:
-        output = attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-        calls[number] = Attended(queries, keys, values, scale, mask, sinks, output, queries[:, :, :0])
-        return output
+    def watched(cache: Any) -> Any:
+        if type(cache) is CacheList:
+            return CacheList(*map(watched, cache.caches))
+        return WatchedCache(partial(_attend, watch, next(numbers))) if type(cache) is KVCache else cache
 
-    return WatchedCache(attend)
+    return list(map(watched, native_caches(model)))
+
+
+def _attend(
+    watch: Callable[[int, Attended], None],
+    number: int,
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    mask: Mask,
+    sinks: mx.array | None,
+) -> mx.array:
+    output = attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+    watch(number, Attended(queries, keys, values, scale, mask, sinks, output, queries[:, :, :0]))
+    return output

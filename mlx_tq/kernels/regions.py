@@ -1,6 +1,6 @@
 """The tokens of one layer that attention reads, and the masks that apply to them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -9,10 +9,11 @@ import mlx.core as mx
 
 from mlx_tq.codec.normalization import KeyNormalization, decode_keys
 from mlx_tq.codec.rows import RowLayout
-from mlx_tq.errors import CacheFormatError, ConfigError
+from mlx_tq.errors import CacheFormatError, ConfigError, UnsupportedModelError
 
 # As mlx-lm passes it: None, "causal", or an array that broadcasts to [B, Hq, L, S], bool or additive.
 Mask = mx.array | str | None
+_Take = Callable[[mx.array], mx.array]
 MASKED = -1e30  # for minus infinity, so that fully masked scores have finite differences instead of NaN
 
 
@@ -48,10 +49,25 @@ class Selection:
 
 
 @dataclass(frozen=True)
+class HeadRows:
+    """The packed rows of some KV heads of a layer whose heads keep different tokens, at batch size 1."""
+
+    heads: tuple[int, ...]  # ascending
+    rows: mx.array | None  # uint32 [1, len(heads), capacity, W]; None if all are shared, or there are none
+    tokens: int  # including those of `shared`
+    shared: tuple[SharedRows, ...] = ()
+    mean_index: mx.array | None = None  # as in `KeyNormalization`
+    # Of the full-precision tokens, a query sees the first `sinks` and the last `window`, itself included; None: all.
+    window: int | None = None
+    sinks: int = 0
+
+
+@dataclass(frozen=True)
 class Regions:
     """Keys and values of one layer in logical order: `sinks | packed region | window`.
 
-    Sinks and window are in the model's dtype and lie side by side in one buffer. Spare capacity is never read.
+    Sinks and window are in the model's dtype and lie side by side in one buffer. Spare capacity is never read. Where
+    heads keep different tokens, `groups` has the packed rows, and `packed_tokens` are those of the head with most.
     """
 
     packed_rows: mx.array | None  # uint32 [B, H, capacity, W]; None if all packed tokens are shared, or there are none
@@ -63,6 +79,7 @@ class Regions:
     full_tokens: int  # sinks and window
     normalization: KeyNormalization | None = None  # of the packed keys, row by row; None for plain keys
     shared: tuple[SharedRows, ...] = ()  # precede `packed_rows` in the packed region
+    groups: tuple[HeadRows, ...] = ()  # of all heads, each in one
 
     @property
     def tokens(self) -> int:
@@ -85,6 +102,11 @@ class Regions:
     def head(self, index: int) -> "Regions":
         """Return the part of one KV head."""
         part = slice(index, index + 1)
+        for group in self.groups:
+            if index in group.heads:
+                place = group.heads.index(index)
+                rows = slice(place, place + 1)
+                return self._part(group, lambda array: array[:, part], lambda array: array[:, rows])
         normalization = self.normalization
         if normalization is not None:
             scale, means = normalization.scale[:, part], normalization.means[:, part]
@@ -98,6 +120,32 @@ class Regions:
             normalization=normalization,
         )
 
+    def group(self, group: HeadRows) -> "Regions":
+        """Return the part of one group of KV heads."""
+        heads = mx.array(group.heads)
+        return self._part(group, lambda array: mx.take(array, heads, axis=1), lambda array: array)
+
+    def _part(self, group: HeadRows, take: "_Take", take_rows: "_Take") -> "Regions":
+        normalization = self.normalization
+        if normalization is not None and group.tokens:
+            normalization = replace(
+                normalization,
+                scale=take(normalization.scale),
+                means=take(normalization.means),
+                index=group.mean_index,
+            )
+        return Regions(
+            None if group.rows is None else take_rows(group.rows),
+            group.tokens,
+            self.layout,
+            take(self.full_keys),
+            take(self.full_values),
+            self.sink_tokens,
+            self.full_tokens,
+            normalization if group.tokens else None,
+            tuple(SharedRows(take_rows(rows), tokens) for rows, tokens in group.shared),
+        )
+
     def rows(self, start: int = 0, stop: int | None = None) -> mx.array:
         """Return packed rows [start, stop) in one array, uint32 [B, H, n, W]; by default all of them."""
         if self.packed_rows is None and not self.shared:
@@ -106,6 +154,11 @@ class Regions:
 
     def decode(self) -> tuple[mx.array, mx.array]:
         """Return all keys [B, H, tokens, Dk] and values [B, H, tokens, Dv] in logical order and the model's dtype."""
+        if self.groups:
+            raise UnsupportedModelError(
+                "the model reads the keys and values of a layer whose heads keep different tokens, which make no array. "
+                "Use --kv-evict none, or another policy."
+            )
         if self.packed_tokens == 0:
             return self.keys, self.values
         rows, layout = self.rows(), self.layout

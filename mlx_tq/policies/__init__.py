@@ -2,6 +2,7 @@
 
 from mlx_tq.policies.baselines import KeyNorm, Random, Recency, Streaming
 from mlx_tq.policies.expected_attention import ExpectedAttention
+from mlx_tq.policies.heads import Heads
 from mlx_tq.policies.policy import CalibratedPolicy, PackedLayer, PackedTokens, Policy, parse_policy, policy_names
 from mlx_tq.policies.published import Published
 from mlx_tq.policies.triattention import TriAttention
@@ -9,6 +10,7 @@ from mlx_tq.policies.triattention import TriAttention
 __all__ = [
     "CalibratedPolicy",
     "ExpectedAttention",
+    "Heads",
     "KeyNorm",
     "PackedLayer",
     "PackedTokens",

@@ -6,11 +6,12 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList
 
+from mlx_tq.cache.by_head import HeadwiseKVCache
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.shadow import ShadowKVCache
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.cache.tiered import TieredKVCache
-from mlx_tq.errors import CacheFormatError
+from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.policies.policy import CalibratedPolicy
 from mlx_tq.prompt_cache.layer_group import LayerGroup
 from mlx_tq.prompt_cache.plan import LayerPlan, Plan
@@ -29,6 +30,13 @@ def make_cache(
     spec: CacheSpec, number: int = 0, group: LayerGroup | None = None, *, shadow: bool = False
 ) -> CompressedKVCache:
     """Return an empty cache of one layer; without a group it keeps all tokens."""
+    if spec.head_window:
+        if shadow:
+            raise ConfigError(
+                "shadow mode compares all heads of a layer, and --kv-evict heads keeps different tokens by head. Use "
+                "another policy, or --kv-evict none."
+            )
+        return HeadwiseKVCache(spec, number, group)
     cache_class = TieredKVCache if spec.cold else ShadowKVCache if shadow else CompressedKVCache
     return cache_class(spec, number, group)
 
@@ -69,9 +77,9 @@ def decode_caches(fresh: list[Any], caches: list[Any]) -> list[Any]:
             return CacheList(*map(decode, native.caches, cache.caches))
         if not isinstance(cache, CompressedKVCache):
             return cache
-        if cache.size() < cache.offset:
+        if cache.regions.evicted:
             raise CacheFormatError(
-                f"{cache.offset - cache.size():,} of the {cache.offset:,} tokens were evicted from the cache, and the "
+                f"{cache.regions.evicted:,} of the {cache.offset:,} tokens were evicted from the cache, and the "
                 "others keep their positions, which mlx-lm's own caches cannot say. Read it without --kv-evict."
             )
         if not cache.empty():
@@ -86,7 +94,8 @@ def _layer_maker(plan: Plan, *, shadow: bool = False) -> Callable[[LayerPlan], C
     eviction = plan.eviction
     if eviction is None:
         return lambda layer: make_cache(layer.spec, shadow=shadow)
-    numbers = {(layer.slot.index, layer.slot.part): number for number, layer in enumerate(plan.layers)}
+    evicting = [layer for layer in plan.layers if layer.evicts]
+    numbers = {(layer.slot.index, layer.slot.part): number for number, layer in enumerate(evicting)}
     policy, calibrators = eviction.config.policy, {}
     if isinstance(policy, CalibratedPolicy):
         calibrators = {
@@ -95,7 +104,14 @@ def _layer_maker(plan: Plan, *, shadow: bool = False) -> Callable[[LayerPlan], C
             if layer.rope is not None
         }
     group = LayerGroup(eviction, calibrators, ranks=plan.ranks)
-    return lambda layer: make_cache(layer.spec, numbers[layer.slot.index, layer.slot.part], group, shadow=shadow)
+
+
+    def make(layer: LayerPlan) -> CompressedKVCache:
+        if not layer.evicts:
+            return make_cache(layer.spec, shadow=shadow)
+        return make_cache(layer.spec, numbers[layer.slot.index, layer.slot.part], group, shadow=shadow)
+
+    return make
 
 
 def _replace(plan: Plan, caches: list[Any], make: Callable[[LayerPlan, Any], CompressedKVCache]) -> list[Any]:

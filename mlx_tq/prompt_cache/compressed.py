@@ -20,7 +20,7 @@ from mlx_tq.policies.policy import CalibratedPolicy, Policy
 from mlx_tq.prompt_cache.allocation import allocate
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.layer_group import begin_pass, compressed_caches
-from mlx_tq.prompt_cache.measurements import Losses, find_calibration, find_losses
+from mlx_tq.prompt_cache.measurements import Losses, find_calibration, find_head_scores, find_losses
 from mlx_tq.prompt_cache.plan import Plan, make_plan
 
 
@@ -126,7 +126,13 @@ def planner(model: Any) -> Callable[[KVConfig], Plan]:
         if config.mean_bits is not None:
             config, allocation = allocate(facts, config, config.mean_bits, _find_losses(model))
         policy = None if config.evict is None else config.evict.policy
-        planned = make_plan(facts, config, partial(native_caches, model), _find_calibration(model, policy))
+        planned = make_plan(
+            facts,
+            config,
+            partial(native_caches, model),
+            _find_calibration(model, policy),
+            find_head_scores(fingerprint(model)) if policy is not None and policy.by_head else None,
+        )
         return planned if allocation is None else replace(planned, allocation=allocation)
 
     return plan

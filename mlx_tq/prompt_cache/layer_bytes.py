@@ -4,7 +4,7 @@ All sizes that people compare are bytes of allocated arrays: `RegionBytes.alloca
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlx_lm.models.cache import KVCache
 
@@ -99,6 +99,17 @@ def layer_bytes(slot: SlotFacts, spec: CacheSpec, tokens: int, evicted: Evicted 
         window=native_row_bytes(slot, max(0, tokens - spec.originals_from(packed))),
         allocated=capacity + learned + all_means + scale + queries + full + HEALTH_BYTES,
     )
+
+
+def headwise_bytes(slot: SlotFacts, spec: CacheSpec, seen: int, stored: int, evicted: Evicted | None) -> RegionBytes:
+    """Return the bytes of a layer that has seen `seen` tokens, of which some heads keep all and the others `stored`."""
+    kept = len(spec.kept_heads)
+    parts = (kept, seen, None), (slot.heads - kept, stored, evicted)
+    total = RegionBytes()
+    for heads, tokens, known in parts:
+        if heads:
+            total += layer_bytes(replace(slot, heads=heads), spec, tokens, known)
+    return total if kept in (0, slot.heads) else replace(total, allocated=total.allocated - HEALTH_BYTES)
 
 
 def _row_bytes(slot: SlotFacts, spec: CacheSpec, packed: int, capacity: Callable[[int], int] = int) -> int:

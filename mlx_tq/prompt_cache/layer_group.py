@@ -66,6 +66,7 @@ class EvictionPlan:
     layers: int  # that evict together
     positions: int | None = None  # that the model allows, if known
     source: str = ""  # where the queries' statistics come from, for people
+    kept_heads: int = 0  # KV heads, of all layers together, that keep all tokens
 
     @property
     def archive_limit(self) -> int:
@@ -171,7 +172,7 @@ class LayerGroup:
         allowed = max(self.plan.allowed(first.offset + count), protected + 1)
         pinned = self.pinned or PositionRange(0, 0)
         num_pinned = max(0, min(pinned.stop, window_start) - pinned.start)
-        counted = first.size() + count - num_pinned - len(self.recalled)
+        counted = first.regions.stored + count - num_pinned - len(self.recalled)
         is_due = counted > allowed + self.plan.config.policy.trigger and not self._is_paused
         if is_due and all(c.can_score if count else c.ready for c in self.calibrators.values()):
             self._evict(layers, counted - allowed)
@@ -245,6 +246,11 @@ class LayerGroup:
             self.archive = Archive(shapes, cache_folder(), limit)
         return self.archive
 
+    @property
+    def lost(self) -> np.ndarray:
+        """All positions that no head holds for good, ascending int64 [N]."""
+        return _NO_POSITIONS if self.plan.kept_heads else self.evicted
+
     def forget_lost_blocks(self) -> None:
         """Forget the blocks that a rank lost since the last call; all ranks call this at the same time."""
         self.archived = tuple(blocks_on_all_ranks(self.archived, self.ranks))
@@ -302,7 +308,7 @@ class LayerGroup:
             mx.eval(layer.reload([(block.positions, block.layers[number]) for block in loaded]))
         positions = np.concatenate([block.positions for block in loaded])
         self.recalled = np.union1d(self.recalled, positions)
-        self.ranks.check_equal("the recalled tokens", self.recalled, layers[0].positions)
+        self.ranks.check_equal("the recalled tokens", self.recalled, layers[0].regions.positions)
         return len(positions)
 
     def _read(self, blocks: list[ArchivedBlock]) -> list[Block]:
@@ -531,11 +537,11 @@ def layer_group_of(caches: Sequence[Any]) -> LayerGroup | None:
         return group
     parts = {layer.number: _part_of(layer) for layer in layers}
     first = next(iter(parts.values()))
-    shortest = min(layer.size() for layer in layers)  # longer ones have a part of an interrupted pass
+    shortest = min(layer.regions.stored for layer in layers)  # longer ones have a part of an interrupted pass
     if (
         len(parts) < len(layers)
         or any((part.plan, part.stats.tokens) != (first.plan, first.stats.tokens) for part in parts.values())
-        or len({layer.positions[:shortest].tobytes() for layer in layers}) > 1
+        or len({layer.regions.positions[:shortest].tobytes() for layer in layers}) > 1
     ):
         raise CacheFormatError(f"the layers of a prompt cache belong to different sequences. {_TOGETHER}")
     for number, part in parts.items():

@@ -4,12 +4,13 @@ They are in the user's cache folder or, for the bundled model and SmolLM2, insid
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
@@ -17,6 +18,7 @@ from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.files import atomic_write, cache_folder
 from mlx_tq.policies.calibration import calibrated_models
 
+_T = TypeVar("_T")
 MEASURED_FORMAT = "tq3"  # its loss is visible in one layer of many, and small enough to grow with the error
 
 
@@ -40,25 +42,55 @@ def losses_path(fingerprint: str) -> Path:
 
 def find_losses(fingerprint: str) -> Losses | None:
     """Return the losses of a model, or None if they were never measured; raise CacheFormatError if damaged."""
-    path = losses_path(fingerprint)
-    path = path if path.is_file() else _shipped("losses") / path.name
+    return _find(losses_path(fingerprint), "losses", _parse_losses)
+
+
+def _parse_losses(fields: dict[str, Any]) -> Losses:
+    return Losses(tuple(map(float, fields["keys"])), tuple(map(float, fields["values"])), int(fields["tokens"]))
+
+
+@dataclass(frozen=True)
+class HeadScores:
+    """How much each KV head needs distant tokens: the share of its rows among the best rows of all heads."""
+
+    scores: tuple[tuple[float, ...], ...]  # of the heads of each layer, from 0 to 1
+    tokens: int  # of the text
+
+    def __post_init__(self) -> None:
+        if not self.scores or not all(0 <= score <= 1 for layer in self.scores for score in layer):
+            raise CacheFormatError(f"{self.scores} are not scores of heads.")
+
+
+def head_scores_path(fingerprint: str) -> Path:
+    """Return where the scores of a model's heads are stored."""
+    return cache_folder() / f"heads-{fingerprint}.json"
+
+
+def find_head_scores(fingerprint: str) -> HeadScores | None:
+    """Return the scores of a model's heads, or None if they were never measured; raise CacheFormatError if damaged."""
+    return _find(head_scores_path(fingerprint), "heads", _parse_head_scores)
+
+
+def _parse_head_scores(fields: dict[str, Any]) -> HeadScores:
+    return HeadScores(tuple(tuple(map(float, layer)) for layer in fields["scores"]), int(fields["tokens"]))
+
+
+def _find(path: Path, folder: str, parse: Callable[[dict[str, Any]], _T]) -> _T | None:
+    path = path if path.is_file() else _shipped(folder) / path.name
     if not path.is_file():
         return None
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        return Losses(tuple(map(float, fields["keys"])), tuple(map(float, fields["values"])), int(fields["tokens"]))
+        return parse(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, KeyError, CacheFormatError) as error:
         raise CacheFormatError(f"{path} is damaged ({error!r}). Remove it: it is made again.") from error
 
 
-def save_losses(path: Path, losses: Losses) -> None:
+def save_measurements(path: Path, measured: Losses | HeadScores) -> None:
     try:
         with atomic_write(path) as temporary:
-            temporary.write_text(json.dumps(asdict(losses)) + "\n", encoding="utf-8")
+            temporary.write_text(json.dumps(asdict(measured)) + "\n", encoding="utf-8")
     except OSError as error:
-        raise CacheFormatError(
-            f"cannot write the losses {path}: {error}. Set XDG_CACHE_HOME to another folder."
-        ) from error
+        raise CacheFormatError(f"cannot write {path}: {error}. Set XDG_CACHE_HOME to another folder.") from error
 
 
 def calibration_path(fingerprint: str, *, covariance: bool = False) -> Path:

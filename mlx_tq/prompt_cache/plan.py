@@ -18,6 +18,7 @@ from mlx_tq.errors import ConfigError, UnsupportedModelError
 from mlx_tq.integration.probe import ModelFacts, SlotFacts
 from mlx_tq.kernels.arguments import can_run
 from mlx_tq.policies.calibration import SKIP, Calibration, QueryStats
+from mlx_tq.policies.heads import Division, Heads, divide_heads
 from mlx_tq.policies.policy import CalibratedPolicy
 from mlx_tq.policies.rope import Rope, find_pairs, learn_rope
 from mlx_tq.prompt_cache.allocation import Allocation
@@ -25,11 +26,13 @@ from mlx_tq.prompt_cache.layer_bytes import (
     Evicted,
     RegionBytes,
     cold_layout,
+    headwise_bytes,
     layer_bytes,
     layer_layout,
     native_cache_bytes,
 )
 from mlx_tq.prompt_cache.layer_group import EvictionPlan
+from mlx_tq.prompt_cache.measurements import HeadScores
 from mlx_tq.prompt_cache.transient import activation_nbytes, attention_nbytes, compression_nbytes
 
 _PROMOTED = "q8"  # the least format of layers where low-bit keys would hurt
@@ -44,6 +47,7 @@ class LayerPlan:
     note: str  # why it differs from the configuration, or ""
     rope: Rope | None = None  # of the layer, if an eviction policy needs its queries
     queries: QueryStats | None = None  # from a file
+    evicts: bool = True  # whether it takes part in eviction: else all of its heads keep all tokens
 
     @property
     def has_kernels(self) -> bool:
@@ -78,6 +82,7 @@ class Plan:
     layers: list[LayerPlan]
     native_caches: Callable[[], list[Any]]  # makes a new list of the model's own caches
     eviction: EvictionPlan | None = None  # None if caches keep all tokens
+    division: Division | None = None  # of the heads, if the policy evicts by head
     allocation: Allocation | None = None  # the bits and the loss of formats that `mean_bits` chose
     ranks: Ranks = ALONE  # processes that have parts of the model; heads and bytes are this rank's
     name: str = ""  # of the model, as users know it
@@ -119,7 +124,27 @@ class Plan:
         if self.eviction is not None and live < tokens:
             evicted = Evicted(tokens, self.eviction.config.policy.granularity, recalled)
         stored = min(tokens, max(live, self.live(tokens - extra)) + extra + recalled)
+        if self.division is not None:
+            return [self._headwise_bytes(layer, tokens, stored, evicted) for layer in self.layers]
         return [layer_bytes(layer.slot, layer.spec, stored, evicted) for layer in self.layers]
+
+    def _headwise_bytes(self, layer: LayerPlan, tokens: int, stored: int, evicted: Evicted | None) -> RegionBytes:
+        if not layer.evicts:
+            return layer_bytes(layer.slot, layer.spec, tokens)
+        return headwise_bytes(layer.slot, layer.spec, tokens, stored, evicted)
+
+    def kept_share(self, tokens: int) -> float:
+        """Return the share of the rows of `tokens` tokens that is kept, at most."""
+        if self.division is None:
+            return self.live(tokens) / tokens
+        policy = None if self.config.evict is None else self.config.evict.policy
+        assert isinstance(policy, Heads)  # noqa: S101 - tells the type checker: no other policy divides heads
+        return self.division.share(self.heads, tokens, _first_tokens(self.config, policy))
+
+    @property
+    def heads(self) -> int:
+        """KV heads of all compressed layers together."""
+        return sum(layer.slot.heads for layer in self.layers)
 
     def bytes_at(self, tokens: int, extra: int = 0, recalled: int = 0) -> RegionBytes:
         """Return the sum of `layers_at`."""
@@ -143,6 +168,8 @@ class Plan:
         """
         recalled = 0 if self.eviction is None else self.eviction.max_recalled(tokens)
         stored = min(tokens, self.live(max(0, tokens - step)) + step + recalled)
+        if self.division is not None and any(self.division.kept):
+            stored = tokens
         slots = [layer.slot for layer in self.layers]
         layers = (
             attention_nbytes(slot, stored, step, rows, compressed=True) + compression_nbytes(slot, stored, step, rows)
@@ -196,10 +223,12 @@ def make_plan(
     config: KVConfig,
     native_caches: Callable[[], list[Any]],
     calibration: Calibration | None = None,
+    head_scores: HeadScores | None = None,
 ) -> Plan:
     """Decide the storage of each plain KV cache.
 
-    A `calibration` that the policy looked up is ignored if it does not fit the model.
+    A `calibration` that the policy looked up is ignored if it does not fit the model. `head_scores` are those of a
+    policy that evicts by head.
     """
     typical = statistics.median(slot.key_norm for slot in facts.slots)
     count = len(facts.slots)
@@ -229,7 +258,7 @@ def make_plan(
         name=facts.name,
         activations=facts.activations,
     )
-    return plan if config.evict is None else _with_eviction(plan, facts, config.evict, calibration)
+    return plan if config.evict is None else _with_eviction(plan, facts, config.evict, calibration, head_scores)
 
 
 def choose_formats(
@@ -285,7 +314,13 @@ def _weighting_pairs(slot: SlotFacts) -> tuple[tuple[tuple[int, int], ...] | Non
         return None, f"keys not weighted: {error}"
 
 
-def _with_eviction(plan: Plan, facts: ModelFacts, config: EvictConfig, calibration: Calibration | None) -> Plan:
+def _with_eviction(
+    plan: Plan,
+    facts: ModelFacts,
+    config: EvictConfig,
+    calibration: Calibration | None,
+    head_scores: HeadScores | None,
+) -> Plan:
     name = facts.model_type
     if facts.counts_keys:
         raise UnsupportedModelError(
@@ -311,8 +346,58 @@ def _with_eviction(plan: Plan, facts: ModelFacts, config: EvictConfig, calibrati
             for layer, rope, stats in zip(plan.layers, ropes, queries, strict=True)
         ]
         plan = replace(plan, layers=layers)
-    budget = budget_in_tokens(plan, config, facts.positions)
-    return replace(plan, eviction=EvictionPlan(config, budget, len(plan.layers), facts.positions, source))
+    if isinstance(policy, Heads):
+        plan = _divide_heads(plan, policy, parse_budget(config.budget), facts.positions, head_scores)
+        assert plan.division is not None  # noqa: S101 - tells the type checker: it was made in the line above
+        budget = Budget(tokens=_first_tokens(plan.config, policy) + plan.division.window - 1)
+    else:
+        budget = budget_in_tokens(plan, config, facts.positions)
+    evicting = sum(layer.evicts for layer in plan.layers)
+    kept = 0 if plan.division is None else sum(map(len, plan.division.kept))
+    return replace(plan, eviction=EvictionPlan(config, budget, evicting, facts.positions, source, kept))
+
+
+def _first_tokens(config: KVConfig, policy: Heads) -> int:
+    """Return the most tokens that a head holds besides its window: the first ones, and part of a block."""
+    return max(config.sinks, policy.sinks) + policy.granularity
+
+
+def _divide_heads(
+    plan: Plan, policy: Heads, budget: Budget, positions: int | None, head_scores: HeadScores | None
+) -> Plan:
+    """Say which heads of each layer keep all tokens: on each rank, the same share of its own."""
+    name, ranks = plan.name or plan.model_type, plan.ranks
+    length = budget.length or positions
+    if length is None:
+        raise ConfigError(
+            f"{name} names no context length, so a budget of {budget.share:.0%} of its rows is unknown. Write the length, "
+            f"as in {budget.share:.0%}@8192."
+        )
+    if head_scores is None:
+        raise ConfigError(
+            f"{policy} needs to know which KV heads of {name} need all tokens, which is not measured yet. Run "
+            "mlx_tq.calibrate --heads with this model once, or use another policy."
+        )
+    counts = [layer.slot.heads * ranks.size for layer in plan.layers]
+    if [len(layer) for layer in head_scores.scores] != counts:
+        raise ConfigError(
+            f"the scores of heads are of a model with {[len(layer) for layer in head_scores.scores]} KV heads; {name} has "
+            f"{counts}. Run mlx_tq.calibrate --heads with this model."
+        )
+    own = [
+        scores[ranks.rank * layer.slot.heads : (ranks.rank + 1) * layer.slot.heads]
+        for layer, scores in zip(plan.layers, head_scores.scores, strict=True)
+    ]
+    first, least = _first_tokens(plan.config, policy), max(plan.config.window, 1) + 2 * BLOCK
+    division = divide_heads(own, budget.share or 1.0, length, first, least, policy.window)
+    layers = []
+    for layer, kept in zip(plan.layers, division.kept, strict=True):
+        if len(kept) == layer.slot.heads:
+            layers.append(replace(layer, evicts=False))
+        else:
+            spec = replace(layer.spec, kept_heads=kept, head_sinks=policy.sinks, head_window=division.window)
+            layers.append(replace(layer, spec=spec))
+    return replace(plan, layers=layers, division=division)
 
 
 def learn_ropes(facts: ModelFacts) -> list[Rope]:

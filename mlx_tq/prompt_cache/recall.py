@@ -60,8 +60,8 @@ class QueryBuffer:
     def last(self, layer: CompressedKVCache, count: int) -> "LayerQueries":
         """Return the last `count` queries, which are those of the last tokens of `layer`."""
         queries = mx.concatenate(list(self.passes), axis=2)[:, :, -count:].astype(mx.float32) * self.scale
-        view: Any = layer.keys_and_values()[0].view
-        return LayerQueries(layer, queries, np.array(log_sum_exp(queries, view.merged_regions())))
+        queries, regions = layer.searched(queries)
+        return LayerQueries(layer, queries, np.array(log_sum_exp(queries, regions)))
 
 
 class LayerQueries(NamedTuple):

@@ -148,7 +148,7 @@ class Sessions:
         transcript.append(result.tokens[len(transcript.ids) :], result.quotation, result.quotation_start)
         sequence = layer_group_of(result.caches)
         if sequence is not None:
-            transcript.send_evicted(sequence.evicted)
+            transcript.send_evicted(sequence.lost)
         session.transcript, session.caches = transcript, result.caches
         session.template_options = turn.template_options
         session.messages = None if answer is None else [*turn.messages, answer]

@@ -88,9 +88,12 @@ def prefill(
 
 
 def live_positions(caches: list[Any], tokens: int) -> np.ndarray:
-    """Return the positions in caches of `tokens` tokens, int64 [N]."""
+    """Return the positions that some layer's heads hold in caches of `tokens` tokens, int64 [N]."""
     layers = compressed_caches(caches)
-    return layers[0].positions if layers else np.arange(tokens)
+    if not layers:
+        return np.arange(tokens)
+    most = max(layers, key=lambda layer: layer.size())
+    return most.regions.positions if most.size() < most.offset else np.arange(most.offset)
 
 
 def evict_before_question(caches: list[Any], count: int) -> bool:

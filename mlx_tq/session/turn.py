@@ -206,7 +206,7 @@ class Turn:
     def _send_evicted(self) -> None:
         sequence = layer_group_of(self._caches)
         if sequence is not None:
-            self._transcript.send_evicted(sequence.evicted)
+            self._transcript.send_evicted(sequence.lost)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         try:

@@ -18,7 +18,7 @@ from mlx_tq.models import fingerprint
 from mlx_tq.prompt_cache.allocation import solve_knapsack
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.layer_group import compressed_caches
-from mlx_tq.prompt_cache.measurements import Losses, find_losses, losses_path, save_losses
+from mlx_tq.prompt_cache.measurements import Losses, find_losses, losses_path, save_measurements
 
 MEASURED, FROM = 512, 192  # tokens that are read, and after which they count
 
@@ -127,7 +127,7 @@ def test_a_file_names_the_formats_that_were_chosen(embedded, monkeypatch, tmp_pa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     kept = losses_path(fingerprint(model))
     kept.parent.mkdir()
-    save_losses(kept, Losses((0.1,), (0.2,), 320))  # by which nothing can be chosen
+    save_measurements(kept, Losses((0.1,), (0.2,), 320))  # by which nothing can be chosen
     assert mlx_tq.load_prompt_cache(file, model=model).config == chosen
     with mlx_tq.Session(model, tokenizer, max_tokens=2) as session:
         session.load(talk)
@@ -152,7 +152,7 @@ def test_what_cannot_be_is_said(embedded, monkeypatch, tmp_path):
         measure_losses(model, tokenizer, "a text")
     kept = losses_path(fingerprint(model))
     kept.parent.mkdir()
-    save_losses(kept, Losses((0.1,), (0.2,), 320))
+    save_measurements(kept, Losses((0.1,), (0.2,), 320))
     with pytest.raises(ConfigError, match="of 1 layers, and qwen3 stores 6"):
         plan_caches(model, KVConfig(mean_bits=4.2))
     for damaged in ("{", '{"keys": [-1], "values": [1], "tokens": 3}', '{"keys": [1], "values": [], "tokens": 3}'):

@@ -5,6 +5,7 @@ leave, for good or to come back.
 """
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -31,7 +32,9 @@ RECENT, ROOM, TRIGGER = 32, 20, 8  # packed tokens with recent keys; budget abov
 KEYS, VALUES = random_pair(1000, dims=DIMS)  # the tokens that ever arrive, in this order
 QUERIES = random(1000, heads=2 * HEADS, dim=DIMS[0], seed=9)  # theirs
 LAYERS = 2
-RECALLS = ("recalls", "recalls", "recalls", "recalls tq2", "recalls q8_0")  # kinds of caches with an archive
+RECALLS = ("recalls", "recalls", "recalls heads", "recalls tq2", "recalls q8_0")  # kinds of caches with an archive
+EVICTS = ("evicts", "evicts", "evicts heads", "evicts tq2", "evicts q8_0")  # of those without
+KEPT, EVERY = (1,), (0, 1)  # heads that keep all tokens, and all heads
 # A BLAS may round these formats' rotation otherwise for another number of rows, and a value between two levels then has
 # the other code: less than a quarter of a vector, where another token's vector is 1.4 of it away.
 MULTIPLIED, ANOTHER_CODE = {"tbq3_0", "tbq4_0"}, 0.25
@@ -187,7 +190,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(
         key=st.sampled_from(formats_of(DIMS[0], keys=True)),
-        kind=st.sampled_from(["plain", "tq2", "q8_0", *["evicts"] * 2, "evicts tq2", "evicts q8_0", *RECALLS]),
+        kind=st.sampled_from(["plain", "tq2", "q8_0", *EVICTS, *RECALLS]),
         value=st.sampled_from(formats_of(DIMS[1], keys=False)),
         sinks=st.sampled_from([0, 1, 40]),
         window=st.sampled_from([0, 1, 31]),
@@ -199,6 +202,9 @@ class CacheMachine(RuleBasedStateMachine):
         key = f"{key}~{cold}" if cold in format_names() and cold != key else key
         sizes = {"sinks": sinks, "window": window, "recent": RECENT, "normalize": normalize}
         self.config, self.spec = KVConfig(key=key, value=value, **sizes), make_spec(key, value, **sizes)
+        self.by_head = kind.endswith("heads")
+        if self.by_head:  # the window of heads that evict is as long as any pass
+            self.spec = replace(self.spec, kept_heads=KEPT, head_window=LONGEST, head_sinks=sinks)
         self.exact = MULTIPLIED.isdisjoint({self.spec.key, self.spec.cold}), self.spec.value not in MULTIPLIED
         sequence = None
         if evicts:
@@ -235,8 +241,9 @@ class CacheMachine(RuleBasedStateMachine):
         for cache in self.caches:
             keys, values, queries = (mx.take(x, mx.array(tokens), axis=2) for x in (KEYS, VALUES, QUERIES))
             view = cache.append(keys, values)
-            assert view.key_shape() == (1, HEADS, len(self.model.live), DIMS[0])
-            assert view.value_shape() == (1, HEADS, len(self.model.live), DIMS[1])
+            most = len(self.model.tokens if self.by_head else self.model.live)
+            assert view.key_shape() == (1, HEADS, most, DIMS[0])
+            assert view.value_shape() == (1, HEADS, most, DIMS[1])
             if view.listeners:
                 view.attend(queries, 1.0, "causal", None)
 
@@ -325,7 +332,12 @@ class CacheMachine(RuleBasedStateMachine):
 
     def check(self, cache, model):
         sinks, live = self.spec.sinks, model.live
-        assert (cache.offset, cache.size(), cache.positions.tolist()) == (len(model.tokens), len(live), live)
+        every = list(range(len(model.tokens)))
+        assert (cache.offset, cache.size()) == (len(every), len(every if self.by_head else live))
+        if self.by_head and model.gone:
+            assert [x.tolist() for x in cache.positions] == [every if head in KEPT else live for head in EVERY]
+        else:
+            assert cache.positions.tolist() == live
         body = [p for p in range(sinks, model.packed) if p not in model.gone]
         assert cache.packed_tokens == len(body)
         assert cache.packed_positions.tolist() == [p for p in body if p < len(model.tokens)]
@@ -333,12 +345,20 @@ class CacheMachine(RuleBasedStateMachine):
         if cache.empty():
             assert not model.tokens
             return
-        for number, (handle, original) in enumerate(zip(cache.keys_and_values(), (KEYS, VALUES), strict=True)):
-            wanted = np.array(original)[0][:, np.array(model.tokens, int)[live]]  # [H, S, D]
-            for row, position in enumerate(live):
-                if sinks <= position < model.packed:
-                    wanted[:, row] = model.stored[position - sinks][number or 2 * (position < model.cold)]
-            found = np.array(handle.materialize())[0]
+        if not self.by_head:
+            self.compare(EVERY, live, model, [handle.materialize() for handle in cache.keys_and_values()])
+        for head in EVERY if self.by_head else ():
+            regions = cache.keys_and_values()[0].view.merged_regions().head(head)
+            self.compare((head,), every if head in KEPT else live, model, regions.decode())
+
+    def compare(self, heads, positions, model, contents):
+        """Compare keys and values of some heads with what the list has at these positions."""
+        for number, (array, original) in enumerate(zip(contents, (KEYS, VALUES), strict=True)):
+            wanted = np.array(original)[0][:, np.array(model.tokens, int)[positions]]  # [H, S, D]
+            for row, position in enumerate(positions):
+                if self.spec.sinks <= position < model.packed:
+                    wanted[:, row] = model.stored[position - self.spec.sinks][number or 2 * (position < model.cold)]
+            found, wanted = np.array(array)[0], wanted[list(heads)]
             if self.exact[number]:
                 assert np.array_equal(found, wanted)
             else:
@@ -377,10 +397,11 @@ def test_tokens_of_both_tiers_leave(normalize):
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-def test_a_trim_past_a_round_is_refused_and_changes_nothing(normalize):
+@pytest.mark.parametrize("kind", ["evicts", "evicts heads"])
+def test_a_trim_past_a_round_is_refused_and_changes_nothing(kind, normalize):
     """Histories by chance seldom trim so deep after a round."""
     state = CacheMachine()
-    state.start(key="q8", kind="evicts", value="tq4", sinks=1, window=31, normalize=normalize)
+    state.start(key="q8", kind=kind, value="tq4", sinks=1, window=31, normalize=normalize)
     state.append_many(count=70, times=3)
     state.append_many(count=1, times=1)  # a pass begins with the round
     assert state.model.gone

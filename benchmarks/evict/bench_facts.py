@@ -1,0 +1,146 @@
+"""Measure what eviction loses of everyday facts: the log-probability of right answers, and answers while decoding.
+
+    python -m benchmarks.evict.bench_facts --models smollm2,embedded --tokens 950 --share 40
+
+A text with facts of two kinds is prefilled; then a copy of its caches gets each question. The policies do not know the
+questions when they evict. All arms have the same formats, sinks and window. An answer is right if each of its tokens is
+the most likely one, decoded one by one. Standard errors are over texts.
+"""
+
+import argparse
+import copy
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from benchmarks.evict.everyday_facts import KINDS, Question, Scene, plant_facts
+from benchmarks.reports import ALL_NAMES, named_model, save
+from mlx_tq.cli.inputs import load_text
+from mlx_tq.config import EvictConfig, KVConfig
+from mlx_tq.prompt_cache.build import build_caches
+from mlx_tq.prompt_cache.compressed import compressed_attention, planner
+from mlx_tq.prompt_cache.layer_group import compressed_caches
+from mlx_tq.prompt_cache.plan import Plan
+from mlx_tq.session.restore import prefill, recall_rows
+
+STEP = 512
+EACH = 4  # facts of each kind in a text
+PLAIN = KVConfig(key="q8", value="q8", sinks=4, window=32)
+
+
+@dataclass(frozen=True)
+class Arm:
+    name: str
+    config: KVConfig
+    recalls: bool = False
+
+
+def make_arms(share: float, tokens: int, policies: Iterable[str]) -> list[Arm]:
+    """Return the full cache, then each policy without recall and with it; `share` is a percentage."""
+    arms = [Arm("full", PLAIN)]
+    for policy in policies:
+        budget = f"{share:g}%@{tokens}" if policy.startswith("heads") else f"{share:g}%"
+        for recall in ("off", "auto"):
+            config = replace(PLAIN, evict=EvictConfig(policy, budget, recall))
+            arms.append(Arm(policy + (" with recall" if recall == "auto" else ""), config, recall == "auto"))
+    return arms
+
+
+def scenes(tokenizer: Any, tokens: int, count: int) -> list[Scene]:
+    text = list(tokenizer.encode(load_text(), add_special_tokens=False, verbose=False))
+    names = [*KINDS]
+    pairs = [[names[i % len(names)], names[(i + 1 + i // len(names)) % len(names)]] for i in range(count)]
+    return [plant_facts(tokenizer, text, tokens, pair, EACH, seed) for seed, pair in enumerate(pairs)]
+
+
+def held_share(caches: list[Any]) -> float:
+    """Return the share of the rows of all heads that the caches hold."""
+    held = seen = 0
+    for layer in compressed_caches(caches):
+        heads = layer.keys_and_values()[0].shape[1]
+        by_head = layer.positions if isinstance(layer.positions, list) else [layer.positions] * heads
+        held += sum(map(len, by_head))
+        seen += heads * layer.offset
+    return held / seen
+
+
+def answer(model: Any, caches: list[Any], question: Question) -> tuple[float, bool]:
+    """Return the log-probability of the answer, and whether it is decoded."""
+    with compressed_attention(model):
+        logits = model(mx.array(question.ids)[None], cache=caches)[0, -1]
+        total, is_right = 0.0, True
+        for token in question.answer:
+            scores = logits.astype(mx.float32) - mx.logsumexp(logits.astype(mx.float32))
+            total += float(scores[token])
+            is_right &= int(scores.argmax()) == token
+            logits = model(mx.array([[token]]), cache=caches)[0, -1]
+    return total, is_right
+
+
+def ask(model: Any, plan: Plan, arm: Arm, scene: Scene) -> dict[str, Any]:
+    caches = build_caches(plan)
+    with compressed_attention(model):
+        prefill(model, caches, scene.ids, STEP)
+        prefill(model, copy.deepcopy(caches), [0], 1)
+    found = []
+    for question in scene.questions:
+        twins = copy.deepcopy(caches)
+        recalled = recall_rows(model, twins, question.ids, STEP) if arm.recalls else None
+        found.append((*answer(model, twins, question), 0 if recalled is None else len(recalled.positions)))
+    with compressed_attention(model):  # the round that a question's pass begins with
+        prefill(model, caches, [0], 1)
+    scores, right, recalled_tokens = zip(*found, strict=True)
+    return {"scores": scores, "right": right, "recalled": float(np.mean(recalled_tokens)), "held": held_share(caches)}
+
+
+def compare(arm: Arm, rows: list[dict[str, Any]], full: list[dict[str, Any]]) -> dict[str, Any]:
+    losses = [np.mean(row["scores"]) - np.mean(base["scores"]) for row, base in zip(rows, full, strict=True)]
+    return {
+        "arm": arm.name,
+        "questions": sum(len(row["scores"]) for row in rows),
+        "held": float(np.mean([row["held"] for row in rows])),
+        "difference": float(np.mean(losses)),
+        "error": float(np.std(losses, ddof=1) / len(losses) ** 0.5),
+        "right": int(sum(sum(row["right"]) for row in rows)),
+        "right_full": int(sum(sum(row["right"]) for row in full)),
+        "recalled": float(np.mean([row["recalled"] for row in rows])),
+    }
+
+
+def measure(name: str, tokens: int, share: float, texts: int, policies: list[str]) -> list[dict[str, Any]]:
+    model, tokenizer = named_model(name)
+    plan, full, rows = planner(model), [], []
+    asked = scenes(tokenizer, tokens, texts)
+    for arm in make_arms(share, tokens, policies):
+        began = time.perf_counter()
+        planned = plan(arm.config)
+        results = [ask(model, planned, arm, scene) for scene in asked]
+        full = full or results
+        rows.append({"model": ALL_NAMES[name], "tokens": tokens, **compare(arm, results, full)})
+        print(rows[-1], f"{time.perf_counter() - began:.0f} s", flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", default="smollm2,embedded", help="of benchmarks.reports, joined by commas")
+    parser.add_argument("--tokens", type=int, default=950)
+    parser.add_argument("--share", type=float, default=40, help="percent of the rows to keep")
+    parser.add_argument("--texts", type=int, default=16, help="texts, with eight questions each")
+    parser.add_argument("--policies", default="triattention,heads", help="joined by commas")
+    parser.add_argument("--json", default="evict_facts.json")
+    args = parser.parse_args()
+    rows = []
+    for name in args.models.split(","):
+        rows += measure(name, args.tokens, args.share, args.texts, args.policies.split(","))
+    command = f"python -m benchmarks.evict.bench_facts --models {args.models} --tokens {args.tokens}"
+    command += f" --share {args.share:g} --texts {args.texts} --policies {args.policies}"
+    save(args.json, command, rows=rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Measure once for a model which KV heads need distant tokens, for the policy `heads`.
+
+The model reads a text and an instruction to repeat it, and is then shown the text again (KVzip, Kim et al., arXiv
+2505.23416). A row of the first reading has as its score the largest weight that a query of the second gives it; a head,
+the share of its rows among the best half of all rows of all heads.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tq.cli.model_calibration import PacedPrefill
+from mlx_tq.cli.screen import note, prefill_progress
+from mlx_tq.errors import ConfigError
+from mlx_tq.evaluate.recording import Attended, watched_caches
+from mlx_tq.integration.probe import position_limit
+from mlx_tq.models import fingerprint, ranks_of
+from mlx_tq.prompt_cache.compressed import compressed_attention
+from mlx_tq.prompt_cache.measurements import HeadScores, head_scores_path, make_folder, save_measurements
+from mlx_tq.session.restore import ProgressCallback
+
+TOKENS = 1024
+BEST = 0.5  # share of all rows that count as needed
+REPEAT = "\n\nRepeat the previous context exactly.\n\n"
+
+
+def save_head_scores(model: Any, tokenizer: Any, text: str, name: str) -> None:
+    """Measure and save the scores of a model's heads, with progress on the screen."""
+    path = head_scores_path(fingerprint(model))
+    make_folder(path)  # before the work, not after it
+    with prefill_progress(title=f"Measuring the KV heads of {name} (first run only)") as progress:
+        scores = measure_head_scores(model, tokenizer, text, progress=progress)
+    save_measurements(path, scores)
+    note(f"Saved the scores of its heads to {path}")
+
+
+def measure_head_scores(
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    tokens: int = TOKENS,
+    *,
+    progress: ProgressCallback = lambda done, total: None,
+) -> HeadScores:
+    """Return the scores of all KV heads of the layers that can be compressed, on the first `tokens` of a text."""
+    weights = largest_weights(model, tokenizer, text, tokens, progress=progress)
+    threshold = np.quantile(np.concatenate(weights), 1 - BEST)
+    scores = tuple(tuple((layer >= threshold).mean(axis=1).tolist()) for layer in weights)
+    return HeadScores(scores, weights[0].shape[1])
+
+
+def largest_weights(
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    tokens: int,
+    *,
+    progress: ProgressCallback = lambda done, total: None,
+) -> list[np.ndarray]:
+    """Return the largest weight that repeating a text gives each of its rows, fp32 [H, tokens] of each layer."""
+    ids = list(tokenizer.encode(text, add_special_tokens=False, verbose=False))[:tokens]
+    repeat = list(tokenizer.encode(REPEAT, add_special_tokens=False)) + ids
+    limit = position_limit(model)
+    if limit is not None and len(ids) + len(repeat) > limit:
+        raise ConfigError(
+            f"the model allows {limit:,} positions, and {len(ids) + len(repeat):,} are needed to repeat {len(ids):,} tokens "
+            "of a text. Use another policy than heads."
+        )
+    best: dict[int, mx.array] = {}
+
+    def watch(number: int, attended: Attended) -> None:
+        if attended.keys.shape[2] > len(ids):  # of the second reading
+            found = _row_weights(attended)[:, : len(ids)]
+            best[number] = mx.maximum(best[number], found) if number in best else found
+            mx.eval(best[number])
+
+    caches = watched_caches(model, watch)
+    prefill = PacedPrefill(model, len(ids) + len(repeat), progress)
+    with compressed_attention(model):
+        prefill.run(caches, ids)
+        prefill.run(caches, repeat)
+    ranks = ranks_of(model)
+    return [ranks.gather(np.array(best[number])) for number in sorted(best)]
+
+
+def _row_weights(attended: Attended) -> mx.array:
+    """Return the largest weight of each row, over query heads and the queries of a pass: fp32 [H, S]."""
+    keys, queries = attended.keys[0].astype(mx.float32), attended.queries[0].astype(mx.float32)
+    heads, total, dim = keys.shape
+    length = queries.shape[1]
+    visible = mx.arange(total) <= mx.arange(total - length, total)[:, None]
+    logits = None if attended.sinks is None else attended.sinks.astype(mx.float32).reshape(heads, -1)
+    best = []
+    for head in range(heads):
+        group = queries.reshape(heads, -1, length, dim)[head]
+        scores = mx.where(visible, (group * attended.scale) @ keys[head].T, -mx.inf)
+        sums = mx.logsumexp(scores, axis=-1, keepdims=True)
+        if logits is not None:
+            sums = mx.logaddexp(sums, logits[head][:, None, None])
+        best.append(mx.exp(scores - sums).max(axis=(0, 1)))
+        mx.eval(best[-1])
+    return mx.stack(best)

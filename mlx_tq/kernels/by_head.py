@@ -1,0 +1,99 @@
+"""Attention to a layer whose KV heads keep different tokens.
+
+For a few queries, heads are a batch of caches with one head each. For many, those that keep the same tokens attend
+together, and heads with a window in runs of queries, each to what is near it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tq.errors import UnsupportedModelError
+from mlx_tq.kernels.attend import attend_batch
+from mlx_tq.kernels.prefill import prefill
+from mlx_tq.kernels.regions import HeadRows, Mask, Regions
+
+LEAST_RUN = 256  # queries of a window that attend together
+
+
+def attend_by_head(
+    queries: mx.array, regions: Regions, *, scale: float, mask: Mask = None, sinks: mx.array | None = None
+) -> mx.array:
+    """Return what `attend` returns; `mask` is no array."""
+    return attend_batch_by_head(queries, [regions], scale=scale, mask=mask, sinks=sinks)
+
+
+def attend_batch_by_head(
+    queries: mx.array, batch: Sequence[Regions], *, scale: float, mask: Mask = None, sinks: mx.array | None = None
+) -> mx.array:
+    """Return what `attend_batch` returns; in some of the caches, all heads may keep the same tokens."""
+    if sinks is not None:  # which differ from head to head, and those of a batch do not
+        run = [attend_by_group if regions.groups else prefill for regions in batch]
+        outputs = [
+            attend(queries[i : i + 1], regions, scale=scale, mask=mask, sinks=sinks)
+            for i, (attend, regions) in enumerate(zip(run, batch, strict=True))
+        ]
+        return mx.concatenate(outputs)
+    _check_mask(mask)
+    rows, query_heads, length, dim = queries.shape
+    heads = batch[0].full_keys.shape[1]
+    by_head = [regions.head(head) for regions in batch for head in range(heads)]
+    out = attend_batch(queries.reshape(rows * heads, -1, length, dim), by_head, scale=scale, mask=mask)
+    return out.reshape(rows, query_heads, length, -1)
+
+
+def attend_by_group(
+    queries: mx.array, regions: Regions, *, scale: float, mask: Mask = None, sinks: mx.array | None = None
+) -> mx.array:
+    """Return what `prefill` returns, at batch size 1; `mask` is no array."""
+    _check_mask(mask)
+    members: list[int] = []  # query heads, in the order of the outputs
+    outputs: list[mx.array] = []
+    size = queries.shape[1] // regions.full_keys.shape[1]
+    for group in regions.groups:
+        query_heads = [head * size + i for head in group.heads for i in range(size)]
+        members += query_heads
+        index = mx.array(query_heads)
+        # One after another: mlx would otherwise decode the rows of all groups at once.
+        part = mx.depends(mx.take(queries, index, axis=1), outputs[-1:])
+        logits = None if sinks is None else mx.take(sinks, index)
+        if group.window is None:
+            outputs.append(prefill(part, regions.group(group), scale=scale, mask=mask, sinks=logits))
+        else:
+            outputs.append(_attend_window(part, regions.group(group), group, scale, logits))
+    return mx.take(mx.concatenate(outputs, axis=1), mx.array(np.argsort(members)), axis=1)
+
+
+def _attend_window(
+    queries: mx.array, regions: Regions, group: HeadRows, scale: float, sinks: mx.array | None
+) -> mx.array:
+    """Attend causally to packed tokens, to the first full-precision tokens, and to the last ones before each query."""
+    assert group.window is not None  # noqa: S101 - tells the type checker: the caller has looked
+    length, before, outputs = queries.shape[2], regions.full_tokens - queries.shape[2], []
+    size = max(group.window, LEAST_RUN)
+    for start in range(0, length, size):
+        own = np.arange(before + start, before + min(start + size, length))  # full-precision tokens of the run
+        near = max(group.sinks, int(own[0]) - group.window + 1)
+        seen = np.concatenate([np.arange(min(group.sinks, near)), np.arange(near, own[-1] + 1)])
+        keys, values = (
+            mx.concatenate([x[:, :, : group.sinks], x[:, :, near : int(own[-1]) + 1]], axis=2)
+            for x in (regions.full_keys, regions.full_values)
+        )
+        part = replace(regions, full_keys=keys, full_values=values, full_tokens=len(seen))
+        visible = seen <= own[:, None]
+        visible &= (seen < group.sinks) | (seen > own[:, None] - group.window)
+        packed = np.ones((len(own), regions.packed_tokens), bool)
+        edge = regions.sink_tokens
+        mask = mx.array(np.concatenate([visible[:, :edge], packed, visible[:, edge:]], axis=1))
+        outputs.append(prefill(queries[:, :, start : start + size], part, scale=scale, mask=mask, sinks=sinks))
+    return mx.concatenate(outputs, axis=2)
+
+
+def _check_mask(mask: Mask) -> None:
+    if isinstance(mask, mx.array):
+        raise UnsupportedModelError(
+            "the model masks tokens by an array, and the heads of a layer keep different ones. Use --kv-evict none, or "
+            "another policy."
+        )
