@@ -52,8 +52,8 @@ def parse_budget(text: int | str) -> Budget:
         pass
     raise ConfigError(
         f"invalid budget {text!r}; write tokens (4096), a share of the tokens seen from above 0 to 100 (90%), or "
-        "bytes (800MB, 2GB). With --kv-evict heads, write a share of the rows at the model's context length (40%) or at "
-        "another length (40%@4096)."
+        "bytes (800MB, 2GB). With --kv-evict heads, write a share of the rows at the model's context length (40%) or "
+        "at another length (40%@4096)."
     )
 
 
@@ -176,18 +176,18 @@ class KVConfig:
         tokens = budget.tokens
         if evict.policy.by_head and budget.share is None:
             raise ConfigError(
-                f"the policy {evict.policy} keeps a share of the rows, and the budget is {evict.budget}. Write 40% (at the "
-                "model's context length) or 40%@4096 (at 4,096 tokens)."
+                f"the policy {evict.policy} keeps a share of the rows, and the budget is {evict.budget}. Write 40% "
+                "(at the model's context length) or 40%@4096 (at 4,096 tokens)."
             )
         if budget.length is not None and not evict.policy.by_head:
             raise ConfigError(
-                f"the budget {evict.budget} names a context length, which only the policy heads takes; the others keep a "
-                f"share of the tokens seen. Write {str(evict.budget).partition('@')[0]}."
+                f"the budget {evict.budget} names a context length, which only the policy heads takes; the others keep "
+                f"a share of the tokens seen. Write {str(evict.budget).partition('@')[0]}."
             )
         if evict.policy.by_head and COLD in self.key:
             raise ConfigError(
-                f"the key {self.key} has two formats, and the policy {evict.policy} keeps different tokens by head, which "
-                "do not go together. Use one key format."
+                f"the key {self.key} has two formats, and the policy {evict.policy} keeps different tokens by head. "
+                "The two do not go together. Use one key format."
             )
         if tokens is not None and tokens <= self.sinks + self.num_protected:
             recent = (

@@ -16,7 +16,6 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tq.codec.formats import CodecOptions, get_format
-from mlx_tq.evaluate.recording import WatchedCache
 from mlx_tq.evaluate.results import Results
 from mlx_tq.evaluate.teacher_forced import standard_error
 from mlx_tq.integration.patches import patch_attention
@@ -24,6 +23,7 @@ from mlx_tq.integration.probe import model_facts, native_caches
 from mlx_tq.models import load
 from mlx_tq.policies.rope import learn_rope
 from mlx_tq.prompt_cache.measurements import kl_divergence
+from mlx_tq.prompt_cache.recording import WatchedCache
 
 TARGET = Path(__file__).resolve().parent.parent / "results" / "normalized_keys.json"
 PREFIX, FIRST, LEARNED, FLOOR = 32, 4, 128, 0.01

@@ -12,10 +12,10 @@ from benchmarks.studies.flags import load_with_ids, open_results, run_study, stu
 from mlx_tq.codec.formats.base import dtype_of
 from mlx_tq.codec.formats.compared.spectral import COUNTS, SpectralCodec
 from mlx_tq.config import SCHEDULE, KVConfig
-from mlx_tq.evaluate.recording import record_attention
 from mlx_tq.evaluate.results import Record
 from mlx_tq.evaluate.teacher_forced import check_length
 from mlx_tq.prompt_cache.compressed import plan_caches
+from mlx_tq.prompt_cache.recording import record_attention
 
 # Share of a layer's key energy that the pairs of a schedule hold at least; a layer whose 16 pairs hold less has tq4.
 SCHEDULES = {"lean": 0.5, "even": 0.65, "rich": 0.8}

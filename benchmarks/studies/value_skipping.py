@@ -20,12 +20,12 @@ from mlx_lm.models.cache import KVCache
 from benchmarks.kernels.cases import make_cases
 from benchmarks.reports import save
 from mlx_tq.cli.inputs import load_text
-from mlx_tq.evaluate.recording import Attend, WatchedCache
 from mlx_tq.integration.patches import patch_attention
 from mlx_tq.integration.probe import model_facts, native_caches
 from mlx_tq.kernels import backend, thresholds
 from mlx_tq.kernels.thresholds import KernelThresholds
 from mlx_tq.models import load
+from mlx_tq.prompt_cache.recording import Attend, WatchedCache
 
 ROOT = Path(__file__).resolve().parents[2]
 COUNTED = (96, 224)  # tokens

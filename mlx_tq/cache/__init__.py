@@ -3,7 +3,7 @@
 import mlx_lm.models.cache as _native
 
 from mlx_tq.cache.batch import BatchCompressedKVCache
-from mlx_tq.cache.by_head import HeadwiseKVCache
+from mlx_tq.cache.headwise import HeadwiseKVCache
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.tiered import TieredKVCache
 

@@ -113,7 +113,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         if not self.regions.evicted or (window_size is None and not return_array):
             return make_causal_mask(N, self.offset, return_array, window_size)  # type: ignore[no-any-return]
         queries = np.arange(self.offset, self.offset + N)[:, None]
-        keys = np.concatenate([self.positions, queries[:, 0]])
+        keys = np.concatenate([self.regions.positions, queries[:, 0]])
         visible = keys <= queries
         return mx.array(visible if window_size is None else visible & (keys > queries - window_size))
 
@@ -366,8 +366,8 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
     # The packed region.
 
     @property
-    def positions(self) -> np.ndarray:
-        """Positions of the stored tokens, ascending, int64 [size()]."""
+    def positions(self) -> np.ndarray | list[np.ndarray]:
+        """Positions of the stored tokens, ascending, int64 [N]: of all heads, or of each if they differ."""
         return self.regions.positions
 
     @property

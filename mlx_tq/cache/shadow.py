@@ -40,7 +40,7 @@ class ShadowKVCache(CompressedKVCache):
         compressed = self.append(keys, values)
         compares = keys.shape[2] == 1 and self.offset % self.every == 0
         all_keys, all_values = self._native.update_and_fetch(keys, values)
-        view = ShadowView(compressed, all_keys, all_values, self.notes, self.positions if compares else None)
+        view = ShadowView(compressed, all_keys, all_values, self.notes, self.regions.positions if compares else None)
         return make_handles(view, keys.dtype)
 
     def keys_and_values(self) -> tuple[Handle, Handle]:

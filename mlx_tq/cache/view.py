@@ -126,11 +126,9 @@ class StepView:
         most = thresholds.current(queries.shape[3], group).packed_queries
         length = queries.shape[2]
         is_short = regions.packed_tokens > 0 and length <= most
-        if regions.groups:
-            run = attend_by_head if is_short else attend_by_group
-        else:
-            run = attend if is_short else prefill
+        run, run_by_head = (attend, attend_by_head) if is_short else (prefill, attend_by_group)
         phase = DECODE if length == 1 else SHORT_PASSES if is_short else PREFILL
+        run = run_by_head if regions.groups else run
         return run_in_phase(phase, run, queries, regions, scale=scale, mask=mask, sinks=sinks)
 
     def merged_regions(self) -> Regions:

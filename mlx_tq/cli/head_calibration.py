@@ -13,11 +13,11 @@ import numpy as np
 from mlx_tq.cli.model_calibration import PacedPrefill
 from mlx_tq.cli.screen import note, prefill_progress
 from mlx_tq.errors import ConfigError
-from mlx_tq.evaluate.recording import Attended, watched_caches
 from mlx_tq.integration.probe import position_limit
 from mlx_tq.models import fingerprint, ranks_of
 from mlx_tq.prompt_cache.compressed import compressed_attention
 from mlx_tq.prompt_cache.measurements import HeadScores, head_scores_path, make_folder, save_measurements
+from mlx_tq.prompt_cache.recording import Attended, watched_caches
 from mlx_tq.session.restore import ProgressCallback
 
 TOKENS = 1024
@@ -64,8 +64,8 @@ def largest_weights(
     limit = position_limit(model)
     if limit is not None and len(ids) + len(repeat) > limit:
         raise ConfigError(
-            f"the model allows {limit:,} positions, and {len(ids) + len(repeat):,} are needed to repeat {len(ids):,} tokens "
-            "of a text. Use another policy than heads."
+            f"the model allows {limit:,} positions, and to repeat {len(ids):,} tokens takes "
+            f"{len(ids) + len(repeat):,}. Use another policy than heads."
         )
     best: dict[int, mx.array] = {}
 

@@ -12,8 +12,8 @@ from mlx_lm.models.cache import make_prompt_cache as make_native_cache
 
 from mlx_tq.cache.layer import cache_parts
 from mlx_tq.cli.fast_blas import blas_warning
-from mlx_tq.cli.inputs import load_text
 from mlx_tq.cli.head_calibration import save_head_scores
+from mlx_tq.cli.inputs import load_text
 from mlx_tq.cli.model_calibration import collect_queries, mix_queries, save_measured_losses, save_queries
 from mlx_tq.cli.options import AUTO, SINGLE_PROCESS, Request, given_models, read_options
 from mlx_tq.cli.screen import human_bytes, logged_progress, note, stderr, warn

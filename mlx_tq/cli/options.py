@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Names for help texts. The registries that have them load mlx; a test compares the two.
 PROFILES = ("off", "safe", "balanced", "small", "tiny", "long")
 DEFAULT_PROFILE = "balanced"
-POLICIES = ("triattention", "expected_attention", "knorm", "random", "recency", "streaming")
+POLICIES = ("triattention", "expected_attention", "knorm", "random", "recency", "streaming", "heads")
 BACKENDS = ("auto", "metal", "cuda", "cpu", "reference")
 DTYPES = ("float32", "float16", "bfloat16")
 ON_FULL = ("stop", "drop-oldest")
@@ -134,8 +134,8 @@ _EVICT = (
 )
 _BUDGET = (
     "what eviction keeps: a number of tokens (4096), a share of the tokens seen (50%%), or bytes (2GB); with heads, a "
-    "share of all rows at the model's context length (40%%) or another one (40%%@4096). Saves memory, and does not extend "
-    "the model's context"
+    "share of all rows at the model's context length (40%%) or another one (40%%@4096). Saves memory, and does not "
+    "extend the model's context"
 )
 _CALIBRATION = "calibration for eviction: auto (once per model), text (this prompt), or a file from mlx_tq.calibrate"
 _RECALL = (

@@ -8,11 +8,11 @@ import numpy as np
 
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import Arm
-from mlx_tq.evaluate.recording import Attended, record_attention
 from mlx_tq.evaluate.results import Advance, Record
 from mlx_tq.evaluate.teacher_forced import divergence, normalization_hint, perplexity, score_text
 from mlx_tq.prompt_cache.build import make_cache
 from mlx_tq.prompt_cache.compressed import plan_caches
+from mlx_tq.prompt_cache.recording import Attended, record_attention
 
 TOGETHER = 4  # pairs that share one pass of the uncompressed cache
 QUERIES = 64  # last tokens of the recorded text, whose attention is compared

@@ -102,11 +102,10 @@ class Regions:
     def head(self, index: int) -> "Regions":
         """Return the part of one KV head."""
         part = slice(index, index + 1)
-        for group in self.groups:
-            if index in group.heads:
-                place = group.heads.index(index)
-                rows = slice(place, place + 1)
-                return self._part(group, lambda array: array[:, part], lambda array: array[:, rows])
+        if self.groups:
+            group = next(group for group in self.groups if index in group.heads)
+            place = group.heads.index(index)
+            return self._part(group, lambda array: array[:, part], lambda rows: rows[:, place : place + 1])
         normalization = self.normalization
         if normalization is not None:
             scale, means = normalization.scale[:, part], normalization.means[:, part]
@@ -156,8 +155,8 @@ class Regions:
         """Return all keys [B, H, tokens, Dk] and values [B, H, tokens, Dv] in logical order and the model's dtype."""
         if self.groups:
             raise UnsupportedModelError(
-                "the model reads the keys and values of a layer whose heads keep different tokens, which make no array. "
-                "Use --kv-evict none, or another policy."
+                "the model reads the keys and values of a layer whose heads keep different tokens, which make no "
+                "array. Use --kv-evict none, or another policy."
             )
         if self.packed_tokens == 0:
             return self.keys, self.values

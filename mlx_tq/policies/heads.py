@@ -37,7 +37,7 @@ class Heads(Policy):
 
     window: int | None = option(None, minimum=BLOCK)
     sinks: int = option(32, minimum=0)
-    trigger: int = option(1, choices=(1,))
+    trigger: int = option(1, minimum=1)
     granularity: int = option(BLOCK, choices=(BLOCK, 2 * BLOCK))
 
     def score(self, tokens: PackedTokens) -> np.ndarray:
@@ -79,15 +79,16 @@ def divide_heads(
         window = max(window, -(-least // BLOCK) * BLOCK)
     if window < least:
         raise ConfigError(
-            f"heads:window={window} is below the {least} last tokens that are in full precision in all heads. Raise it, "
-            "or lower --kv-window."
+            f"heads:window={window} is below the {least} last tokens that are in full precision in all heads. Raise "
+            "it, or lower --kv-window."
         )
     other = min(1.0, (first + window) / tokens)
     full = 1.0 if other == 1 else (share - other) / (1 - other)
     if full < 0:
         raise ConfigError(
             f"a budget of {share:.0%} of {tokens:,} tokens is less than the {first + window:,} that every head holds, "
-            f"{first} first ones and {window} last ones, which are {other:.0%}. Raise --kv-budget, or lower heads:window, --kv-sinks or --kv-window."
+            f"{first} first ones and {window} last ones, which are {other:.0%}. Raise --kv-budget, or lower "
+            "heads:window, --kv-sinks or --kv-window."
         )
     order = np.argsort([-score for layer in scores for score in layer], kind="stable")
     chosen = set(order[: int(full * total + 1e-9)].tolist())

@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList
 
-from mlx_tq.cache.by_head import HeadwiseKVCache
+from mlx_tq.cache.headwise import HeadwiseKVCache
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.shadow import ShadowKVCache
 from mlx_tq.cache.spec import CacheSpec
@@ -104,7 +104,6 @@ def _layer_maker(plan: Plan, *, shadow: bool = False) -> Callable[[LayerPlan], C
             if layer.rope is not None
         }
     group = LayerGroup(eviction, calibrators, ranks=plan.ranks)
-
 
     def make(layer: LayerPlan) -> CompressedKVCache:
         if not layer.evicts:

@@ -349,7 +349,7 @@ def _with_eviction(
     if isinstance(policy, Heads):
         plan = _divide_heads(plan, policy, parse_budget(config.budget), facts.positions, head_scores)
         assert plan.division is not None  # noqa: S101 - tells the type checker: it was made in the line above
-        budget = Budget(tokens=_first_tokens(plan.config, policy) + plan.division.window - 1)
+        budget = Budget(tokens=_first_tokens(plan.config, policy) + plan.division.window - policy.trigger)
     else:
         budget = budget_in_tokens(plan, config, facts.positions)
     evicting = sum(layer.evicts for layer in plan.layers)
@@ -358,8 +358,8 @@ def _with_eviction(
 
 
 def _first_tokens(config: KVConfig, policy: Heads) -> int:
-    """Return the most tokens that a head holds besides its window: the first ones, and part of a block."""
-    return max(config.sinks, policy.sinks) + policy.granularity
+    """Return the most tokens that a head holds besides its window: the first ones, and those that wait for a round."""
+    return max(config.sinks, policy.sinks) + policy.granularity + policy.trigger - 1
 
 
 def _divide_heads(
@@ -370,8 +370,8 @@ def _divide_heads(
     length = budget.length or positions
     if length is None:
         raise ConfigError(
-            f"{name} names no context length, so a budget of {budget.share:.0%} of its rows is unknown. Write the length, "
-            f"as in {budget.share:.0%}@8192."
+            f"{name} names no context length, so a budget of {budget.share:.0%} of its rows is unknown. Write the "
+            f"length, as in {budget.share:.0%}@8192."
         )
     if head_scores is None:
         raise ConfigError(
@@ -381,8 +381,8 @@ def _divide_heads(
     counts = [layer.slot.heads * ranks.size for layer in plan.layers]
     if [len(layer) for layer in head_scores.scores] != counts:
         raise ConfigError(
-            f"the scores of heads are of a model with {[len(layer) for layer in head_scores.scores]} KV heads; {name} has "
-            f"{counts}. Run mlx_tq.calibrate --heads with this model."
+            f"the scores of heads are of a model with {[len(layer) for layer in head_scores.scores]} KV heads; {name} "
+            f"has {counts}. Run mlx_tq.calibrate --heads with this model."
         )
     own = [
         scores[ranks.rank * layer.slot.heads : (ranks.rank + 1) * layer.slot.heads]

@@ -10,7 +10,7 @@ from mlx_tq.codec import TurboQuant
 from mlx_tq.codec.codebook import theoretical_mse
 from mlx_tq.codec.packing import unpack
 from mlx_tq.errors import ConfigError
-from mlx_tq.evaluate.recording import record_attention
+from mlx_tq.prompt_cache.recording import record_attention
 
 
 @pytest.mark.parametrize("side", ["keys", "values"])

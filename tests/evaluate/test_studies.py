@@ -22,11 +22,11 @@ from mlx_tq.cli.model_calibration import calibrate_on_text, save_queries
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, parse_arm
-from mlx_tq.evaluate.recording import record_attention
 from mlx_tq.evaluate.results import Results
 from mlx_tq.evaluate.teacher_forced import cut_chunks
 from mlx_tq.models import embedded_path
 from mlx_tq.policies import Published, Random, TriAttention
+from mlx_tq.prompt_cache.recording import record_attention
 
 REGIONS = {"sinks": 8, "window": 16, "recent": 32}
 LENGTH, STEP = 320, 160  # the first step reads nothing packed

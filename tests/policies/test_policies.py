@@ -30,6 +30,7 @@ POLICIES = {
     "recency": COMMON,
     "streaming": COMMON,
     "random": f"{COMMON} seed=7",
+    "heads": f"{COMMON} window=256 sinks=64",
 }
 TOKENS, DIM = 70, 64
 FOREIGN_POLICY = """
@@ -74,7 +75,7 @@ def test_every_option_has_a_text_and_a_fingerprint(name):
     assert [str(policy) for policy in policies[1:]] == [f"{name}:{text}" for text in texts]
     configs = [KVConfig(sinks=0, evict=EvictConfig(policy)) for policy in policies]
     assert len(set(policies)) == len({config.fingerprint() for config in configs}) == len(texts) + 1
-    whole = KVConfig(sinks=0, evict=EvictConfig(":".join([name, *texts]), 4096))
+    whole = KVConfig(sinks=0, evict=EvictConfig(":".join([name, *texts]), "50%@4096" if name == "heads" else 4096))
     assert KVConfig.from_dict(json.loads(json.dumps(whole.to_dict()))) == whole
 
 

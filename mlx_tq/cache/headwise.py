@@ -1,8 +1,8 @@
 """`HeadwiseKVCache`: a layer whose KV heads keep different tokens.
 
 Some heads keep all tokens; the others lose those that the layers' group evicts. Sinks and window, in full precision,
-are those of all heads; the packed rows of the two kinds of heads lie in buffers of their own. In a long pass, heads that
-evict see only the first tokens and the last ones before each query, besides what is packed.
+are those of all heads; the packed rows of the two kinds of heads lie in buffers of their own. In a long pass, heads
+that evict see only the first tokens and the last ones before each query, besides what is packed.
 """
 
 from collections.abc import Mapping
@@ -128,7 +128,9 @@ class HeadwiseKVCache(CompressedKVCache):
             return None
         heads = mx.array(self._evicting(normalization.scale.shape[1]))
         return replace(
-            normalization, scale=mx.take(normalization.scale, heads, axis=1), means=mx.take(normalization.means, heads, axis=1)
+            normalization,
+            scale=mx.take(normalization.scale, heads, axis=1),
+            means=mx.take(normalization.means, heads, axis=1),
         )
 
     def _write_rows(self, rows: mx.array, start: int) -> None:
