@@ -53,6 +53,7 @@ def test_one_layer(cli, tmp_path):
     assert report["shape"] == {"query_heads": 2, "kv_heads": 1, "head_dim": 128}
 
 
+@pytest.mark.full
 def test_a_report_to_attach(cli, tmp_path, quick_tuning, monkeypatch):
     """It names no user, though a file of thresholds lies in the home folder."""
     home = tmp_path / "jane.doe"

@@ -161,8 +161,9 @@ def test_steps_of_a_slow_model_are_short(tmp_path):
 
 
 # How SmolLM2 computes as it is and with --dequantize, which are quick to load, and in the other types.
-TYPES = [(False, None), (True, None)]
-MORE = [pytest.param(*each, marks=pytest.mark.full) for each in product((False, True), ("float16", "bfloat16"))]
+TYPES = [(True, None)]
+OTHERS = [(False, None), *product((False, True), ("float16", "bfloat16"))]
+MORE = [pytest.param(*each, marks=pytest.mark.full) for each in OTHERS]
 
 
 @needs_smollm2
@@ -201,6 +202,7 @@ def test_calibration_shares_no_wording_with_any_needle():
     assert not calibration & needles
 
 
+@pytest.mark.full
 def test_an_evaluation_that_evicts_nothing_is_an_error(cli):
     words = ("--chunks", 1, "--length", 400, "--step", 128, "--profiles", "off,balanced")
     reading = ("evaluate", "perplexity", *FLOAT32, *words, *REGIONS)

@@ -30,6 +30,7 @@ def test_the_fact_is_evicted_and_restored(cli, words):
         assert f"  {outcome['quoted_tokens']:,} rescued" in bar
 
 
+@pytest.mark.full
 def test_the_table_shows_whole_answers(cli, tmp_path):
     """A random model talks until its answer is full."""
     words = ("demo", "--model", zoo_model(tmp_path / "model", "llama"), "--tokens", 300)

@@ -317,6 +317,7 @@ def test_recall_is_shown(quick, tmp_path):
     assert f"warning: evicted tokens are dropped, {missing}\n" in drafted
 
 
+@pytest.mark.full
 def test_a_recall_that_cuts_a_sentence_is_shown(quick):
     words = (*DOCUMENT, "--prefill-step-size", 128, "--kv-budget", 240, "--kv-sinks", 28)  # a block ends in the fact
     for recall, is_partial in ((32, True), (96, False)):

@@ -27,7 +27,8 @@ def test_an_example_that_lacks_something_says_what(words, says):
     assert (done.returncode, says in done.stderr, "Traceback" in done.stderr) == (2, True, False)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("as it is", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float32", "as it is"])
 def test_the_chat_evicts_and_recalls_the_code(tmp_path, dtype):
     words = [float32_model(tmp_path / "needle32")] if dtype == "float32" else []
     done = run([sys.executable, "chat.py", *words], ROOT / "examples")

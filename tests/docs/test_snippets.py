@@ -33,8 +33,12 @@ LOAD, QUICK_LOAD = "mlx_tq.load()", 'mlx_tq.load(dtype="float32")'  # likewise, 
 TEXT = "LICENSE"
 LAUNCH = "mlx.launch"  # two processes: in `make test-full` alone
 CHAT = "mlx_tq.chat --model smollm2"
+SLOW = ("save_memory.md", "long_chats.md", "prefix_cache.md")
 PAGES = [
-    *[pytest.param(page, False, id=name(page)) for page in (README, *GUIDES)],
+    *[
+        pytest.param(page, False, id=name(page), marks=[pytest.mark.full] if page.name in SLOW else [])
+        for page in (README, *GUIDES)
+    ],
     *[
         pytest.param(page, True, id=f"{name(page)} in full", marks=pytest.mark.full)
         for page in (README, *GUIDES)

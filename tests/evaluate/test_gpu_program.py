@@ -70,6 +70,7 @@ def finished(tmp_path_factory):
     return path, seen
 
 
+@pytest.mark.full
 def test_a_killed_run_resumes_and_runs_to_its_end(finished):
     path, seen = finished
     content = json.loads(path.read_text())
@@ -82,6 +83,7 @@ def test_a_killed_run_resumes_and_runs_to_its_end(finished):
     assert {path.name for path in (path.parent / "compiled").iterdir()} == {"whole.ptx", "whole.txt", "whole.cu"}
 
 
+@pytest.mark.full
 def test_what_a_run_has_measured(finished):
     cells = json.loads(finished[0].read_text())["cells"]
     checks = [cell for cell in cells.values() if "passed" in cell]
@@ -115,6 +117,7 @@ def test_caches_are_filled_in_every_layer_that_attends(name):
             assert mx.isfinite(shaped.model(mx.array([[1]]), cache=caches)).all(), arm
 
 
+@pytest.mark.full
 def test_tables_come_from_the_results(finished, capsys):
     content = json.loads(finished[0].read_text())
     content["cells"]["attention/Gemma 3"] = {"not_measured": "later"}
@@ -128,6 +131,7 @@ def test_tables_come_from_the_results(finished, capsys):
         assert f"\n{title}" in shown
 
 
+@pytest.mark.full
 def test_a_plot_comes_from_the_results(finished, tmp_path):
     pytest.importorskip("matplotlib")
     from benchmarks.gpu.plot import plot

@@ -292,6 +292,7 @@ def test_once_takes_calibration_from_a_file_and_refuses_options_that_change_duri
         ask(tiny, embedded[1], grid(["published:ema=0.1"], [50], [1], [16], [16], once=True))
 
 
+@pytest.mark.full
 def test_the_embedded_model_answers_with_most_of_the_needle_and_not_without_it(exact):
     """Recency evicts the older part. Both arms have the sinks, so only the needle differs."""
     settings = [Setting("recency", 55, trigger=32, sinks=32)]

@@ -238,8 +238,9 @@ def test_a_block_that_is_quoted_whole_is_not_reloaded(exact):
     assert recalled[1:] == [[], recalled[0]]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("per_token", "shortlist"), [(6, 64), *(pytest.param(count, 2048, marks=pytest.mark.full) for count in (6, 10**9))]
+    ("per_token", "shortlist"), [(6, 64), (6, 2048), (10**9, 2048)]
 )
 def test_the_time_of_a_search_depends_on_counts_and_on_no_clock(exact, monkeypatch, per_token, shortlist):
     """The more a search scores, the later it comes, but not sooner than `recall_every`."""
