@@ -239,9 +239,7 @@ def test_a_block_that_is_quoted_whole_is_not_reloaded(exact):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("per_token", "shortlist"), [(6, 64), (6, 2048), (10**9, 2048)]
-)
+@pytest.mark.parametrize(("per_token", "shortlist"), [(6, 64), (6, 2048), (10**9, 2048)])
 def test_the_time_of_a_search_depends_on_counts_and_on_no_clock(exact, monkeypatch, per_token, shortlist):
     """The more a search scores, the later it comes, but not sooner than `recall_every`."""
     monkeypatch.setattr("mlx_tq.session.restore._SCORED_PER_TOKEN", per_token)
