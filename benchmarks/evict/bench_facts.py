@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 
 from benchmarks.evict.everyday_facts import KINDS, Question, Scene, plant_facts
@@ -24,6 +23,7 @@ from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed_attention, planner
 from mlx_tq.prompt_cache.layer_group import compressed_caches
+from mlx_tq.prompt_cache.measurements import log_probabilities
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.session.restore import prefill, recall_rows
 
@@ -36,7 +36,10 @@ PLAIN = KVConfig(key="q8", value="q8", sinks=4, window=32)
 class Arm:
     name: str
     config: KVConfig
-    recalls: bool = False
+
+    @property
+    def recalls(self) -> bool:
+        return self.config.evict is not None and self.config.evict.recalls
 
 
 def make_arms(share: float, tokens: int, policies: Iterable[str]) -> list[Arm]:
@@ -46,7 +49,7 @@ def make_arms(share: float, tokens: int, policies: Iterable[str]) -> list[Arm]:
         budget = f"{share:g}%@{tokens}" if policy.startswith("heads") else f"{share:g}%"
         for recall in ("off", "auto"):
             config = replace(PLAIN, evict=EvictConfig(policy, budget, recall))
-            arms.append(Arm(policy + (" with recall" if recall == "auto" else ""), config, recall == "auto"))
+            arms.append(Arm(policy + (" with recall" if recall == "auto" else ""), config))
     return arms
 
 
@@ -71,13 +74,12 @@ def held_share(caches: list[Any]) -> float:
 def answer(model: Any, caches: list[Any], question: Question) -> tuple[float, bool]:
     """Return the log-probability of the answer, and whether it is decoded."""
     with compressed_attention(model):
-        logits = model(mx.array(question.ids)[None], cache=caches)[0, -1]
+        scores = log_probabilities(model, question.ids, caches)[-1]
         total, is_right = 0.0, True
         for token in question.answer:
-            scores = logits.astype(mx.float32) - mx.logsumexp(logits.astype(mx.float32))
             total += float(scores[token])
             is_right &= int(scores.argmax()) == token
-            logits = model(mx.array([[token]]), cache=caches)[0, -1]
+            scores = log_probabilities(model, [token], caches)[-1]
     return total, is_right
 
 
@@ -85,7 +87,6 @@ def ask(model: Any, plan: Plan, arm: Arm, scene: Scene) -> dict[str, Any]:
     caches = build_caches(plan)
     with compressed_attention(model):
         prefill(model, caches, scene.ids, STEP)
-        prefill(model, copy.deepcopy(caches), [0], 1)
     found = []
     for question in scene.questions:
         twins = copy.deepcopy(caches)

@@ -8,6 +8,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.recall.scenes import encode, frame
+
 NAMES = (
     *("Alice", "Martin", "Sofia", "George", "Hannah", "Oscar", "Julia", "Walter", "Diana", "Felix", "Clara", "Hugo"),
     *("Nora", "Simon", "Laura", "Victor", "Emily", "Daniel", "Rachel", "Thomas", "Irene", "Peter", "Anna", "Louis"),
@@ -105,13 +107,14 @@ def plant_facts(tokenizer: Any, text: list[int], tokens: int, kinds: list[str], 
     """
     rng = random.Random(seed)
     sentences, questions = [], []
-    before, after = _frame(tokenizer)
+    chat = frame(tokenizer, "")
+    before, after = chat.head, chat.after or "\n"
     for name in kinds:
         kind = KINDS[name]
         for subject, answer in zip(rng.sample(kind.subjects, each), rng.sample(kind.answers, each), strict=True):
-            sentences.append(_encode(tokenizer, " " + kind.sentence.format(subject=subject, answer=answer)))
+            sentences.append(encode(tokenizer, " " + kind.sentence.format(subject=subject, answer=answer)))
             asked = f"\n\n{kind.question.format(subject=subject)}{after}{kind.opening.format(subject=subject)}"
-            questions.append(Question(name, _encode(tokenizer, asked), _encode(tokenizer, " " + answer)))
+            questions.append(Question(name, encode(tokenizer, asked), encode(tokenizer, " " + answer)))
     rng.shuffle(sentences)
     space = tokens - len(before) - sum(map(len, sentences))
     start = rng.randrange(len(text) - space)
@@ -122,16 +125,3 @@ def plant_facts(tokenizer: Any, text: list[int], tokens: int, kinds: list[str], 
         ids += filler[done:cut] + sentence
         done = cut
     return Scene(ids + filler[done:], questions)
-
-
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer.encode(text, add_special_tokens=False))
-
-
-def _frame(tokenizer: Any) -> tuple[list[int], str]:
-    """Return the tokens before the user's message, and the text between it and the answer."""
-    if not tokenizer.has_chat_template:
-        return list(tokenizer.encode("")), "\n"
-    turn = [{"role": "user", "content": "MESSAGE"}]
-    before, after = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True).split("MESSAGE")
-    return _encode(tokenizer, before), after

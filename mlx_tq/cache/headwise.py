@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tq.cache.layer import CompressedKVCache, Group
-from mlx_tq.cache.packed_rows import PackedRows, Pair, SharedBuffers
+from mlx_tq.cache.packed_rows import PackedRows, Pair, SharedBuffers, StoredRows
 from mlx_tq.cache.region_map import RegionMap
 from mlx_tq.cache.saved_state import check_rows
 from mlx_tq.cache.spec import CacheSpec
@@ -31,7 +31,7 @@ class HeadwiseKVCache(CompressedKVCache):
 
     def __init__(self, spec: CacheSpec, number: int = 0, group: Group | None = None) -> None:
         super().__init__(spec, number, group)
-        self._kept = PackedRows()  # of heads that keep all tokens
+        self._kept_rows = PackedRows()  # of heads that keep all tokens
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         if self.regions.evicted and self.spec.kept_heads and (return_array or window_size is not None):
@@ -56,8 +56,8 @@ class HeadwiseKVCache(CompressedKVCache):
     @property
     def packed_nbytes(self) -> int:
         """Bytes of the packed tokens and of their key normalization, without spare capacity."""
-        kept = self._kept.between(0, self._num_kept)
-        return super().packed_nbytes + (0 if kept is None else kept.nbytes)
+        rows = self._kept_rows.between(0, self._num_kept)
+        return super().packed_nbytes + (0 if rows is None else rows.nbytes)
 
     def packed_rows(self) -> tuple[mx.array, RowLayout, KeyNormalization | None]:
         """Return what is packed of the heads that evict."""
@@ -67,46 +67,47 @@ class HeadwiseKVCache(CompressedKVCache):
     def searched(self, queries: mx.array) -> tuple[mx.array, Regions]:
         regions = super().searched(queries)[1]
         group = regions.groups[-1]
-        size = queries.shape[1] // regions.full_keys.shape[1]
-        members = [head * size + i for head in group.heads for i in range(size)]
-        return mx.take(queries, mx.array(members), axis=1), regions.group(group)
+        query_heads = group.query_heads(queries.shape[1] // regions.full_keys.shape[1])
+        return mx.take(queries, mx.array(query_heads), axis=1), regions.group(group)
 
     def shareable_buffers(self) -> SharedBuffers:
-        return self._kept.shareable(self._num_kept)
+        return self._kept_rows.shareable(self._num_kept)
 
     def fork(self) -> "HeadwiseKVCache":
         twin: Any = super().fork()
-        twin._kept = self._kept.fork()
+        twin._kept_rows = self._kept_rows.fork()
         return twin  # type: ignore[no-any-return]
 
     def arrays(self) -> list[mx.array]:
-        return super().arrays() + self._kept.arrays
+        return super().arrays() + self._kept_rows.arrays
 
     # The state.
 
     @property
     def state(self) -> dict[str, Any]:
-        return self._with_kept(super().state, self._kept.between(0, self._num_kept))
+        return self._with_kept(super().state, self._kept_rows.between(0, self._num_kept))
 
     @state.setter
     def state(self, state: dict[str, Any]) -> None:
         CompressedKVCache.state.fset(self, state)  # type: ignore[attr-defined]
-        self._kept = PackedRows(state.get("kept"))
+        self._kept_rows = PackedRows(state.get("kept"))
 
     @property
     def state_in_place(self) -> dict[str, Any]:
-        return self._with_kept(super().state_in_place, self._kept.in_place(self._num_kept))
+        return self._with_kept(super().state_in_place, self._kept_rows.in_place(self._num_kept))
 
-    def _with_kept(self, state: dict[str, Any], kept: Any) -> dict[str, Any]:
-        return state if kept is None else state | {"kept": kept}
+    def _with_kept(self, state: dict[str, Any], rows: StoredRows) -> dict[str, Any]:
+        return state if rows is None else state | {"kept": rows}
 
     def _check_rows(self, state: dict[str, Any], batch: int, heads: int, words: int) -> None:
-        kept = self.spec.kept_heads
-        if len(kept) >= heads or any(not 0 <= head < heads for head in kept):
-            raise CacheFormatError(f"a layer's state contradicts itself: {len(kept)} of {heads} heads evict nothing")
-        super()._check_rows(state, batch, heads - len(kept), words)
-        if kept:
-            check_rows(state, "kept", (batch, len(kept), self._num_kept, words))
+        kept_heads = self.spec.kept_heads
+        if len(kept_heads) >= heads or any(not 0 <= head < heads for head in kept_heads):
+            raise CacheFormatError(
+                f"a layer's state contradicts itself: {len(kept_heads)} of {heads} heads evict nothing"
+            )
+        super()._check_rows(state, batch, heads - len(kept_heads), words)
+        if kept_heads:
+            check_rows(state, "kept", (batch, len(kept_heads), self._num_kept, words))
 
     # Regions and buffers.
 
@@ -127,27 +128,23 @@ class HeadwiseKVCache(CompressedKVCache):
         if normalization is None:
             return None
         heads = mx.array(self._evicting(normalization.scale.shape[1]))
-        return replace(
-            normalization,
-            scale=mx.take(normalization.scale, heads, axis=1),
-            means=mx.take(normalization.means, heads, axis=1),
-        )
+        return normalization.select_heads(lambda array: mx.take(array, heads, axis=1))
 
     def _write_rows(self, rows: mx.array, start: int) -> None:
-        kept = self.spec.kept_heads
-        if kept:
-            self._kept.write(mx.take(rows, mx.array(kept), axis=1), start - self.spec.sinks)
+        kept_heads = self.spec.kept_heads
+        if kept_heads:
+            self._kept_rows.write(mx.take(rows, mx.array(kept_heads), axis=1), start - self.spec.sinks)
         super()._write_rows(mx.take(rows, mx.array(self._evicting(rows.shape[1])), axis=1), start)
 
     def _view(self, full: Pair, window_start: int, length: int, packed: int) -> StepView:
         view = super()._view(full, window_start, length, packed)
-        regions, kept = view.regions, self.spec.kept_heads
+        regions, kept_heads = view.regions, self.spec.kept_heads
         evicting = self._evicting(full[0].shape[1])
         groups = [HeadRows(evicting, regions.packed_rows, regions.packed_tokens, regions.shared, self._mean_index)]
         most = regions.packed_tokens
-        if kept:
+        if kept_heads:
             most = max(0, packed - self.spec.sinks)
-            groups.insert(0, HeadRows(kept, self._kept.unshared, most, self._kept.shared(most)))
+            groups.insert(0, HeadRows(kept_heads, self._kept_rows.unshared, most, self._kept_rows.shared(most)))
         normalization = regions.normalization and replace(regions.normalization, index=None, first=0)
         return replace(
             view,

@@ -71,8 +71,8 @@ def largest_weights(
 
     def watch(number: int, attended: Attended) -> None:
         if attended.keys.shape[2] > len(ids):  # of the second reading
-            found = _row_weights(attended)[:, : len(ids)]
-            best[number] = mx.maximum(best[number], found) if number in best else found
+            weights = _row_weights(attended)[:, : len(ids)]
+            best[number] = mx.maximum(best[number], weights) if number in best else weights
             mx.eval(best[number])
 
     caches = watched_caches(model, watch)

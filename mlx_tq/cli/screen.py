@@ -167,9 +167,9 @@ def _describe_plan(plan: Plan, tokens: int, recall_blocker: str | None) -> Itera
 
 
 def _describe_division(plan: Plan, division: Division) -> Iterator[str]:
-    kept, longest = sum(map(len, division.kept)), plan.eviction and plan.eviction.positions
+    longest = plan.eviction and plan.eviction.positions
     yield (
-        f"{kept} of {plan.heads} KV heads keep all tokens; the others see the first ones and the last "
+        f"{division.num_kept} of {plan.heads} KV heads keep all tokens; the others see the first ones and the last "
         f"{division.window}. No text is evicted, so nothing is sent to a rescue service"
     )
     lengths = [1024, 4096, *([longest] if longest else [])]

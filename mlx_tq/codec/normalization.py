@@ -9,7 +9,7 @@ positions has a mean, stored once in the codes' domain as fp16:
 The two dims of a pair that RoPE rotates have one scale, which therefore commutes with RoPE.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -43,6 +43,10 @@ class KeyNormalization:
             return replace(self, index=self.index[start:])
         blocks, first = divmod(self.first + start, MEAN_TOKENS)
         return replace(self, means=self.means[:, :, blocks:], first=first)
+
+    def select_heads(self, select: Callable[[mx.array], mx.array]) -> "KeyNormalization":
+        """Return the normalization of some heads, which `select` takes from arrays [B, H, ...]."""
+        return replace(self, scale=select(self.scale), means=select(self.means))
 
     def row_means(self, tokens: int) -> mx.array:
         """Return the mean of each of the first rows, fp32 [B, H, tokens, D]."""

@@ -53,7 +53,7 @@ def attend_by_group(
     outputs: list[mx.array] = []
     size = queries.shape[1] // regions.full_keys.shape[1]
     for group in regions.groups:
-        query_heads = [head * size + i for head in group.heads for i in range(size)]
+        query_heads = group.query_heads(size)
         members += query_heads
         index = mx.array(query_heads)
         # One after another: mlx would otherwise decode the rows of all groups at once.
@@ -74,17 +74,17 @@ def _attend_window(
     length, before, outputs = queries.shape[2], regions.full_tokens - queries.shape[2], []
     size = max(group.window, LEAST_RUN)
     for start in range(0, length, size):
-        own = np.arange(before + start, before + min(start + size, length))  # full-precision tokens of the run
-        near = max(group.sinks, int(own[0]) - group.window + 1)
-        seen = np.concatenate([np.arange(min(group.sinks, near)), np.arange(near, own[-1] + 1)])
+        queried = np.arange(before + start, before + min(start + size, length))  # full-precision tokens of the run
+        near = max(group.sinks, int(queried[0]) - group.window + 1)
+        seen = np.concatenate([np.arange(min(group.sinks, near)), np.arange(near, queried[-1] + 1)])
         keys, values = (
-            mx.concatenate([x[:, :, : group.sinks], x[:, :, near : int(own[-1]) + 1]], axis=2)
+            mx.concatenate([x[:, :, : group.sinks], x[:, :, near : int(queried[-1]) + 1]], axis=2)
             for x in (regions.full_keys, regions.full_values)
         )
         part = replace(regions, full_keys=keys, full_values=values, full_tokens=len(seen))
-        visible = seen <= own[:, None]
-        visible &= (seen < group.sinks) | (seen > own[:, None] - group.window)
-        packed = np.ones((len(own), regions.packed_tokens), bool)
+        visible = seen <= queried[:, None]
+        visible &= (seen < group.sinks) | (seen > queried[:, None] - group.window)
+        packed = np.ones((len(queried), regions.packed_tokens), bool)
         edge = regions.sink_tokens
         mask = mx.array(np.concatenate([visible[:, :edge], packed, visible[:, edge:]], axis=1))
         outputs.append(prefill(queries[:, :, start : start + size], part, scale=scale, mask=mask, sinks=sinks))

@@ -13,7 +13,7 @@ from mlx_tq.errors import CacheFormatError, ConfigError, UnsupportedModelError
 
 # As mlx-lm passes it: None, "causal", or an array that broadcasts to [B, Hq, L, S], bool or additive.
 Mask = mx.array | str | None
-_Take = Callable[[mx.array], mx.array]
+_Select = Callable[[mx.array], mx.array]  # takes some heads of an array [B, H, ...]
 MASKED = -1e30  # for minus infinity, so that fully masked scores have finite differences instead of NaN
 
 
@@ -61,6 +61,10 @@ class HeadRows:
     window: int | None = None
     sinks: int = 0
 
+    def query_heads(self, size: int) -> list[int]:
+        """Return the numbers of the query heads, `size` for each KV head."""
+        return [head * size + i for head in self.heads for i in range(size)]
+
 
 @dataclass(frozen=True)
 class Regions:
@@ -101,48 +105,34 @@ class Regions:
 
     def head(self, index: int) -> "Regions":
         """Return the part of one KV head."""
-        part = slice(index, index + 1)
-        if self.groups:
-            group = next(group for group in self.groups if index in group.heads)
-            place = group.heads.index(index)
-            return self._part(group, lambda array: array[:, part], lambda rows: rows[:, place : place + 1])
-        normalization = self.normalization
-        if normalization is not None:
-            scale, means = normalization.scale[:, part], normalization.means[:, part]
-            normalization = replace(normalization, scale=scale, means=means)
-        return replace(
-            self,
-            packed_rows=None if self.packed_rows is None else self.packed_rows[:, part],
-            shared=tuple(SharedRows(rows[:, part], tokens) for rows, tokens in self.shared),
-            full_keys=self.full_keys[:, part],
-            full_values=self.full_values[:, part],
-            normalization=normalization,
-        )
+        groups = self.groups or (self._all_heads(),)
+        group = next(group for group in groups if index in group.heads)
+        place = group.heads.index(index)
+        return self._part(group, lambda array: array[:, index : index + 1], lambda rows: rows[:, place : place + 1])
 
     def group(self, group: HeadRows) -> "Regions":
         """Return the part of one group of KV heads."""
         heads = mx.array(group.heads)
-        return self._part(group, lambda array: mx.take(array, heads, axis=1), lambda array: array)
+        return self._part(group, lambda array: mx.take(array, heads, axis=1), lambda rows: rows)
 
-    def _part(self, group: HeadRows, take: "_Take", take_rows: "_Take") -> "Regions":
-        normalization = self.normalization
-        if normalization is not None and group.tokens:
-            normalization = replace(
-                normalization,
-                scale=take(normalization.scale),
-                means=take(normalization.means),
-                index=group.mean_index,
-            )
-        return Regions(
-            None if group.rows is None else take_rows(group.rows),
-            group.tokens,
-            self.layout,
-            take(self.full_keys),
-            take(self.full_values),
-            self.sink_tokens,
-            self.full_tokens,
-            normalization if group.tokens else None,
-            tuple(SharedRows(take_rows(rows), tokens) for rows, tokens in group.shared),
+    def _all_heads(self) -> HeadRows:
+        heads = tuple(range(self.full_keys.shape[1]))
+        index = None if self.normalization is None else self.normalization.index
+        return HeadRows(heads, self.packed_rows, self.packed_tokens, self.shared, index)
+
+    def _part(self, group: HeadRows, select: _Select, select_rows: _Select) -> "Regions":
+        normalization = None
+        if self.normalization is not None and group.tokens:
+            normalization = replace(self.normalization.select_heads(select), index=group.mean_index)
+        return replace(
+            self,
+            packed_rows=None if group.rows is None else select_rows(group.rows),
+            packed_tokens=group.tokens,
+            shared=tuple(SharedRows(select_rows(rows), tokens) for rows, tokens in group.shared),
+            full_keys=select(self.full_keys),
+            full_values=select(self.full_values),
+            normalization=normalization,
+            groups=(),
         )
 
     def rows(self, start: int = 0, stop: int | None = None) -> mx.array:

@@ -23,8 +23,8 @@ _WINDOW_SHARE = 0.45  # of the budget, that the heads with a window may take
 class Heads(Policy):
     """Evict by head: no token is lost in the heads that find facts.
 
-    Which heads keep all tokens is measured once for each model, by `mlx_tq.calibrate`. A budget is a share of the rows
-    at the model's context length (`40%`) or at another one (`40%@4096`).
+    Which heads keep all tokens is measured once for each model, by `mlx_tq.calibrate --heads`. A budget is a share of
+    the rows at the model's context length (`40%`) or at another one (`40%@4096`).
 
     Attributes:
         window: number of last tokens that the other heads see; None derives it from the budget.
@@ -48,16 +48,19 @@ class Heads(Policy):
 class Division(NamedTuple):
     """How the KV heads of a model are divided."""
 
-    kept: list[tuple[int, ...]]  # heads of each layer that keep all tokens, ascending
+    kept_heads: list[tuple[int, ...]]  # of each layer, that keep all tokens, ascending
     window: int  # last tokens of the other heads
+    first: int  # tokens that the other heads hold besides their window, at most
 
-    def share(self, heads: int, tokens: int, first: int) -> float:
-        """Return the share of the rows that are kept of `tokens` tokens; `heads` are those of each layer together.
+    @property
+    def num_kept(self) -> int:
+        """The number of heads, of all layers together, that keep all tokens."""
+        return sum(map(len, self.kept_heads))
 
-        `first` are the tokens that the other heads hold besides their window, at most.
-        """
-        full = sum(map(len, self.kept)) / heads
-        return full + (1 - full) * min(1.0, (first + self.window) / tokens)
+    def share(self, heads: int, tokens: int) -> float:
+        """Return the share of the rows of `tokens` tokens that is kept; `heads` are those of all layers together."""
+        full = self.num_kept / heads
+        return full + (1 - full) * min(1.0, (self.first + self.window) / tokens)
 
 
 def divide_heads(
@@ -92,8 +95,8 @@ def divide_heads(
         )
     order = np.argsort([-score for layer in scores for score in layer], kind="stable")
     chosen = set(order[: int(full * total + 1e-9)].tolist())
-    kept, number = [], 0
+    kept_heads, number = [], 0
     for layer in scores:
-        kept.append(tuple(head for head in range(len(layer)) if number + head in chosen))
+        kept_heads.append(tuple(head for head in range(len(layer)) if number + head in chosen))
         number += len(layer)
-    return Division(kept, window)
+    return Division(kept_heads, window, first)

@@ -103,13 +103,12 @@ def layer_bytes(slot: SlotFacts, spec: CacheSpec, tokens: int, evicted: Evicted 
 
 def headwise_bytes(slot: SlotFacts, spec: CacheSpec, seen: int, stored: int, evicted: Evicted | None) -> RegionBytes:
     """Return the bytes of a layer that has seen `seen` tokens, of which some heads keep all and the others `stored`."""
-    kept = len(spec.kept_heads)
-    parts = (kept, seen, None), (slot.heads - kept, stored, evicted)
-    total = RegionBytes()
-    for heads, tokens, known in parts:
-        if heads:
-            total += layer_bytes(replace(slot, heads=heads), spec, tokens, known)
-    return total if kept in (0, slot.heads) else replace(total, allocated=total.allocated - HEALTH_BYTES)
+    num_kept = len(spec.kept_heads)
+    total = layer_bytes(replace(slot, heads=slot.heads - num_kept), spec, stored, evicted)
+    if not num_kept:
+        return total
+    total += layer_bytes(replace(slot, heads=num_kept), spec, seen)
+    return replace(total, allocated=total.allocated - HEALTH_BYTES)
 
 
 def _row_bytes(slot: SlotFacts, spec: CacheSpec, packed: int, capacity: Callable[[int], int] = int) -> int:

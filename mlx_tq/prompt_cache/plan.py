@@ -137,9 +137,7 @@ class Plan:
         """Return the share of the rows of `tokens` tokens that is kept, at most."""
         if self.division is None:
             return self.live(tokens) / tokens
-        policy = None if self.config.evict is None else self.config.evict.policy
-        assert isinstance(policy, Heads)  # noqa: S101 - tells the type checker: no other policy divides heads
-        return self.division.share(self.heads, tokens, _first_tokens(self.config, policy))
+        return self.division.share(self.heads, tokens)
 
     @property
     def heads(self) -> int:
@@ -168,7 +166,7 @@ class Plan:
         """
         recalled = 0 if self.eviction is None else self.eviction.max_recalled(tokens)
         stored = min(tokens, self.live(max(0, tokens - step)) + step + recalled)
-        if self.division is not None and any(self.division.kept):
+        if self.division is not None and self.division.num_kept:
             stored = tokens
         slots = [layer.slot for layer in self.layers]
         layers = (
@@ -349,17 +347,12 @@ def _with_eviction(
     if isinstance(policy, Heads):
         plan = _divide_heads(plan, policy, parse_budget(config.budget), facts.positions, head_scores)
         assert plan.division is not None  # noqa: S101 - tells the type checker: it was made in the line above
-        budget = Budget(tokens=_first_tokens(plan.config, policy) + plan.division.window - policy.trigger)
+        budget = Budget(tokens=plan.division.first + plan.division.window - policy.trigger)
     else:
         budget = budget_in_tokens(plan, config, facts.positions)
     evicting = sum(layer.evicts for layer in plan.layers)
-    kept = 0 if plan.division is None else sum(map(len, plan.division.kept))
-    return replace(plan, eviction=EvictionPlan(config, budget, evicting, facts.positions, source, kept))
-
-
-def _first_tokens(config: KVConfig, policy: Heads) -> int:
-    """Return the most tokens that a head holds besides its window: the first ones, and those that wait for a round."""
-    return max(config.sinks, policy.sinks) + policy.granularity + policy.trigger - 1
+    num_kept = 0 if plan.division is None else plan.division.num_kept
+    return replace(plan, eviction=EvictionPlan(config, budget, evicting, facts.positions, source, num_kept))
 
 
 def _divide_heads(
@@ -384,18 +377,20 @@ def _divide_heads(
             f"the scores of heads are of a model with {[len(layer) for layer in head_scores.scores]} KV heads; {name} "
             f"has {counts}. Run mlx_tq.calibrate --heads with this model."
         )
-    own = [
+    rank_scores = [
         scores[ranks.rank * layer.slot.heads : (ranks.rank + 1) * layer.slot.heads]
         for layer, scores in zip(plan.layers, head_scores.scores, strict=True)
     ]
-    first, least = _first_tokens(plan.config, policy), max(plan.config.window, 1) + 2 * BLOCK
-    division = divide_heads(own, budget.share or 1.0, length, first, least, policy.window)
+    # The other heads hold the first tokens, and those that wait for a round.
+    first = max(plan.config.sinks, policy.sinks) + policy.granularity + policy.trigger - 1
+    least = max(plan.config.window, 1) + 2 * BLOCK
+    division = divide_heads(rank_scores, budget.share or 1.0, length, first, least, policy.window)
     layers = []
-    for layer, kept in zip(plan.layers, division.kept, strict=True):
-        if len(kept) == layer.slot.heads:
+    for layer, kept_heads in zip(plan.layers, division.kept_heads, strict=True):
+        if len(kept_heads) == layer.slot.heads:
             layers.append(replace(layer, evicts=False))
         else:
-            spec = replace(layer.spec, kept_heads=kept, head_sinks=policy.sinks, head_window=division.window)
+            spec = replace(layer.spec, kept_heads=kept_heads, head_sinks=policy.sinks, head_window=division.window)
             layers.append(replace(layer, spec=spec))
     return replace(plan, layers=layers, division=division)
 

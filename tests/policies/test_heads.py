@@ -24,10 +24,10 @@ TOKENS = np.random.default_rng(5).integers(0, 160, 900).tolist()
 
 def test_the_highest_scores_keep_all_tokens():
     division = divide_heads(SCORES, 0.5 + 0.5 * 0.1, 2000, 64, 96, 136)
-    assert (division.kept, division.window) == ([(0,), (), (0, 1)], 136)
-    assert division.share(6, 2000, 64) == pytest.approx(0.55)
-    assert divide_heads(SCORES, 1.0, 2000, 64, 96, None).kept == [(0, 1), (0, 1), (0, 1)]
-    assert divide_heads(SCORES, 0.1, 2000, 64, 96, 136).kept == [(), (), ()]
+    assert (division.kept_heads, division.window) == ([(0,), (), (0, 1)], 136)
+    assert division.share(6, 2000) == pytest.approx(0.55)
+    assert divide_heads(SCORES, 1.0, 2000, 64, 96, None).kept_heads == [(0, 1), (0, 1), (0, 1)]
+    assert divide_heads(SCORES, 0.1, 2000, 64, 96, 136).kept_heads == [(), (), ()]
 
 
 @pytest.mark.parametrize("tokens", [1000, 4000, 30_000])
@@ -36,7 +36,7 @@ def test_no_more_than_the_budget_is_kept(tokens, share):
     scores = np.random.default_rng(0).random((30, 3)).tolist()
     division = divide_heads(scores, share, tokens, 64, 96, None)
     assert LEAST_WINDOW <= division.window <= MOST_WINDOW
-    assert share - 1 / 90 < division.share(90, tokens, 64) <= share
+    assert share - 1 / 90 < division.share(90, tokens) <= share
 
 
 def test_what_cannot_be_kept_is_named():
@@ -112,7 +112,7 @@ def test_heads_hold_what_was_planned(model, scored):
     caches = build_caches(plan)
     read(model, caches, 0, 800)
     ranked = sorted((score for layer in scored for score in layer), reverse=True)
-    threshold = ranked[sum(map(len, plan.division.kept)) - 1]
+    threshold = ranked[plan.division.num_kept - 1]
     held = 0
     for layer, scores in zip(caches, scored, strict=True):
         positions = layer.positions if isinstance(layer.positions, list) else [layer.positions] * len(scores)
