@@ -23,6 +23,7 @@ _HOMES = {
     "RescueConfig": "mlx_tq.config",
     "Session": "mlx_tq.session",
     "TurboQuant": "mlx_tq.codec",
+    "compact_prompt_cache": "mlx_tq.session.compaction",
     "compressed": "mlx_tq.prompt_cache.compressed",
     "compressed_attention": "mlx_tq.prompt_cache.compressed",
     "load": "mlx_tq.models",

@@ -7,6 +7,8 @@ from mlx_tq.cli.inputs import read_prompt
 from mlx_tq.cli.options import OFF, Request, check_writable
 from mlx_tq.cli.parser import CommandParser, add_cache_arguments, add_model_arguments, command_parser
 from mlx_tq.cli.runner import DONE, command_main
+from mlx_tq.config import Budget, parse_budget
+from mlx_tq.errors import ConfigError
 
 
 def build_parser() -> CommandParser:
@@ -22,6 +24,8 @@ def build_parser() -> CommandParser:
     add("--prompt", "-p", help="prompt; - reads standard input (default: standard input)")
     add("--prompt-file", metavar="FILE", help="read the prompt from a file (default: none)")
     add("--prompt-cache-file", required=True, metavar="FILE", help=".safetensors file to write")
+    keep = "prefill the prompt twice, and keep this share of the rows of all heads, such as 25%% (default: all)"
+    add("--compact", metavar="SHARE", help=keep)
     decode = "convert this compressed cache for mlx-lm, instead of a prompt (default: none)"
     add("--decode", metavar="FILE", help=decode)
     add("--prefill-step-size", type=int, default=2048, metavar="N", help="tokens per prefill step")
@@ -32,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
     """Prefill the prompt, or decode a file, and save the cache; return the exit code. Errors leave no file."""
     request = Request.from_args(args)
     check_writable("--prompt-cache-file", args.prompt_cache_file)
+    share = None if args.compact is None else _read_share(args.compact)
 
     from mlx_tq.cli.startup import check_request
 
@@ -57,7 +62,9 @@ def run(args: argparse.Namespace) -> int:
     from mlx_tq.prompt_cache.cache_file import check_replaceable, load_prompt_cache, save_prompt_cache
     from mlx_tq.prompt_cache.compressed import compressed_attention
     from mlx_tq.prompt_cache.layer_group import compressed_caches
+    from mlx_tq.prompt_cache.row_weights import repetition
     from mlx_tq.prompt_cache.statistics import cache_stats
+    from mlx_tq.session.compaction import compact_prompt_cache
 
     check_replaceable(args.prompt_cache_file, conversation=False)
     if args.decode is not None:
@@ -72,8 +79,9 @@ def run(args: argparse.Namespace) -> int:
         ids = encode_document(tokenizer, prompt, limit)
         check_positions(len(ids), limit)
         caches, plan, _ = make_caches(model, config)
+        repeated = [] if share is None else repetition(model, tokenizer, ids)
         if plan is not None:
-            check_memory(plan, len(ids), None, args.prefill_step_size)
+            check_memory(plan, len(ids) + len(repeated), None, args.prefill_step_size)
             show_plan(plan, len(ids))
         with compressed_attention(model), prefill_progress() as progress:
             options = {"prefill_step_size": args.prefill_step_size, "prompt_progress_callback": progress}
@@ -81,9 +89,22 @@ def run(args: argparse.Namespace) -> int:
                 pass
         for cache in compressed_caches(caches):
             cache.check_health()
+        if share is not None:
+            with prefill_progress(title="Compacting") as progress:
+                caches = compact_prompt_cache(model, tokenizer, caches, ids, share, progress=progress)
     save_prompt_cache(args.prompt_cache_file, caches, model=model, config=config)
     show_cache(cache_stats(caches, plan))
     return DONE
+
+
+def _read_share(text: str) -> float:
+    try:
+        budget = parse_budget(text)
+    except ConfigError:
+        budget = Budget()
+    if budget.share is None or budget.length is not None:
+        raise ConfigError(f"--compact is {text!r}; write a share of the rows, such as 25%.")
+    return budget.share
 
 
 main = command_main(build_parser, run)

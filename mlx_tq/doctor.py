@@ -19,7 +19,7 @@ def build_parser() -> CommandParser:
     parser = command_parser("doctor", "Show versions and backend, and test every codec.")
     parser.add_argument("--verbose", action="store_true", help="show all versions and checks instead of one line")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    kernels = "check each GPU kernel against a reference implementation"
+    kernels = "check each kernel against a reference implementation"
     parser.add_argument("--kernels", action="store_true", help=kernels)
     add_option(parser, BACKEND)
     group = parser.add_argument_group("capacity")

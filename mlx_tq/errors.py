@@ -48,6 +48,10 @@ class RescueError(MlxTqError):
     """Reports a rescue service that is required and did not answer."""
 
 
+class UncalibratedWarning(UserWarning):
+    """Warns that eviction runs without a calibration of the model, and may evict what questions need."""
+
+
 def is_out_of_memory(error: Exception) -> bool:
     """Return whether Python or mlx could not allocate memory."""
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error))))

@@ -18,13 +18,14 @@ import numpy as np
 
 from benchmarks.evict.everyday_facts import KINDS, Question, Scene, plant_facts
 from benchmarks.reports import ALL_NAMES, named_model, save
-from mlx_tq.cli.inputs import load_text
+from mlx_tq.cli.inputs import read_text
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed_attention, planner
 from mlx_tq.prompt_cache.layer_group import compressed_caches
 from mlx_tq.prompt_cache.measurements import log_probabilities
 from mlx_tq.prompt_cache.plan import Plan
+from mlx_tq.session.compaction import compact_prompt_cache
 from mlx_tq.session.restore import prefill, recall_rows
 
 STEP = 512
@@ -36,6 +37,7 @@ PLAIN = KVConfig(key="q8", value="q8", sinks=4, window=32)
 class Arm:
     name: str
     config: KVConfig
+    compacted: float | None = None  # share of the rows
 
     @property
     def recalls(self) -> bool:
@@ -46,6 +48,9 @@ def make_arms(share: float, tokens: int, policies: Iterable[str]) -> list[Arm]:
     """Return the full cache, then each policy without recall and with it; `share` is a percentage."""
     arms = [Arm("full", PLAIN)]
     for policy in policies:
+        if policy == "compact":
+            arms.append(Arm(policy, PLAIN, share / 100))
+            continue
         budget = f"{share:g}%@{tokens}" if policy.startswith("heads") else f"{share:g}%"
         for recall in ("off", "auto"):
             config = replace(PLAIN, evict=EvictConfig(policy, budget, recall))
@@ -53,8 +58,8 @@ def make_arms(share: float, tokens: int, policies: Iterable[str]) -> list[Arm]:
     return arms
 
 
-def scenes(tokenizer: Any, tokens: int, count: int) -> list[Scene]:
-    text = list(tokenizer.encode(load_text(), add_special_tokens=False, verbose=False))
+def scenes(tokenizer: Any, tokens: int, count: int, path: str | None) -> list[Scene]:
+    text = list(tokenizer.encode(read_text(path), add_special_tokens=False, verbose=False))
     names = [*KINDS]
     pairs = [[names[i % len(names)], names[(i + 1 + i // len(names)) % len(names)]] for i in range(count)]
     return [plant_facts(tokenizer, text, tokens, pair, EACH, seed) for seed, pair in enumerate(pairs)]
@@ -73,20 +78,21 @@ def held_share(caches: list[Any]) -> float:
 
 def answer(model: Any, caches: list[Any], question: Question) -> tuple[float, bool]:
     """Return the log-probability of the answer, and whether it is decoded."""
+    total, is_right = 0.0, True
     with compressed_attention(model):
-        scores = log_probabilities(model, question.ids, caches)[-1]
-        total, is_right = 0.0, True
-        for token in question.answer:
+        for read, token in zip([question.ids, *([token] for token in question.answer)], question.answer, strict=False):
+            scores = log_probabilities(model, read, caches)[-1]
             total += float(scores[token])
             is_right &= int(scores.argmax()) == token
-            scores = log_probabilities(model, [token], caches)[-1]
     return total, is_right
 
 
-def ask(model: Any, plan: Plan, arm: Arm, scene: Scene) -> dict[str, Any]:
+def ask(model: Any, tokenizer: Any, plan: Plan, arm: Arm, scene: Scene) -> dict[str, Any]:
     caches = build_caches(plan)
     with compressed_attention(model):
         prefill(model, caches, scene.ids, STEP)
+    if arm.compacted is not None:
+        caches = compact_prompt_cache(model, tokenizer, caches, scene.ids, arm.compacted)
     found = []
     for question in scene.questions:
         twins = copy.deepcopy(caches)
@@ -112,14 +118,16 @@ def compare(arm: Arm, rows: list[dict[str, Any]], full: list[dict[str, Any]]) ->
     }
 
 
-def measure(name: str, tokens: int, share: float, texts: int, policies: list[str]) -> list[dict[str, Any]]:
+def measure(
+    name: str, tokens: int, share: float, texts: int, policies: list[str], path: str | None
+) -> list[dict[str, Any]]:
     model, tokenizer = named_model(name)
     plan, full, rows = planner(model), [], []
-    asked = scenes(tokenizer, tokens, texts)
+    asked = scenes(tokenizer, tokens, texts, path)
     for arm in make_arms(share, tokens, policies):
         began = time.perf_counter()
         planned = plan(arm.config)
-        results = [ask(model, planned, arm, scene) for scene in asked]
+        results = [ask(model, tokenizer, planned, arm, scene) for scene in asked]
         full = full or results
         rows.append({"model": ALL_NAMES[name], "tokens": tokens, **compare(arm, results, full)})
         print(rows[-1], f"{time.perf_counter() - began:.0f} s", flush=True)
@@ -132,14 +140,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=950)
     parser.add_argument("--share", type=float, default=40, help="percent of the rows to keep")
     parser.add_argument("--texts", type=int, default=16, help="texts, with eight questions each")
-    parser.add_argument("--policies", default="triattention,heads", help="joined by commas")
+    parser.add_argument("--text", help="file in which the facts are planted, in place of WikiText-2")
+    parser.add_argument(
+        "--policies", default="triattention,heads,compact", help="joined by commas; compact reads each text twice"
+    )
     parser.add_argument("--json", default="evict_facts.json")
     args = parser.parse_args()
     rows = []
     for name in args.models.split(","):
-        rows += measure(name, args.tokens, args.share, args.texts, args.policies.split(","))
+        rows += measure(name, args.tokens, args.share, args.texts, args.policies.split(","), args.text)
     command = f"python -m benchmarks.evict.bench_facts --models {args.models} --tokens {args.tokens}"
     command += f" --share {args.share:g} --texts {args.texts} --policies {args.policies}"
+    command += f" --text {args.text}" if args.text else ""
     save(args.json, command, rows=rows)
 
 

@@ -1,8 +1,8 @@
-"""`HeadwiseKVCache`: a layer whose KV heads keep different tokens.
+"""`HeadwiseKVCache`: a layer of retrieval heads, which keep all tokens, and streaming heads, which evict.
 
-Some heads keep all tokens; the others lose those that the layers' group evicts. Sinks and window, in full precision,
-are those of all heads; the packed rows of the two kinds of heads lie in buffers of their own. In a long pass, heads
-that evict see only the first tokens and the last ones before each query, besides what is packed.
+Sinks and window, in full precision, are common to all heads; each kind has packed rows in a buffer of its own. In a
+long pass, a streaming head sees its packed rows, the first `head_sinks` tokens, and the last `head_window` before each
+query. The terms are those of DuoAttention (Xiao et al., arXiv 2410.10819).
 """
 
 from collections.abc import Mapping
@@ -20,49 +20,48 @@ from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.cache.view import StepView
 from mlx_tq.codec.normalization import KeyNormalization
 from mlx_tq.codec.rows import RowLayout
-from mlx_tq.errors import CacheFormatError, UnsupportedModelError
-from mlx_tq.kernels.regions import HeadRows, Regions
+from mlx_tq.errors import CacheFormatError
+from mlx_tq.kernels.regions import HeadRows, Regions, refuse_different_heads
 
 
 class HeadwiseKVCache(CompressedKVCache):
-    """A compressed cache of which the heads `spec.kept_heads` keep all tokens."""
+    """A compressed cache whose heads `spec.retrieval_heads` keep all tokens."""
 
     growing_state: ClassVar[dict[str, int]] = {}
 
     def __init__(self, spec: CacheSpec, number: int = 0, group: Group | None = None) -> None:
         super().__init__(spec, number, group)
-        self._kept_rows = PackedRows()  # of heads that keep all tokens
+        self._retrieval_rows = PackedRows()
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
-        if self.regions.evicted and self.spec.kept_heads and (return_array or window_size is not None):
-            raise UnsupportedModelError(
-                "the model asks for a mask of all tokens, and the heads of a layer keep different ones. Use --kv-evict "
-                "none, or another policy."
-            )
+        if self.regions.evicted and self.spec.retrieval_heads:
+            if window_size is not None or (return_array and N > 1):
+                refuse_different_heads("the model asks for a mask of all tokens")
+            return super().make_mask(N)
         return super().make_mask(N, return_array, window_size)
 
     def size(self) -> int:
         """Return the number of tokens that the head with most of them stores."""
-        return self.offset if self.spec.kept_heads else super().size()
+        return self.offset if self.spec.retrieval_heads else super().size()
 
     @property
     def positions(self) -> np.ndarray | list[np.ndarray]:
         """Positions of the stored tokens, ascending, int64 [N]: of all heads, or of each if they differ."""
-        if not self.regions.evicted or not self.spec.kept_heads or self._full is None:
+        if not self.regions.evicted or not self.spec.retrieval_heads or self._full is None:
             return super().positions
-        evicting, every = self.regions.positions, np.arange(self.offset)
-        return [every if head in self.spec.kept_heads else evicting for head in range(self._full[0].shape[1])]
+        streaming, every = self.regions.positions, np.arange(self.offset)
+        return [every if head in self.spec.retrieval_heads else streaming for head in range(self._full[0].shape[1])]
 
     @property
     def packed_nbytes(self) -> int:
         """Bytes of the packed tokens and of their key normalization, without spare capacity."""
-        rows = self._kept_rows.between(0, self._num_kept)
+        rows = self._retrieval_rows.between(0, self._num_retrieval)
         return super().packed_nbytes + (0 if rows is None else rows.nbytes)
 
     def packed_rows(self) -> tuple[mx.array, RowLayout, KeyNormalization | None]:
-        """Return what is packed of the heads that evict."""
+        """Return what is packed of the streaming heads."""
         rows, layout, normalization = super().packed_rows()
-        return rows, layout, self._of_evicting(normalization)
+        return rows, layout, self._of_streaming(normalization)
 
     def searched(self, queries: mx.array) -> tuple[mx.array, Regions]:
         regions = super().searched(queries)[1]
@@ -71,92 +70,81 @@ class HeadwiseKVCache(CompressedKVCache):
         return mx.take(queries, mx.array(query_heads), axis=1), regions.group(group)
 
     def shareable_buffers(self) -> SharedBuffers:
-        return self._kept_rows.shareable(self._num_kept)
+        return self._retrieval_rows.shareable(self._num_retrieval)
 
     def fork(self) -> "HeadwiseKVCache":
         twin: Any = super().fork()
-        twin._kept_rows = self._kept_rows.fork()
+        twin._retrieval_rows = self._retrieval_rows.fork()
         return twin  # type: ignore[no-any-return]
 
     def arrays(self) -> list[mx.array]:
-        return super().arrays() + self._kept_rows.arrays
+        return super().arrays() + self._retrieval_rows.arrays
 
     # The state.
 
     @property
     def state(self) -> dict[str, Any]:
-        return self._with_kept(super().state, self._kept_rows.between(0, self._num_kept))
+        return self._with_retrieval_rows(super().state, self._retrieval_rows.between(0, self._num_retrieval))
 
     @state.setter
     def state(self, state: dict[str, Any]) -> None:
         CompressedKVCache.state.fset(self, state)  # type: ignore[attr-defined]
-        self._kept_rows = PackedRows(state.get("kept"))
+        self._retrieval_rows = PackedRows(state.get("retrieval_rows"))
 
     @property
     def state_in_place(self) -> dict[str, Any]:
-        return self._with_kept(super().state_in_place, self._kept_rows.in_place(self._num_kept))
+        return self._with_retrieval_rows(super().state_in_place, self._retrieval_rows.in_place(self._num_retrieval))
 
-    def _with_kept(self, state: dict[str, Any], rows: StoredRows) -> dict[str, Any]:
-        return state if rows is None else state | {"kept": rows}
+    def _with_retrieval_rows(self, state: dict[str, Any], rows: StoredRows) -> dict[str, Any]:
+        return state if rows is None else state | {"retrieval_rows": rows}
 
     def _check_rows(self, state: dict[str, Any], batch: int, heads: int, words: int) -> None:
-        kept_heads = self.spec.kept_heads
-        if len(kept_heads) >= heads or any(not 0 <= head < heads for head in kept_heads):
+        retrieval_heads = self.spec.retrieval_heads
+        if len(retrieval_heads) >= heads or any(not 0 <= head < heads for head in retrieval_heads):
             raise CacheFormatError(
-                f"a layer's state contradicts itself: {len(kept_heads)} of {heads} heads evict nothing"
+                f"a layer's state contradicts itself: {len(retrieval_heads)} of {heads} heads are retrieval heads"
             )
-        super()._check_rows(state, batch, heads - len(kept_heads), words)
-        if kept_heads:
-            check_rows(state, "kept", (batch, len(kept_heads), self._num_kept, words))
+        super()._check_rows(state, batch, heads - len(retrieval_heads), words)
+        if retrieval_heads:
+            check_rows(state, "retrieval_rows", (batch, len(retrieval_heads), self._num_retrieval, words))
 
     # Regions and buffers.
 
     @property
-    def _num_kept(self) -> int:
-        return self._packed(self.offset) - self.spec.sinks if self.spec.kept_heads else 0
+    def _num_retrieval(self) -> int:
+        return self._packed(self.offset) - self.spec.sinks if self.spec.retrieval_heads else 0
 
     @property
     def _mean_map(self) -> RegionMap:
         """All positions, where a head keeps all: its rows need their means."""
         regions = self.regions
-        return RegionMap(regions.sizes, regions.length, regions.originals) if self.spec.kept_heads else regions
+        return regions.without_evictions() if self.spec.retrieval_heads else regions
 
-    def _evicting(self, heads: int) -> tuple[int, ...]:
-        return tuple(head for head in range(heads) if head not in self.spec.kept_heads)
+    def _streaming(self, heads: int) -> tuple[int, ...]:
+        return tuple(head for head in range(heads) if head not in self.spec.retrieval_heads)
 
-    def _of_evicting(self, normalization: KeyNormalization | None) -> KeyNormalization | None:
+    def _of_streaming(self, normalization: KeyNormalization | None) -> KeyNormalization | None:
         if normalization is None:
             return None
-        heads = mx.array(self._evicting(normalization.scale.shape[1]))
+        heads = mx.array(self._streaming(normalization.scale.shape[1]))
         return normalization.select_heads(lambda array: mx.take(array, heads, axis=1))
 
     def _write_rows(self, rows: mx.array, start: int) -> None:
-        kept_heads = self.spec.kept_heads
-        if kept_heads:
-            self._kept_rows.write(mx.take(rows, mx.array(kept_heads), axis=1), start - self.spec.sinks)
-        super()._write_rows(mx.take(rows, mx.array(self._evicting(rows.shape[1])), axis=1), start)
+        retrieval_heads = self.spec.retrieval_heads
+        if retrieval_heads:
+            self._retrieval_rows.write(mx.take(rows, mx.array(retrieval_heads), axis=1), start - self.spec.sinks)
+        super()._write_rows(mx.take(rows, mx.array(self._streaming(rows.shape[1])), axis=1), start)
 
     def _view(self, full: Pair, window_start: int, length: int, packed: int) -> StepView:
         view = super()._view(full, window_start, length, packed)
-        regions, kept_heads = view.regions, self.spec.kept_heads
-        evicting = self._evicting(full[0].shape[1])
-        groups = [HeadRows(evicting, regions.packed_rows, regions.packed_tokens, regions.shared, self._mean_index)]
-        most = regions.packed_tokens
-        if kept_heads:
-            most = max(0, packed - self.spec.sinks)
-            groups.insert(0, HeadRows(kept_heads, self._kept_rows.unshared, most, self._kept_rows.shared(most)))
-        normalization = regions.normalization and replace(regions.normalization, index=None, first=0)
-        return replace(
-            view,
-            regions=replace(
-                regions,
-                packed_rows=None,
-                packed_tokens=most,
-                shared=(),
-                normalization=normalization,
-                groups=tuple(groups),
-            ),
-        )
+        regions, retrieval_heads = view.regions, self.spec.retrieval_heads
+        streaming = self._streaming(full[0].shape[1])
+        groups = [HeadRows(streaming, regions.packed_rows, regions.packed_tokens, regions.shared, self._mean_index)]
+        if retrieval_heads:
+            count = max(0, packed - self.spec.sinks)
+            rows = self._retrieval_rows
+            groups.insert(0, HeadRows(retrieval_heads, rows.unshared, count, rows.shared(count)))
+        return replace(view, regions=regions.with_groups(groups))
 
     def _long_view(self, full: Pair, packed: int, length: int) -> StepView:
         view = super()._long_view(full, packed, length)
@@ -166,5 +154,5 @@ class HeadwiseKVCache(CompressedKVCache):
         return replace(view, regions=replace(regions, groups=(*regions.groups[:-1], group)))
 
     def _replace_evictable(self, rows: mx.array, positions: np.ndarray, means: Mapping[int, np.ndarray]) -> mx.array:
-        """Heads that keep all tokens have all means."""
-        return super()._replace_evictable(rows, positions, {} if self.spec.kept_heads else means)
+        """Retrieval heads need the means of all blocks."""
+        return super()._replace_evictable(rows, positions, {} if self.spec.retrieval_heads else means)

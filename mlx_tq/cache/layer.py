@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -61,6 +61,8 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         regions: where the tokens are.
         number: number of the layer among those of its model, from 0.
         group: the layers that it evicts together with; None if it keeps all tokens.
+        on_queries: called with the queries [B, Hq, L, Dk] of each pass and the scale of its scores; returns arrays that
+            are to be computed with the pass. Copies have none.
     """
 
     # State arrays that grow with the packed tokens, along axis 2, and the tokens of an entry. The prefix cache stores
@@ -80,6 +82,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         self._mean_index: mx.array | None = None  # int32 [packed_tokens], if tokens were evicted
         self._health = mx.zeros(2, mx.int32)  # vectors clamped, vectors not finite
         self._last_view: StepView | None = None  # of the last pass, if later layers share it
+        self.on_queries: Callable[[mx.array, float], list[mx.array]] | None = None
 
     @property
     def evicts(self) -> bool:
@@ -176,7 +179,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         twin = copy.copy(self)
         twin._full = None if self._full is None else (self._full[0][:], self._full[1][:])
         twin._rows, twin._health = self._rows.fork(), self._health[:]
-        twin._last_view = None
+        twin._last_view = twin.on_queries = None
         twin.group = None if self.group is None else self.group.part(self.number)
         return twin
 
@@ -195,7 +198,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         self._normalizer = KeyNormalizer(**state.get("normalizer", {}))
         self._check_state(state)
         self._rows, self._health = PackedRows(state.get("rows")), state["health"]
-        self._full = self._slack = self._fitted = self._last_view = None
+        self._full = self._slack = self._fitted = self._last_view = self.on_queries = None
         if "keys" in state:
             full, sinks = (state["keys"], state["values"]), self.spec.sinks
             self._lay_out(full, (full[0][:, :, sinks:], full[1][:, :, sinks:]), self.regions.originals)
@@ -300,6 +303,8 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         listeners: tuple[QueryListener, ...] = ()
         if self._is_learning and start < SCALE_TOKENS:
             listeners = (QueryListener(partial(self._learn_from, start, stop)),)
+        if self.on_queries is not None:
+            listeners = (*listeners, QueryListener(self.on_queries))
         return listeners if self.group is None else (*listeners, *self.group.listeners(self.number, start, stop))
 
     @property

@@ -133,6 +133,10 @@ class RegionMap:
         numbers = np.concatenate([(self.retained - sinks) // MEAN_TOKENS, later])
         return numbers[np.diff(numbers, prepend=-1) > 0]
 
+    def without_evictions(self) -> "RegionMap":
+        """Return the map as if all positions were stored."""
+        return RegionMap(self.sizes, self.length, self.originals)
+
     def grown_to(self, length: int) -> "RegionMap":
         return replace(self, length=length)
 

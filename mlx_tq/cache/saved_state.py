@@ -27,8 +27,8 @@ def read_spec(text: str) -> CacheSpec:
     for name in ("sinks", "window", "recent", "head_sinks", "head_window"):
         read_count({name: getattr(spec, name)}, name)
     _check(spec.window > 0, "its window")
-    heads = spec.kept_heads
-    _check(all(type(head) is int for head in heads) and sorted({*heads}) == [*heads], "the heads that evict nothing")
+    heads = spec.retrieval_heads
+    _check(all(type(head) is int for head in heads) and sorted({*heads}) == [*heads], "its retrieval heads")
     for name in filter(None, (spec.key, spec.value, spec.cold)):
         get_format(name)
     for options in (spec.key_options, spec.value_options):
@@ -51,11 +51,16 @@ def read_regions(state: State, spec: CacheSpec) -> RegionMap:
     _check(spec.sinks <= originals <= max(spec.sinks, length), f"originals = {originals} of {length} tokens")
     if not evicted:
         return RegionMap(spec, length, originals)
-    retained = np.array(state["retained"], np.int64).reshape(-1)
-    edges = np.concatenate([[spec.sinks - 1], retained, [floor]])
-    _check(bool((np.diff(edges) > 0).all()), "the positions that were not evicted")
+    retained = read_positions(state, "retained", spec.sinks, floor)
     _check(floor <= originals and evicted == floor - spec.sinks - len(retained), f"evicted = {evicted} before {floor}")
     return RegionMap(spec, length, originals, evicted, floor, retained)
+
+
+def read_positions(state: State, name: str, start: int, stop: int) -> np.ndarray:
+    """Return ascending positions of [start, stop)."""
+    positions = np.array(state[name], np.int64).reshape(-1)
+    _check(bool((np.diff(np.concatenate([[start - 1], positions, [stop]])) > 0).all()), name)
+    return positions
 
 
 def check_arrays(state: State, regions: RegionMap, spec: CacheSpec, packed: int) -> None:

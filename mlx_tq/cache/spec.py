@@ -24,9 +24,9 @@ class CacheSpec(RegionSizes):
     shared: bool = False  # whether later layers read this cache, so that it keeps the view of each pass
     cold: str = ""  # format of the keys of older tokens, or "" if they have the same
     recent: int = 0  # number of packed tokens whose keys are not cold
-    # With a window, KV heads keep different tokens: all of them, or those that are not evicted. The latter see, of the
-    # tokens that are not packed before a long pass, the first `head_sinks` and the last `head_window`.
-    kept_heads: tuple[int, ...] = ()  # ascending
+    # With a window, retrieval heads keep all tokens, and streaming heads evict. Of the tokens that are not packed
+    # before a long pass, the latter see the first `head_sinks` and the last `head_window`.
+    retrieval_heads: tuple[int, ...] = ()  # ascending
     head_sinks: int = 0
     head_window: int = 0
 
@@ -64,7 +64,7 @@ class CacheSpec(RegionSizes):
     @classmethod
     def from_dict(cls, fields: dict[str, object]) -> "CacheSpec":
         options = {name: CodecOptions(**fields[name]) for name in ("key_options", "value_options")}  # type: ignore[arg-type]
-        return cls(**{**fields, **options, "kept_heads": tuple(fields["kept_heads"])})  # type: ignore[arg-type]
+        return cls(**{**fields, **options, "retrieval_heads": tuple(fields["retrieval_heads"])})  # type: ignore[arg-type]
 
     def to_dict(self) -> dict[str, object]:
         """Return plain data for JSON."""

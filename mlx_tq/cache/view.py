@@ -17,7 +17,7 @@ from mlx_tq.kernels.attend import attend
 from mlx_tq.kernels.by_head import attend_by_group, attend_by_head
 from mlx_tq.kernels.execution_record import DECODE, PREFILL, SHORT_PASSES, run_in_phase
 from mlx_tq.kernels.prefill import prefill
-from mlx_tq.kernels.regions import Mask, Regions
+from mlx_tq.kernels.regions import Mask, Regions, refuse_different_heads
 
 
 class QueryListener:
@@ -122,6 +122,8 @@ class StepView:
 
     def _attend(self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
         regions = self.merged_regions()
+        if regions.groups and isinstance(mask, mx.array):
+            refuse_different_heads("the model masks tokens by an array")
         group = queries.shape[1] // regions.full_keys.shape[1]
         most = thresholds.current(queries.shape[3], group).packed_queries
         length = queries.shape[2]

@@ -12,17 +12,15 @@ import numpy as np
 
 from mlx_tq.cli.model_calibration import PacedPrefill
 from mlx_tq.cli.screen import note, prefill_progress
-from mlx_tq.errors import ConfigError
-from mlx_tq.integration.probe import position_limit
 from mlx_tq.models import fingerprint, ranks_of
 from mlx_tq.prompt_cache.compressed import compressed_attention
 from mlx_tq.prompt_cache.measurements import HeadScores, head_scores_path, make_folder, save_measurements
 from mlx_tq.prompt_cache.recording import Attended, watched_caches
+from mlx_tq.prompt_cache.row_weights import repetition, row_weights
 from mlx_tq.session.restore import ProgressCallback
 
 TOKENS = 1024
 BEST = 0.5  # share of all rows that count as needed
-REPEAT = "\n\nRepeat the previous context exactly.\n\n"
 
 
 def save_head_scores(model: Any, tokenizer: Any, text: str, name: str) -> None:
@@ -60,18 +58,12 @@ def largest_weights(
 ) -> list[np.ndarray]:
     """Return the largest weight that repeating a text gives each of its rows, fp32 [H, tokens] of each layer."""
     ids = list(tokenizer.encode(text, add_special_tokens=False, verbose=False))[:tokens]
-    repeat = list(tokenizer.encode(REPEAT, add_special_tokens=False)) + ids
-    limit = position_limit(model)
-    if limit is not None and len(ids) + len(repeat) > limit:
-        raise ConfigError(
-            f"the model allows {limit:,} positions, and to repeat {len(ids):,} tokens takes "
-            f"{len(ids) + len(repeat):,}. Use another policy than heads."
-        )
+    repeat = repetition(model, tokenizer, ids)
     best: dict[int, mx.array] = {}
 
     def watch(number: int, attended: Attended) -> None:
         if attended.keys.shape[2] > len(ids):  # of the second reading
-            weights = _row_weights(attended)[:, : len(ids)]
+            weights = row_weights(attended.queries, attended.keys, attended.scale, attended.sinks)[:, : len(ids)]
             best[number] = mx.maximum(best[number], weights) if number in best else weights
             mx.eval(best[number])
 
@@ -82,22 +74,3 @@ def largest_weights(
         prefill.run(caches, repeat)
     ranks = ranks_of(model)
     return [ranks.gather(np.array(best[number])) for number in sorted(best)]
-
-
-def _row_weights(attended: Attended) -> mx.array:
-    """Return the largest weight of each row, over query heads and the queries of a pass: fp32 [H, S]."""
-    keys, queries = attended.keys[0].astype(mx.float32), attended.queries[0].astype(mx.float32)
-    heads, total, dim = keys.shape
-    length = queries.shape[1]
-    visible = mx.arange(total) <= mx.arange(total - length, total)[:, None]
-    logits = None if attended.sinks is None else attended.sinks.astype(mx.float32).reshape(heads, -1)
-    best = []
-    for head in range(heads):
-        group = queries.reshape(heads, -1, length, dim)[head]
-        scores = mx.where(visible, (group * attended.scale) @ keys[head].T, -mx.inf)
-        sums = mx.logsumexp(scores, axis=-1, keepdims=True)
-        if logits is not None:
-            sums = mx.logaddexp(sums, logits[head][:, None, None])
-        best.append(mx.exp(scores - sums).max(axis=(0, 1)))
-        mx.eval(best[-1])
-    return mx.stack(best)

@@ -21,7 +21,16 @@ from mlx_tq.cli.fast_blas import use_fast_blas
 from mlx_tq.cli.options import check_environment, choose_backend
 from mlx_tq.cli.terminal_text import readable
 from mlx_tq.distributed.launch import exit_now, exit_on_sigterm, is_launched, launched_rank, write_last_line
-from mlx_tq.errors import ConfigError, MlxTqError, RankError, RescueError, backend_error, is_out_of_memory, one_line
+from mlx_tq.errors import (
+    ConfigError,
+    MlxTqError,
+    RankError,
+    RescueError,
+    UncalibratedWarning,
+    backend_error,
+    is_out_of_memory,
+    one_line,
+)
 
 Run = Callable[[argparse.Namespace], int]
 DONE, FAILED, USAGE_ERROR, INTERRUPTED = 0, 1, 2, 130
@@ -58,7 +67,8 @@ def run_command(parser: argparse.ArgumentParser, run: Run, words: Sequence[str] 
         choose_backend(args)
         format_warning, warnings.formatwarning = warnings.formatwarning, lambda text, *_, **__: f"warning: {text}\n"
         try:
-            with nullcontext() if is_launched() else _exit_on_signals():
+            with nullcontext() if is_launched() else _exit_on_signals(), warnings.catch_warnings():
+                warnings.simplefilter("ignore", UncalibratedWarning)  # commands calibrate, or say why not
                 return run(args)
         except RescueError as error:
             raise RescueError(f"{error} Or choose --rescue off.") from error

@@ -169,8 +169,8 @@ def _describe_plan(plan: Plan, tokens: int, recall_blocker: str | None) -> Itera
 def _describe_division(plan: Plan, division: Division) -> Iterator[str]:
     longest = plan.eviction and plan.eviction.positions
     yield (
-        f"{division.num_kept} of {plan.heads} KV heads keep all tokens; the others see the first ones and the last "
-        f"{division.window}. No text is evicted, so nothing is sent to a rescue service"
+        f"{division.num_retrieval} of {plan.heads} KV heads keep all tokens (retrieval heads); the others see the "
+        f"first ones and the last {division.window}. No text is evicted, so nothing is sent to a rescue service"
     )
     lengths = [1024, 4096, *([longest] if longest else [])]
     yield "Rows kept: " + ", ".join(f"{plan.kept_share(length):.0%} of {length:,} tokens" for length in lengths)
@@ -329,7 +329,7 @@ def plan_dict(plan: Plan, tokens: int) -> dict[str, Any]:
         "policy": str(plan.eviction.config.policy),
         "budget_tokens": plan.eviction.budget.tokens,
         "budget_share": plan.eviction.budget.share,
-        "kept_heads": plan.eviction.kept_heads,
+        "retrieval_heads": plan.eviction.retrieval_heads,
         "head_window": None if plan.division is None else plan.division.window,
         "calibration": plan.eviction.source,
         "recall": plan.eviction.config.recall,

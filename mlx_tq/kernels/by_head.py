@@ -1,7 +1,7 @@
 """Attention to a layer whose KV heads keep different tokens.
 
-For a few queries, heads are a batch of caches with one head each. For many, those that keep the same tokens attend
-together, and heads with a window in runs of queries, each to what is near it.
+For a few queries, each KV head is a cache of a batch. For many, heads that keep the same tokens attend together, and
+heads with a window in chunks of queries. The CPU kernels take all heads in one call.
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,9 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 
-from mlx_tq.errors import UnsupportedModelError
+from mlx_tq.kernels import backend
 from mlx_tq.kernels.attend import attend_batch
+from mlx_tq.kernels.cpu import attend as cpu_attend
 from mlx_tq.kernels.prefill import prefill
 from mlx_tq.kernels.regions import HeadRows, Mask, Regions
 
@@ -25,6 +26,7 @@ def attend_by_head(
     return attend_batch_by_head(queries, [regions], scale=scale, mask=mask, sinks=sinks)
 
 
+@backend.dispatch(cpu=cpu_attend.launch_batch_by_head)
 def attend_batch_by_head(
     queries: mx.array, batch: Sequence[Regions], *, scale: float, mask: Mask = None, sinks: mx.array | None = None
 ) -> mx.array:
@@ -36,7 +38,6 @@ def attend_batch_by_head(
             for i, (attend, regions) in enumerate(zip(run, batch, strict=True))
         ]
         return mx.concatenate(outputs)
-    _check_mask(mask)
     rows, query_heads, length, dim = queries.shape
     heads = batch[0].full_keys.shape[1]
     by_head = [regions.head(head) for regions in batch for head in range(heads)]
@@ -44,11 +45,11 @@ def attend_batch_by_head(
     return out.reshape(rows, query_heads, length, -1)
 
 
+@backend.dispatch(cpu=cpu_attend.launch_by_group)
 def attend_by_group(
     queries: mx.array, regions: Regions, *, scale: float, mask: Mask = None, sinks: mx.array | None = None
 ) -> mx.array:
     """Return what `prefill` returns, at batch size 1; `mask` is no array."""
-    _check_mask(mask)
     members: list[int] = []  # query heads, in the order of the outputs
     outputs: list[mx.array] = []
     size = queries.shape[1] // regions.full_keys.shape[1]
@@ -76,7 +77,7 @@ def _attend_window(
     for start in range(0, length, size):
         queried = np.arange(before + start, before + min(start + size, length))  # full-precision tokens of the run
         near = max(group.sinks, int(queried[0]) - group.window + 1)
-        seen = np.concatenate([np.arange(min(group.sinks, near)), np.arange(near, queried[-1] + 1)])
+        seen = np.concatenate([np.arange(group.sinks), np.arange(near, queried[-1] + 1)])
         keys, values = (
             mx.concatenate([x[:, :, : group.sinks], x[:, :, near : int(queried[-1]) + 1]], axis=2)
             for x in (regions.full_keys, regions.full_values)
@@ -89,11 +90,3 @@ def _attend_window(
         mask = mx.array(np.concatenate([visible[:, :edge], packed, visible[:, edge:]], axis=1))
         outputs.append(prefill(queries[:, :, start : start + size], part, scale=scale, mask=mask, sinks=sinks))
     return mx.concatenate(outputs, axis=2)
-
-
-def _check_mask(mask: Mask) -> None:
-    if isinstance(mask, mx.array):
-        raise UnsupportedModelError(
-            "the model masks tokens by an array, and the heads of a layer keep different ones. Use --kv-evict none, or "
-            "another policy."
-        )

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import mlx.core as mx
 
@@ -57,7 +57,8 @@ class HeadRows:
     tokens: int  # including those of `shared`
     shared: tuple[SharedRows, ...] = ()
     mean_index: mx.array | None = None  # as in `KeyNormalization`
-    # Of the full-precision tokens, a query sees the first `sinks` and the last `window`, itself included; None: all.
+    # Of the full-precision tokens, a query sees the first `sinks` and the last `window`, itself included, and none
+    # after it; None: all that a mask shows.
     window: int | None = None
     sinks: int = 0
 
@@ -105,7 +106,7 @@ class Regions:
 
     def head(self, index: int) -> "Regions":
         """Return the part of one KV head."""
-        groups = self.groups or (self._all_heads(),)
+        groups = self.groups or (self.as_group(),)
         group = next(group for group in groups if index in group.heads)
         place = group.heads.index(index)
         return self._part(group, lambda array: array[:, index : index + 1], lambda rows: rows[:, place : place + 1])
@@ -115,7 +116,19 @@ class Regions:
         heads = mx.array(group.heads)
         return self._part(group, lambda array: mx.take(array, heads, axis=1), lambda rows: rows)
 
-    def _all_heads(self) -> HeadRows:
+    def with_groups(self, groups: Sequence[HeadRows]) -> "Regions":
+        """Return regions with these packed rows, whose numbers of means count from the first."""
+        return replace(
+            self,
+            packed_rows=None,
+            packed_tokens=max(group.tokens for group in groups),
+            shared=(),
+            normalization=self.normalization and replace(self.normalization, index=None, first=0),
+            groups=tuple(groups),
+        )
+
+    def as_group(self) -> HeadRows:
+        """Return the packed rows of a layer whose heads keep the same tokens."""
         heads = tuple(range(self.full_keys.shape[1]))
         index = None if self.normalization is None else self.normalization.index
         return HeadRows(heads, self.packed_rows, self.packed_tokens, self.shared, index)
@@ -144,10 +157,7 @@ class Regions:
     def decode(self) -> tuple[mx.array, mx.array]:
         """Return all keys [B, H, tokens, Dk] and values [B, H, tokens, Dv] in logical order and the model's dtype."""
         if self.groups:
-            raise UnsupportedModelError(
-                "the model reads the keys and values of a layer whose heads keep different tokens, which make no "
-                "array. Use --kv-evict none, or another policy."
-            )
+            refuse_different_heads("the model reads keys and values as arrays")
         if self.packed_tokens == 0:
             return self.keys, self.values
         rows, layout = self.rows(), self.layout
@@ -155,6 +165,12 @@ class Regions:
             splice(self.keys, self.sink_tokens, decode_keys(layout.key, layout.keys(rows), self.normalization)),
             splice(self.values, self.sink_tokens, layout.value.decode(layout.values(rows))),
         )
+
+
+def refuse_different_heads(what: str) -> NoReturn:
+    raise UnsupportedModelError(
+        f"{what}, and the heads of a layer keep different tokens. Use neither --kv-evict heads nor --compact."
+    )
 
 
 def splice(full: mx.array, sink_tokens: int, packed: mx.array) -> mx.array:

@@ -12,7 +12,7 @@ from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import backend, thresholds
 from mlx_tq.kernels.attend import attend
 from mlx_tq.kernels.encode import compact, encode
-from mlx_tq.kernels.prefill import dequantize
+from mlx_tq.kernels.prefill import dequantize, prefill
 from mlx_tq.kernels.recall_score import group_queries, recall_score
 from mlx_tq.kernels.regions import Regions
 from mlx_tq.kernels.score import score
@@ -39,12 +39,15 @@ class KernelCheck:
         return self.difference <= self.allowed
 
 
+CPU_KERNELS = ("encode", "attend", "prefill", "score", "recall_score")
 Case = tuple[str, str, Callable[[], list[mx.array]]]  # a kernel, what it is given, and the call
 
 
-def check_kernels(gpu: str, cases: Iterable[Case] | None = None) -> Iterator[KernelCheck]:
-    """Run all kernels, or those of `cases`, on a GPU backend, "metal" or "cuda"."""
-    yield from (_compare(gpu, *case) for case in (kernel_cases() if cases is None else cases))
+def check_kernels(name: str, cases: Iterable[Case] | None = None) -> Iterator[KernelCheck]:
+    """Run all kernels of a backend, "metal", "cuda" or "cpu", or those of `cases`."""
+    for kernel, case, call in kernel_cases() if cases is None else cases:
+        if kernel in CPU_KERNELS if name == "cpu" else kernel != "prefill":  # which is not a kernel of its own there
+            yield _compare(name, kernel, case, call)
 
 
 def kernel_cases() -> Iterator[Case]:
@@ -88,6 +91,7 @@ def _calls(
         "encode": lambda: list(encode(keys, values, layout, normalization)),
         "dequantize": lambda: list(dequantize(regions)),
         "attend": lambda: attend_with(0),
+        "prefill": lambda: [prefill(queries, regions, scale=dim**-0.5, mask="causal")],
         "attend_short": lambda: attend_with(2 * _TOKENS),
         "score": lambda: [
             score(rows, _TOKENS, layout, virtual, mx.abs(virtual[..., : dim // 2]), pairs, normalization)
@@ -108,8 +112,8 @@ def _normalize(keys: mx.array, queries: mx.array, layout: RowLayout) -> KeyNorma
     return KeyNormalization(scale, means, mx.arange(_TOKENS, dtype=mx.int32) // 9)
 
 
-def _compare(gpu: str, kernel: str, case: str, call: Callable[[], list[mx.array]]) -> KernelCheck:
-    with backend.using(gpu):
+def _compare(name: str, kernel: str, case: str, call: Callable[[], list[mx.array]]) -> KernelCheck:
+    with backend.using(name):
         results = call()
         mx.eval(results)
     # On a CPU, because CUDA multiplies float32 in TF32 by default.

@@ -1,4 +1,4 @@
-"""The policy `heads`: some KV heads keep all tokens, the others the first ones and a window of the last ones.
+"""The policy `heads`: retrieval heads keep all tokens, streaming heads the first ones and a window of the last ones.
 
 Sources: DuoAttention (Xiao et al., arXiv 2410.10819), which trains gates to find the heads that retrieve; the scores
 here are those of KVzip (Kim et al., arXiv 2505.23416), gathered in one pass that repeats a text.
@@ -16,19 +16,19 @@ from mlx_tq.policies.policy import PackedTokens, Policy
 
 BLOCK = 32  # tokens that are evicted together
 LEAST_WINDOW, MOST_WINDOW = 96, 512  # tokens, if the budget decides
-_WINDOW_SHARE = 0.45  # of the budget, that the heads with a window may take
+_RETRIEVAL_SHARE = 0.5  # of the budget, for retrieval heads, unless the window is at a bound
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heads(Policy):
-    """Evict by head: no token is lost in the heads that find facts.
+    """Evict by head: retrieval heads keep all tokens.
 
-    Which heads keep all tokens is measured once for each model, by `mlx_tq.calibrate --heads`. A budget is a share of
+    Which heads these are is measured once for each model, by `mlx_tq.calibrate --heads`. A budget is a share of
     the rows at the model's context length (`40%`) or at another one (`40%@4096`).
 
     Attributes:
-        window: number of last tokens that the other heads see; None derives it from the budget.
-        sinks: number of first tokens that they see.
+        window: number of last tokens that streaming heads see; None derives it from the budget.
+        sinks: number of first tokens that streaming heads see.
     """
 
     name: ClassVar[str] = "heads"
@@ -48,18 +48,18 @@ class Heads(Policy):
 class Division(NamedTuple):
     """How the KV heads of a model are divided."""
 
-    kept_heads: list[tuple[int, ...]]  # of each layer, that keep all tokens, ascending
-    window: int  # last tokens of the other heads
-    first: int  # tokens that the other heads hold besides their window, at most
+    retrieval_heads: list[tuple[int, ...]]  # of each layer, ascending
+    window: int  # last tokens of streaming heads
+    first: int  # tokens that streaming heads hold besides their window, at most
 
     @property
-    def num_kept(self) -> int:
-        """The number of heads, of all layers together, that keep all tokens."""
-        return sum(map(len, self.kept_heads))
+    def num_retrieval(self) -> int:
+        """The number of retrieval heads of all layers together."""
+        return sum(map(len, self.retrieval_heads))
 
     def share(self, heads: int, tokens: int) -> float:
         """Return the share of the rows of `tokens` tokens that is kept; `heads` are those of all layers together."""
-        full = self.num_kept / heads
+        full = self.num_retrieval / heads
         return full + (1 - full) * min(1.0, (self.first + self.window) / tokens)
 
 
@@ -69,16 +69,17 @@ def divide_heads(
     """Divide heads so that `share` of all rows is kept at `tokens` tokens.
 
     Args:
-        scores: of the KV heads of each layer; those with the highest keep all tokens.
+        scores: of the KV heads of each layer; those with the highest are retrieval heads.
         share: of the rows, above 0 to 1.
         tokens: context length at which it holds.
-        first: tokens that the other heads hold besides their window, at most.
+        first: tokens that streaming heads hold besides their window, at most.
         least: the smallest window that the cache allows.
-        window: last tokens of the other heads; None derives it.
+        window: last tokens of streaming heads; None derives it.
     """
     total = sum(map(len, scores))
     if window is None:
-        window = int(np.clip(_WINDOW_SHARE * share * tokens - first, LEAST_WINDOW, MOST_WINDOW)) // BLOCK * BLOCK
+        kept = _RETRIEVAL_SHARE * share
+        window = int(np.clip((share - kept) / (1 - kept) * tokens - first, LEAST_WINDOW, MOST_WINDOW)) // BLOCK * BLOCK
         window = max(window, -(-least // BLOCK) * BLOCK)
     if window < least:
         raise ConfigError(
@@ -95,8 +96,8 @@ def divide_heads(
         )
     order = np.argsort([-score for layer in scores for score in layer], kind="stable")
     chosen = set(order[: int(full * total + 1e-9)].tolist())
-    kept_heads, number = [], 0
+    retrieval_heads, number = [], 0
     for layer in scores:
-        kept_heads.append(tuple(head for head in range(len(layer)) if number + head in chosen))
+        retrieval_heads.append(tuple(head for head in range(len(layer)) if number + head in chosen))
         number += len(layer)
-    return Division(kept_heads, window, first)
+    return Division(retrieval_heads, window, first)

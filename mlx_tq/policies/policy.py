@@ -93,7 +93,7 @@ class Policy(ABC):
 
     name: ClassVar[str]
     segmented: ClassVar[bool] = True  # if False, `segments` has no effect
-    by_head: ClassVar[bool] = False  # whether some KV heads keep all tokens, and only the others evict
+    by_head: ClassVar[bool] = False  # whether retrieval heads keep all tokens, and only streaming heads evict
 
     segments: int = option(8, minimum=1)
     granularity: int = option(32, choices=(1, 8, 16, 32, 64))

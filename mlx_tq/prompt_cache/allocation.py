@@ -47,7 +47,10 @@ def allocate(facts: ModelFacts, config: KVConfig, bits: float, losses: Losses) -
     )
     layer_losses = np.array(
         [
-            [key * _relative(pair[0]) + value * _relative(pair[1]) for pair in pairs]
+            [
+                key * _relative(pair[0], config.key_scale) + value * _relative(pair[1], config.value_scale)
+                for pair in pairs
+            ]
             for key, value in zip(losses.keys, losses.values, strict=True)
         ]
     )
@@ -69,9 +72,9 @@ def stored_bits(slot: SlotFacts, spec: CacheSpec) -> int:
     return round(8 * slot.heads * (layer_layout(slot, spec).nbytes + mean))
 
 
-def _relative(name: str) -> float:
-    """Return the squared error of a format relative to that of MEASURED_FORMAT."""
-    return get_format(name).error / get_format(MEASURED_FORMAT).error
+def _relative(name: str, rule: str) -> float:
+    """Return the squared error of a format relative to that of MEASURED_FORMAT, both with a scale rule."""
+    return get_format(name).error_with(rule) / get_format(MEASURED_FORMAT).error_with(rule)
 
 
 def solve_knapsack(sizes: np.ndarray, losses: np.ndarray, limit: int) -> list[int]:

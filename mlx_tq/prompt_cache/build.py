@@ -79,8 +79,8 @@ def decode_caches(fresh: list[Any], caches: list[Any]) -> list[Any]:
             return cache
         if cache.regions.evicted:
             raise CacheFormatError(
-                f"{cache.regions.evicted:,} of the {cache.offset:,} tokens were evicted from the cache, and the "
-                "others keep their positions, which mlx-lm's own caches cannot say. Read it without --kv-evict."
+                f"tokens were evicted from the cache of {cache.offset:,}, and the others keep their positions, which "
+                "mlx-lm's own caches cannot say. Read the text again without --kv-evict and --compact."
             )
         if not cache.empty():
             native.update_and_fetch(*(handle.materialize() for handle in cache.keys_and_values()))

@@ -1,5 +1,6 @@
 """`compressed`: the context in which a model runs on compressed caches, and how their plan is found."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,7 +12,7 @@ from mlx_lm.models.cache import CacheList
 
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.config import DEFAULT_PROFILE, KVConfig
-from mlx_tq.errors import CacheFormatError, ConfigError
+from mlx_tq.errors import CacheFormatError, ConfigError, UncalibratedWarning
 from mlx_tq.integration.patches import patch_attention, patch_forward, patch_make_cache, patch_rope
 from mlx_tq.integration.probe import SlotFacts, model_facts, native_caches
 from mlx_tq.models import fingerprint, ranks_of
@@ -50,7 +51,9 @@ def compressed(
         if config.is_off:
             yield
             return
-        with patch_make_cache(model, partial(build_caches, plan_caches(model, config))):
+        plan = plan_caches(model, config)
+        warn_uncalibrated(plan, stacklevel=4)  # above the context manager
+        with patch_make_cache(model, partial(build_caches, plan)):
             yield
 
 
@@ -88,7 +91,20 @@ def make_prompt_cache(
     _check_model(model)
     if config.is_off:
         return native_caches(model)
-    return build_caches(plan_caches(model, config))
+    plan = plan_caches(model, config)
+    warn_uncalibrated(plan, stacklevel=3)
+    return build_caches(plan)
+
+
+def warn_uncalibrated(plan: Plan, stacklevel: int) -> None:
+    """Warn with an `UncalibratedWarning` if eviction learns from the prompt what a calibration would tell it."""
+    if plan.eviction is not None and plan.calibrates_on_prompt:
+        message = (
+            f"{plan.eviction.config.policy} finds no calibration of {plan.name or plan.model_type}: it learns from the "
+            f"prompt, evicts nothing before {plan.warmup:,} tokens, and may then evict what a question needs. Run "
+            "mlx_tq.calibrate with this model once."
+        )
+        warnings.warn(message, UncalibratedWarning, stacklevel=stacklevel)
 
 
 def _choose_config(config: KVConfig | None, profile: str | None, settings: dict[str, Any]) -> KVConfig:

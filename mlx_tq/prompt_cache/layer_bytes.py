@@ -103,11 +103,11 @@ def layer_bytes(slot: SlotFacts, spec: CacheSpec, tokens: int, evicted: Evicted 
 
 def headwise_bytes(slot: SlotFacts, spec: CacheSpec, seen: int, stored: int, evicted: Evicted | None) -> RegionBytes:
     """Return the bytes of a layer that has seen `seen` tokens, of which some heads keep all and the others `stored`."""
-    num_kept = len(spec.kept_heads)
-    total = layer_bytes(replace(slot, heads=slot.heads - num_kept), spec, stored, evicted)
-    if not num_kept:
+    num_retrieval = len(spec.retrieval_heads)
+    total = layer_bytes(replace(slot, heads=slot.heads - num_retrieval), spec, stored, evicted)
+    if not num_retrieval:
         return total
-    total += layer_bytes(replace(slot, heads=num_kept), spec, seen)
+    total += layer_bytes(replace(slot, heads=num_retrieval), spec, seen)
     return replace(total, allocated=total.allocated - HEALTH_BYTES)
 
 

@@ -66,7 +66,7 @@ class EvictionPlan:
     layers: int  # that evict together
     positions: int | None = None  # that the model allows, if known
     source: str = ""  # where the queries' statistics come from, for people
-    kept_heads: int = 0  # KV heads, of all layers together, that keep all tokens
+    retrieval_heads: int = 0  # of all layers together
 
     @property
     def archive_limit(self) -> int:
@@ -249,7 +249,7 @@ class LayerGroup:
     @property
     def lost(self) -> np.ndarray:
         """All positions that no head holds for good, ascending int64 [N]."""
-        return _NO_POSITIONS if self.plan.kept_heads else self.evicted
+        return _NO_POSITIONS if self.plan.retrieval_heads else self.evicted
 
     def forget_lost_blocks(self) -> None:
         """Forget the blocks that a rank lost since the last call; all ranks call this at the same time."""

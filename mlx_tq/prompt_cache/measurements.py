@@ -37,12 +37,12 @@ class Losses:
 
 def losses_path(fingerprint: str) -> Path:
     """Return where the losses of a model are stored."""
-    return cache_folder() / f"losses-{fingerprint}.json"
+    return _path("losses", fingerprint)
 
 
 def find_losses(fingerprint: str) -> Losses | None:
     """Return the losses of a model, or None if they were never measured; raise CacheFormatError if damaged."""
-    return _find(losses_path(fingerprint), "losses", _parse_losses)
+    return _find("losses", fingerprint, _parse_losses)
 
 
 def _parse_losses(fields: dict[str, Any]) -> Losses:
@@ -63,26 +63,31 @@ class HeadScores:
 
 def head_scores_path(fingerprint: str) -> Path:
     """Return where the scores of a model's heads are stored."""
-    return cache_folder() / f"heads-{fingerprint}.json"
+    return _path("heads", fingerprint)
 
 
 def find_head_scores(fingerprint: str) -> HeadScores | None:
     """Return the scores of a model's heads, or None if they were never measured; raise CacheFormatError if damaged."""
-    return _find(head_scores_path(fingerprint), "heads", _parse_head_scores)
+    return _find("heads", fingerprint, _parse_head_scores)
 
 
 def _parse_head_scores(fields: dict[str, Any]) -> HeadScores:
     return HeadScores(tuple(tuple(map(float, layer)) for layer in fields["scores"]), int(fields["tokens"]))
 
 
-def _find(path: Path, folder: str, parse: Callable[[dict[str, Any]], _T]) -> _T | None:
-    path = path if path.is_file() else _shipped(folder) / path.name
-    if not path.is_file():
-        return None
-    try:
-        return parse(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, KeyError, CacheFormatError) as error:
-        raise CacheFormatError(f"{path} is damaged ({error!r}). Remove it: it is made again.") from error
+def _path(kind: str, fingerprint: str) -> Path:
+    return cache_folder() / f"{kind}-{fingerprint}.json"
+
+
+def _find(kind: str, fingerprint: str, parse: Callable[[dict[str, Any]], _T]) -> _T | None:
+    path = _path(kind, fingerprint)
+    if path.is_file():
+        try:
+            return parse(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, KeyError, CacheFormatError) as error:
+            raise CacheFormatError(f"{path} is damaged ({error!r}). Remove it: it is made again.") from error
+    shipped = (json.loads(file.read_text(encoding="utf-8")) for file in sorted(_shipped(kind).glob("*.json")))
+    return next((parse(fields) for fields in shipped if fingerprint in fields["models"]), None)
 
 
 def save_measurements(path: Path, measured: Losses | HeadScores) -> None:

@@ -166,7 +166,7 @@ class Plan:
         """
         recalled = 0 if self.eviction is None else self.eviction.max_recalled(tokens)
         stored = min(tokens, self.live(max(0, tokens - step)) + step + recalled)
-        if self.division is not None and self.division.num_kept:
+        if self.division is not None and self.division.num_retrieval:
             stored = tokens
         slots = [layer.slot for layer in self.layers]
         layers = (
@@ -351,14 +351,14 @@ def _with_eviction(
     else:
         budget = budget_in_tokens(plan, config, facts.positions)
     evicting = sum(layer.evicts for layer in plan.layers)
-    num_kept = 0 if plan.division is None else plan.division.num_kept
-    return replace(plan, eviction=EvictionPlan(config, budget, evicting, facts.positions, source, num_kept))
+    num_retrieval = 0 if plan.division is None else plan.division.num_retrieval
+    return replace(plan, eviction=EvictionPlan(config, budget, evicting, facts.positions, source, num_retrieval))
 
 
 def _divide_heads(
     plan: Plan, policy: Heads, budget: Budget, positions: int | None, head_scores: HeadScores | None
 ) -> Plan:
-    """Say which heads of each layer keep all tokens: on each rank, the same share of its own."""
+    """Choose the retrieval heads of each layer: on each rank, the same share of its own heads."""
     name, ranks = plan.name or plan.model_type, plan.ranks
     length = budget.length or positions
     if length is None:
@@ -381,16 +381,18 @@ def _divide_heads(
         scores[ranks.rank * layer.slot.heads : (ranks.rank + 1) * layer.slot.heads]
         for layer, scores in zip(plan.layers, head_scores.scores, strict=True)
     ]
-    # The other heads hold the first tokens, and those that wait for a round.
+    # Streaming heads hold the first tokens, and those that wait for a round.
     first = max(plan.config.sinks, policy.sinks) + policy.granularity + policy.trigger - 1
     least = max(plan.config.window, 1) + 2 * BLOCK
     division = divide_heads(rank_scores, budget.share or 1.0, length, first, least, policy.window)
     layers = []
-    for layer, kept_heads in zip(plan.layers, division.kept_heads, strict=True):
-        if len(kept_heads) == layer.slot.heads:
+    for layer, retrieval_heads in zip(plan.layers, division.retrieval_heads, strict=True):
+        if len(retrieval_heads) == layer.slot.heads:
             layers.append(replace(layer, evicts=False))
         else:
-            spec = replace(layer.spec, kept_heads=kept_heads, head_sinks=policy.sinks, head_window=division.window)
+            spec = replace(
+                layer.spec, retrieval_heads=retrieval_heads, head_sinks=policy.sinks, head_window=division.window
+            )
             layers.append(replace(layer, spec=spec))
     return replace(plan, layers=layers, division=division)
 

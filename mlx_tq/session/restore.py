@@ -88,12 +88,18 @@ def prefill(
 
 
 def live_positions(caches: list[Any], tokens: int) -> np.ndarray:
-    """Return the positions that some layer's heads hold in caches of `tokens` tokens, int64 [N]."""
+    """Return the positions that some layer's heads hold in caches of `tokens` tokens, ascending int64 [N]."""
     layers = compressed_caches(caches)
     if not layers:
         return np.arange(tokens)
-    most = max(layers, key=lambda layer: layer.size())
-    return most.regions.positions if most.size() < most.offset else np.arange(most.offset)
+    held = np.zeros(max(layer.offset for layer in layers), bool)
+    for layer in layers:
+        positions = layer.positions
+        for of_head in positions if isinstance(positions, list) else [positions]:
+            held[of_head] = True
+        if held.all():
+            break
+    return np.flatnonzero(held)
 
 
 def evict_before_question(caches: list[Any], count: int) -> bool:

@@ -21,7 +21,7 @@ from mlx_tq.prefix_cache.folder import Folder, open_folder
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.cache_file import CONVERSATION, load_prompt_cache, refuse_damaged, save_prompt_cache
-from mlx_tq.prompt_cache.compressed import compressed_attention, plan_caches
+from mlx_tq.prompt_cache.compressed import compressed_attention, plan_caches, warn_uncalibrated
 from mlx_tq.prompt_cache.layer_group import cache_offsets
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.recall import MAX_QUESTION
@@ -128,6 +128,8 @@ class Session:
         weakref.finalize(self, self._worker.end)  # even when the program ends
         self.seed(secrets.randbits(63) if seed is None else seed)
         self.plan = self._worker.run(lambda: self._make_plan(self.config))
+        if self.plan is not None:
+            warn_uncalibrated(self.plan, stacklevel=3)
         self._prefix_folder, self._shadow_every = open_folder(prefix_cache, ranks=ranks_of(model)), shadow
         self._prefix_cache: PrefixCache | None = None
         self.client = open_client(self.rescue.service)

@@ -12,20 +12,26 @@ from mlx_tq.cache.headwise import HeadwiseKVCache
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.view import StepView
 from mlx_tq.errors import UnsupportedModelError
-from mlx_tq.kernels import by_head
+from mlx_tq.kernels import backend, by_head
 
 HEADS, GROUP = 4, 2
-SINKS, WINDOW = 32, 96  # of heads that evict
+SINKS, WINDOW = 32, 96  # of streaming heads
 SCALE = DIM**-0.5
+
+
+@pytest.fixture(autouse=True, params=["cpu", "reference"])
+def _backend(request):
+    with backend.using(request.param):
+        yield
 
 
 def headwise(kept, *, key="q8", value="tq4", **changes):
     spec = make_spec(key, value, **changes)
-    return replace(spec, kept_heads=kept, head_sinks=SINKS, head_window=WINDOW)
+    return replace(spec, retrieval_heads=kept, head_sinks=SINKS, head_window=WINDOW)
 
 
 def fed(spec, keys, values, *, steps=(64,)):
-    """A cache that has read these tokens; whenever it holds more than its window, heads that evict lose the middle."""
+    """A cache that has read these tokens; whenever it holds more than its window, streaming heads lose the middle."""
     cache = HeadwiseKVCache(spec)
     for number in range(keys.shape[2]):
         step = steps[number % len(steps)]
@@ -98,7 +104,7 @@ def test_a_few_tokens_see_what_each_would_have_seen_alone(length):
 
 
 @pytest.mark.parametrize("before", [0, 20, 200])
-def test_in_a_long_pass_heads_that_evict_see_only_what_is_near(before):
+def test_in_a_long_pass_streaming_heads_see_only_what_is_near(before):
     """Besides what was packed before: of nothing, little and more, in runs of queries that divide the pass unevenly."""
     kept, length = (0, 3), 2 * by_head.LEAST_RUN + 77
     total = before + length
@@ -160,5 +166,5 @@ def test_what_has_no_array_is_refused():
         lambda: cache.make_mask(4, return_array=True),
         lambda: cache.keys_and_values()[0].view.attend(random(1, heads=8), SCALE, mx.ones((1, 400), mx.bool_), None),
     ):
-        with pytest.raises(UnsupportedModelError, match=r"keep different .*Use --kv-evict none, or another policy"):
+        with pytest.raises(UnsupportedModelError, match=r"keep different tokens\. Use neither --kv-evict heads nor"):
             ask()

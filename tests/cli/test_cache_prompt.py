@@ -307,3 +307,15 @@ def test_unsupported_model_with_off(quick, tmp_path):
     assert quick("cache_prompt", "-p", "The city", *words, *OFF).code == 0
     result = quick("generate", *words, "-p", "of", "-m", 3, "--json", "--verbose", "F")
     assert (result.code, result.err, result.json["plan"]) == (0, "", None)
+
+
+def test_a_compacted_prompt_answers(quick, tmp_path):
+    """The row of the code is kept in the heads that find it, and the text around it in none."""
+    text, file = facts(60)[0], tmp_path / "cache.safetensors"
+    whole = quick("cache_prompt", "-p", text, "--prompt-cache-file", file, *PACKED)
+    size = file.stat().st_size
+    small = quick("cache_prompt", "-p", text, "--prompt-cache-file", file, *PACKED, "--compact", "30%")
+    assert (whole.code, small.code) == (0, 0)
+    assert file.stat().st_size < 0.5 * size
+    answer = quick("generate", "-p", QUESTION, "-m", 20, "--json", "--prompt-cache-file", file).json
+    assert answer["text"] == "417295"

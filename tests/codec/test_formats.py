@@ -47,6 +47,14 @@ def test_a_format_states_its_measured_error(name):
     assert error == pytest.approx(get_format(name).error, rel=0.02, abs=1e-7 if name == "fp16" else 0)
 
 
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", [name for name in FORMATS if name.startswith("t")])
+def test_the_error_with_each_scale_rule(name, rule):
+    x = gaussian((2**13, 128), seed=5)
+    error = ((roundtrip(make_codec(name, 128, scale=rule), x) - x) ** 2).sum() / (x**2).sum()
+    assert error == pytest.approx(get_format(name).error_with(rule), rel=0.02)
+
+
 @every_format
 def test_estimated_norms(name):
     """They equal the norms of the vectors up to a factor and the format's error."""

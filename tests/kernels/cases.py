@@ -86,7 +86,7 @@ class Problem(NamedTuple):
 
     def regions(self, **changes: Any) -> Regions:
         arguments = {**self.arguments, **changes}
-        return Regions(*(arguments[field.name] for field in fields(Regions) if field.name in arguments))
+        return Regions(**{field.name: arguments[field.name] for field in fields(Regions) if field.name in arguments})
 
     def replace(self, **changes: Any) -> "Problem":
         return self._replace(arguments={**self.arguments, **changes})

@@ -1,4 +1,4 @@
-"""The policy `heads`: which heads keep all tokens, for which budget, and what the others evict."""
+"""The policy `heads`: which heads are retrieval heads, for which budget, and what streaming heads evict."""
 
 import copy
 
@@ -24,10 +24,10 @@ TOKENS = np.random.default_rng(5).integers(0, 160, 900).tolist()
 
 def test_the_highest_scores_keep_all_tokens():
     division = divide_heads(SCORES, 0.5 + 0.5 * 0.1, 2000, 64, 96, 136)
-    assert (division.kept_heads, division.window) == ([(0,), (), (0, 1)], 136)
+    assert (division.retrieval_heads, division.window) == ([(0,), (), (0, 1)], 136)
     assert division.share(6, 2000) == pytest.approx(0.55)
-    assert divide_heads(SCORES, 1.0, 2000, 64, 96, None).kept_heads == [(0, 1), (0, 1), (0, 1)]
-    assert divide_heads(SCORES, 0.1, 2000, 64, 96, 136).kept_heads == [(), (), ()]
+    assert divide_heads(SCORES, 1.0, 2000, 64, 96, None).retrieval_heads == [(0, 1), (0, 1), (0, 1)]
+    assert divide_heads(SCORES, 0.1, 2000, 64, 96, 136).retrieval_heads == [(), (), ()]
 
 
 @pytest.mark.parametrize("tokens", [1000, 4000, 30_000])
@@ -70,7 +70,7 @@ def test_a_budget_names_a_length():
 
 @pytest.fixture(scope="module")
 def model():
-    """A model with several KV heads, of which some keep all tokens."""
+    """A model with several KV heads, of which some are retrieval heads."""
     return build("llama")
 
 
@@ -112,7 +112,7 @@ def test_heads_hold_what_was_planned(model, scored):
     caches = build_caches(plan)
     read(model, caches, 0, 800)
     ranked = sorted((score for layer in scored for score in layer), reverse=True)
-    threshold = ranked[plan.division.num_kept - 1]
+    threshold = ranked[plan.division.num_retrieval - 1]
     held = 0
     for layer, scores in zip(caches, scored, strict=True):
         positions = layer.positions if isinstance(layer.positions, list) else [layer.positions] * len(scores)

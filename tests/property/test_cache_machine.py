@@ -34,7 +34,7 @@ QUERIES = random(1000, heads=2 * HEADS, dim=DIMS[0], seed=9)  # theirs
 LAYERS = 2
 RECALLS = ("recalls", "recalls", "recalls heads", "recalls tq2", "recalls q8_0")  # kinds of caches with an archive
 EVICTS = ("evicts", "evicts", "evicts heads", "evicts tq2", "evicts q8_0")  # of those without
-KEPT, EVERY = (1,), (0, 1)  # heads that keep all tokens, and all heads
+RETRIEVAL, EVERY = (1,), (0, 1)  # heads
 # A BLAS may round these formats' rotation otherwise for another number of rows, and a value between two levels then has
 # the other code: less than a quarter of a vector, where another token's vector is 1.4 of it away.
 MULTIPLIED, ANOTHER_CODE = {"tbq3_0", "tbq4_0"}, 0.25
@@ -203,8 +203,8 @@ class CacheMachine(RuleBasedStateMachine):
         sizes = {"sinks": sinks, "window": window, "recent": RECENT, "normalize": normalize}
         self.config, self.spec = KVConfig(key=key, value=value, **sizes), make_spec(key, value, **sizes)
         self.by_head = kind.endswith("heads")
-        if self.by_head:  # the window of heads that evict is as long as any pass
-            self.spec = replace(self.spec, kept_heads=KEPT, head_window=LONGEST, head_sinks=sinks)
+        if self.by_head:  # the window of streaming heads is as long as any pass
+            self.spec = replace(self.spec, retrieval_heads=RETRIEVAL, head_window=LONGEST, head_sinks=sinks)
         self.exact = MULTIPLIED.isdisjoint({self.spec.key, self.spec.cold}), self.spec.value not in MULTIPLIED
         sequence = None
         if evicts:
@@ -335,7 +335,7 @@ class CacheMachine(RuleBasedStateMachine):
         every = list(range(len(model.tokens)))
         assert (cache.offset, cache.size()) == (len(every), len(every if self.by_head else live))
         if self.by_head and model.gone:
-            assert [x.tolist() for x in cache.positions] == [every if head in KEPT else live for head in EVERY]
+            assert [x.tolist() for x in cache.positions] == [every if head in RETRIEVAL else live for head in EVERY]
         else:
             assert cache.positions.tolist() == live
         body = [p for p in range(sinks, model.packed) if p not in model.gone]
@@ -349,7 +349,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.compare(EVERY, live, model, [handle.materialize() for handle in cache.keys_and_values()])
         for head in EVERY if self.by_head else ():
             regions = cache.keys_and_values()[0].view.merged_regions().head(head)
-            self.compare((head,), every if head in KEPT else live, model, regions.decode())
+            self.compare((head,), every if head in RETRIEVAL else live, model, regions.decode())
 
     def compare(self, heads, positions, model, contents):
         """Compare keys and values of some heads with what the list has at these positions."""

@@ -1,5 +1,6 @@
 """Define what all storage formats share: `Format`, which is found by name, and the `Codec` that it makes."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -165,7 +166,9 @@ class Format:
 
     name: str  # in flags and configurations
     bits: float  # of one code, without the scale
-    error: float  # expected squared error of a Gaussian vector over its squared norm, at head_dim 128
+    # Expected squared error of a Gaussian vector over its squared norm, at head_dim 128, with the scale rule "raw" if
+    # the format has a choice.
+    error: float
     make_codec: Callable[[int, CodecOptions, mx.Dtype], Codec]  # of head_dim and model type, or raises ConfigError
     multiple: int = 16  # head_dim must be a multiple of this
     keys_only: str = ""  # why values cannot be stored in this format
@@ -178,6 +181,12 @@ class Format:
                 valid = f"multiples of {self.multiple}. Use q8 or tq4"
             raise ConfigError(f"head_dim {head_dim} cannot be stored as {self.name}; valid are {valid} for this model.")
         return self.make_codec(head_dim, options, dtype)
+
+    def error_with(self, rule: str) -> float:
+        """Return `error` for another scale rule, of formats whose levels are centroids."""
+        if rule == "matched":  # restores the norm
+            return 2 - 2 * math.sqrt(1 - self.error)
+        return self.error / (1 - self.error) if rule == "unbiased" else self.error
 
     def bytes_per_vector(self, head_dim: int) -> int:
         """Return the bytes of an encoded vector: codes and fp16 scale without padding, for a 16-bit model."""

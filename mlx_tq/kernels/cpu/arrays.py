@@ -49,17 +49,19 @@ class Reader:
     """Gives the addresses of evaluated arrays inside a `with` block; meanwhile mlx would copy them to write to them."""
 
     def __init__(self) -> None:
-        self._buffers: list[_Buffer] = []
+        self._buffers: dict[int, tuple[_Buffer, Memory]] = {}  # by the array, which a buffer keeps alive
 
     def __enter__(self) -> "Reader":
         return self
 
     def __exit__(self, *error: object) -> None:
-        for buffer in self._buffers:
+        for buffer, _ in self._buffers.values():
             _release(buffer)
 
     def read(self, array: mx.array) -> Memory:
-        buffer = _Buffer()
-        _get(array, buffer, _STRIDED)
-        self._buffers.append(buffer)
-        return Memory(buffer.buf or 0, tuple(buffer.strides[: buffer.ndim]))
+        if id(array) not in self._buffers:
+            buffer = _Buffer()
+            _get(array, buffer, _STRIDED)
+            memory = Memory(buffer.buf or 0, tuple(buffer.strides[: buffer.ndim]))
+            self._buffers[id(array)] = buffer, memory
+        return self._buffers[id(array)][1]

@@ -95,7 +95,7 @@ class Call {
  private:
   int64_t count_runs(const Block& block) const {
     if (block.rows > SPLIT_ROWS) return 1;
-    const int64_t runs = (a_.caches[block.batch].tokens + RUN_TOKENS - 1) / RUN_TOKENS;
+    const int64_t runs = (cache_of(block).tokens + RUN_TOKENS - 1) / RUN_TOKENS;
     return std::max<int64_t>(1, std::min<int64_t>(runs, MOST_RUNS));
   }
 
@@ -124,6 +124,7 @@ class Call {
     }
   }
 
+  const Cache& cache_of(const Block& block) const { return a_.caches[a_.by_head ? block.batch * a_.heads + block.head : block.batch]; }
   int64_t query_head(const Block& block, int row) const {
     return block.head * (a_.query_heads / a_.heads) + (block.first_row + row) / a_.length;
   }
@@ -152,7 +153,7 @@ class Call {
 
   // Loads the queries of a block, times the scale, for scores in powers of two.
   void load_queries(const Block& block, bool rotated, float* queries) const {
-    const Cache& cache = a_.caches[block.batch];
+    const Cache& cache = cache_of(block);
     for (int r = 0; r < block.rows; r++) {
       const float* const from = a_.queries + block.batch * a_.query_strides[0] + query_head(block, r) * a_.query_strides[1] +
                                 query_number(block, r) * a_.query_strides[2];
@@ -167,7 +168,7 @@ class Call {
 
   // Attends to the tokens of run number `run` of `runs`, whose edges are those of tiles.
   void attend_run(const Block& block, int64_t run, int64_t runs, const Spaces& spaces, Scratch& scratch) const {
-    const Cache& cache = a_.caches[block.batch];
+    const Cache& cache = cache_of(block);
     scratch.keys.resize(size_t(a_.key_dim) * TILE);
     scratch.values.resize(size_t(value_pitch_) * TILE + LANES);
     scratch.scores.resize(size_t(block.rows) * TILE);
@@ -196,16 +197,20 @@ class Call {
   }
 
   void attend_part(const Block& block, const Part& part, int64_t start, int64_t stop, const float* queries, const Partial& partial, Scratch& scratch) const {
-    const Cache& cache = a_.caches[block.batch];
+    const Cache& cache = cache_of(block);
     int64_t offset = 0;
     if (part.ranges) {
       offset = part.ranges[2 * block.head];
       stop = std::min<int64_t>(stop, part.ranges[2 * block.head + 1]);
     }
-    if (a_.causal) {  // the block's last query sees most
-      int64_t most = 0;
-      for (int r = 0; r < block.rows; r++) most = std::max(most, query_number(block, r));
-      stop = std::min(stop, cache.tokens - a_.length + most + 1 - part.position);
+    if (a_.causal) {  // the block's last query sees most, and the first begins earliest
+      int64_t least = a_.length, most = 0;
+      for (int r = 0; r < block.rows; r++) {
+        least = std::min(least, query_number(block, r));
+        most = std::max(most, query_number(block, r));
+      }
+      stop = std::min(stop, causal_end(cache, part, most));
+      if (part.window) start = std::max(start, causal_end(cache, part, least) - part.window);
     }
     if (start >= stop) return;
     const bool normalized = part.rotated && cache.key_scale;
@@ -218,6 +223,10 @@ class Call {
     }
   }
 
+  // The index in a part just behind a query's own position: where what it sees, and its window, end. It may be negative,
+  // or past the part.
+  int64_t causal_end(const Cache& cache, const Part& part, int64_t query) const { return cache.tokens - a_.length + query + 1 - part.position; }
+
   bool multiplies_bytes(const Part& part) const { return MULTIPLIES_BYTES && part.key_format == Q8 && a_.key_dim % 4 == 0; }
 
   int64_t mean_of(const Cache& cache, const Part& part, int64_t token) const {
@@ -228,7 +237,7 @@ class Call {
 
   // Scores the means of a run's keys, [rows, means from first_mean on], and returns how many there are.
   int64_t score_means(const Block& block, const Part& part, int64_t start, int64_t stop, const float* queries, int64_t& first_mean, Scratch& scratch) const {
-    const Cache& cache = a_.caches[block.batch];
+    const Cache& cache = cache_of(block);
     int64_t least = mean_of(cache, part, start), most = least;
     if (!part.index && !cache.mean_index) {
       most = mean_of(cache, part, stop - 1);
@@ -272,7 +281,7 @@ class Call {
 
   // Attends to `count` tokens from `token` on, which are `count` positions from `place` on after the part's first.
   void attend_tile(const Block& block, const Part& part, int64_t token, int64_t place, int count, const float* queries, const Partial& partial, int64_t first_mean, int64_t mean_count, Scratch& scratch) const {
-    const Cache& cache = a_.caches[block.batch];
+    const Cache& cache = cache_of(block);
     float* const scores = scratch.scores.data();
     const char *key_rows[TILE], *value_rows[TILE];
     const bool in_order = !part.index && part.buffer_count == 1;
@@ -312,7 +321,11 @@ class Call {
       if (mean_count && !one_mean)
         for (int t = 0; t < count; t++) score[t] += mean_scores[means[t]];
       int64_t visible = count;
-      if (a_.causal) visible = std::min<int64_t>(count, cache.tokens - a_.length + query_number(block, r) + 1 - part.position - place);
+      if (a_.causal) {
+        const int64_t end = causal_end(cache, part, query_number(block, r)) - place;
+        visible = std::min<int64_t>(count, end);
+        if (part.window) std::fill_n(score, std::clamp<int64_t>(end - part.window, 0, TILE), MASKED);
+      }
       for (int64_t t = std::max<int64_t>(visible, 0); t < TILE; t++) score[t] = MASKED;
       if (a_.mask) apply_mask(block, r, part.position + place, int(std::max<int64_t>(visible, 0)), score);
       weigh(score, r, value_gains, partial);

@@ -23,7 +23,7 @@ from mlx_tq.kernels.cpu.codecs import (
     thread_count,
 )
 from mlx_tq.kernels.gpu import UnsupportedByKernelError
-from mlx_tq.kernels.regions import Mask, Regions, Selection
+from mlx_tq.kernels.regions import HeadRows, Mask, Regions, Selection
 
 ANNOUNCED_TOKENS = 2048  # attention to fewer ends before another thread would be awake
 
@@ -57,7 +57,7 @@ class _Part(ctypes.Structure):
         ("wide_key_scale", int32),
         ("wide_value_scale", int32),
         ("rotated", int32),
-        ("padding", int32),
+        ("window", int32),
     )
 
 
@@ -95,6 +95,7 @@ class _Attention(ctypes.Structure):
         ("value_dim", int32),
         ("causal", int32),
         ("mask_is_bool", int32),
+        ("by_head", int32),
         ("threads", int32),
         ("scale", ctypes.c_float),
     )
@@ -115,6 +116,40 @@ def launch_attend_batch(
     call.output = output.ctypes.data
     _run(call, queries, batch, mask, sinks)
     return mx.array(output).astype(queries.dtype)
+
+
+def launch_by_group(
+    queries: mx.array, regions: Regions, *, scale: float, mask: Mask = None, sinks: mx.array | None = None
+) -> mx.array:
+    return launch_batch_by_head(queries, [regions], scale=scale, mask=mask, sinks=sinks)
+
+
+def launch_batch_by_head(
+    queries: mx.array, batch: Sequence[Regions], *, scale: float, mask: Mask = None, sinks: mx.array | None = None
+) -> mx.array:
+    """Attend to B caches of batch size 1 whose heads may keep different tokens; `mask` is no array."""
+    if any(group.window is not None for regions in batch for group in regions.groups):
+        mask = "causal"
+    output = np.empty((*queries.shape[:3], batch[0].layout.value.head_dim), np.float32)
+    call = _describe(batch, scale)
+    call.output, call.by_head = output.ctypes.data, True
+    sources = [(regions, *source) for regions in batch for source in _sources_by_head(regions)]
+    arrays = [array for regions in batch for array in _arrays(regions)]
+
+    def fill(caches: ctypes.Array[_Cache], reader: Reader) -> object:
+        return [
+            _fill(cache, regions, rows, 0, reader, head=head)
+            for cache, (regions, rows, head) in zip(caches, sources, strict=True)
+        ]
+
+    _launch(call, queries, arrays, fill, mask, sinks, batch[0].tokens)
+    return mx.array(output).astype(queries.dtype)
+
+
+def _sources_by_head(regions: Regions) -> list[tuple[HeadRows, int]]:
+    groups = regions.groups or (regions.as_group(),)
+    heads = sorted((head, number) for number, group in enumerate(groups) for head in group.heads)
+    return [(groups[number], head) for head, number in heads]
 
 
 def launch_log_sum_exp(queries: mx.array, regions: Regions) -> mx.array:
@@ -143,7 +178,7 @@ def launch_attend_selected(
         count = int(ranges[:, 1].max())
 
     def fill(caches: ctypes.Array[_Cache], reader: Reader) -> object:
-        alive = _fill(caches[0], regions, 0, reader, count)
+        alive = _fill(caches[0], regions, regions.as_group(), 0, reader, packed=count)
         if regions.packed_tokens:
             packed = caches[0].parts[1]
             packed.ranges = None if ranges is None else ranges.ctypes.data
@@ -173,7 +208,10 @@ def _run(call: _Attention, queries: mx.array, batch: Sequence[Regions], mask: Ma
     arrays = [array for regions in batch for array in _arrays(regions)]
 
     def fill(caches: ctypes.Array[_Cache], reader: Reader) -> object:
-        return [_fill(cache, *source, reader) for cache, source in zip(caches, sources, strict=True)]
+        return [
+            _fill(cache, regions, regions.as_group(), row, reader)
+            for cache, (regions, row) in zip(caches, sources, strict=True)
+        ]
 
     _launch(call, queries, arrays, fill, mask, sinks, batch[0].tokens)
 
@@ -193,7 +231,7 @@ def launch_plain_attention(
 
     def fill(caches: ctypes.Array[_Cache], reader: Reader) -> object:
         memory = reader.read(keys), reader.read(values)
-        parts = [_full_part(row, *memory, keys.dtype, 0, keys.shape[2], 0) for row in range(len(caches))]
+        parts = [_full_part(_buffer(row, *memory), *memory, keys.dtype, 0, keys.shape[2]) for row in range(len(caches))]
         for cache, part in zip(caches, parts, strict=True):
             cache.parts, cache.part_count, cache.tokens = ctypes.pointer(part), 1, keys.shape[2]
         return parts
@@ -223,7 +261,7 @@ def _launch(
     evaluate(q, bias, logits, arrays)
     if batch * tokens >= ANNOUNCED_TOKENS:
         announce_kernel()
-    caches = (_Cache * batch)()
+    caches = (_Cache * (batch * call.heads if call.by_head else batch))()
     with Reader() as reader:
         alive = fill(caches, reader)
         memory = reader.read(q)
@@ -246,12 +284,12 @@ def _launch(
 
 
 def _arrays(regions: Regions) -> list[mx.array]:
-    arrays = [regions.full_keys, regions.full_values, *(part.rows for part in regions.shared)]
-    if regions.packed_rows is not None:
-        arrays.append(regions.packed_rows)
+    arrays = [regions.full_keys, regions.full_values]
+    for group in regions.groups or (regions.as_group(),):
+        arrays += [part.rows for part in group.shared]
+        arrays += [array for array in (group.rows, group.mean_index) if array is not None]
     if regions.normalization is not None:
-        n = regions.normalization
-        arrays += [n.scale, n.means] + ([] if n.index is None else [n.index])
+        arrays += [regions.normalization.scale, regions.normalization.means]
     return arrays
 
 
@@ -261,19 +299,43 @@ def _as_bias(mask: Mask, shape: tuple[int, ...]) -> mx.array | None:
     return mx.broadcast_to(mask if mask.dtype == mx.bool_ else mask.astype(mx.float32), shape)
 
 
-def _fill(cache: _Cache, regions: Regions, row: int, reader: Reader, packed: int | None = None) -> object:
-    """Describe row `row` of the batch of a cache, with `packed` packed tokens, and return what must stay alive."""
-    packed = regions.packed_tokens if packed is None else packed
+def _fill(
+    cache: _Cache,
+    regions: Regions,
+    group: HeadRows,
+    row: int,
+    reader: Reader,
+    *,
+    packed: int | None = None,
+    head: int | None = None,
+) -> object:
+    """Describe a sequence of a cache, and return what must stay alive.
+
+    Args:
+        cache: the description.
+        regions: the cache.
+        group: its packed rows, of some heads.
+        row: number of the sequence in the batch.
+        reader: of the arrays.
+        packed: number of packed tokens; None: all.
+        head: the only head, one of the group's; None: all heads, which are the group's.
+    """
+    packed = group.tokens if packed is None else packed
     layout, sinks = regions.layout, min(regions.sink_tokens, regions.full_tokens)
-    full = reader.read(regions.full_keys), reader.read(regions.full_values)
-    dtype = regions.full_keys.dtype
-    parts = [_full_part(row, *full, dtype, 0, sinks, 0)]
-    if regions.packed_tokens:
-        buffers, first = [], 0
-        for rows, count in [*regions.shared, (regions.packed_rows, regions.packed_tokens)]:
-            if rows is not None and first < regions.packed_tokens:
+    keys, values = reader.read(regions.full_keys), reader.read(regions.full_values)
+
+    def full_part(start: int, stop: int, position: int, window: int = 0) -> _Part:
+        part = _full_part(_buffer(row, keys, values, head), keys, values, regions.full_keys.dtype, start, stop)
+        part.position, part.window = position, window
+        return part
+
+    parts = [full_part(0, sinks, 0)]
+    if group.tokens:
+        buffers, first, place = [], 0, None if head is None else group.heads.index(head)
+        for rows, count in [*group.shared, (group.rows, group.tokens)]:
+            if rows is not None and first < group.tokens:
                 memory = reader.read(rows)
-                buffer = _buffer(row, memory, memory)
+                buffer = _buffer(row, memory, memory, place)
                 buffer.values += 2 * layout.key.words
                 buffer.first = first
                 buffers.append(buffer)
@@ -282,7 +344,10 @@ def _fill(cache: _Cache, regions: Regions, row: int, reader: Reader, packed: int
         part.buffers, part.buffer_count = (_Buffer * len(buffers))(*buffers), len(buffers)
         part.tokens, part.position = packed, sinks  # all sinks are there before tokens are packed
         parts.append(part)
-    parts.append(_full_part(row, *full, dtype, sinks, regions.full_tokens, sinks + packed))
+    if group.window is not None:
+        parts.append(full_part(sinks, group.sinks, sinks + packed))
+        sinks = group.sinks
+    parts.append(full_part(sinks, regions.full_tokens, sinks + packed, group.window or 0))
     cache.parts, cache.part_count, cache.tokens = (_Part * len(parts))(*parts), len(parts), regions.full_tokens + packed
     if regions.normalization is not None:
         n = regions.normalization
@@ -291,35 +356,30 @@ def _fill(cache: _Cache, regions: Regions, row: int, reader: Reader, packed: int
         cache.means = memory.address + row * memory.strides[0]
         cache.mean_head_stride = memory.strides[1] // 2
         cache.mean_first = n.first
-        if n.index is not None:
-            cache.mean_index = reader.read(n.index).address
+        if group.mean_index is not None:
+            cache.mean_index = reader.read(group.mean_index).address
     return parts
 
 
-def _full_part(row: int, keys: Memory, values: Memory, dtype: mx.Dtype, start: int, stop: int, position: int) -> _Part:
-    """Describe tokens [start, stop) of full-precision keys and values, from a position on."""
-    buffer = _buffer(row, keys, values)
+def _full_part(buffer: _Buffer, keys: Memory, values: Memory, dtype: mx.Dtype, start: int, stop: int) -> _Part:
+    """Describe tokens [start, stop) of full-precision keys and values."""
     buffer.keys += start * keys.strides[2]
     buffer.values += start * values.strides[2]
     number = FULL_FORMATS[dtype]
     return _Part(
-        buffers=ctypes.pointer(buffer),
-        buffer_count=1,
-        tokens=stop - start,
-        position=position,
-        key_format=number,
-        value_format=number,
+        buffers=ctypes.pointer(buffer), buffer_count=1, tokens=stop - start, key_format=number, value_format=number
     )
 
 
-def _buffer(row: int, keys: Memory, values: Memory) -> _Buffer:
+def _buffer(row: int, keys: Memory, values: Memory, head: int | None = None) -> _Buffer:
+    """Describe a row of the batch, of all heads or of one."""
     return _Buffer(
-        keys=keys.address + row * keys.strides[0],
-        values=values.address + row * values.strides[0],
+        keys=keys.address + row * keys.strides[0] + (head or 0) * keys.strides[1],
+        values=values.address + row * values.strides[0] + (head or 0) * values.strides[1],
         key_stride=keys.strides[2],
         value_stride=values.strides[2],
-        key_head_stride=keys.strides[1],
-        value_head_stride=values.strides[1],
+        key_head_stride=keys.strides[1] if head is None else 0,
+        value_head_stride=values.strides[1] if head is None else 0,
     )
 
 

@@ -24,7 +24,7 @@ struct Part {
   int32_t key_format, value_format;
   int32_t wide_key_scale, wide_value_scale;   // fp32, not fp16
   int32_t rotated;                            // whether queries are divided by the scale of keys, and rotated
-  int32_t padding;
+  int32_t window;                             // sliding window of a causal query, itself included; 0: none
 };
 
 struct Cache {
@@ -39,7 +39,7 @@ struct Cache {
 struct Attention {
   const float* queries;            // [batch, query_heads, length, key_dim]
   int64_t query_strides[3];        // in elements
-  const Cache* caches;             // one for each row of the batch
+  const Cache* caches;             // see by_head
   const char* mask;                // null, bool or float added to scores: [batch, query_heads, length, tokens]
   int64_t mask_strides[4];         // in elements
   const float* sinks;              // attention-sink logits [query_heads], or null
@@ -50,6 +50,7 @@ struct Attention {
   int64_t batch, heads, query_heads, length;
   int32_t key_dim, value_dim;
   int32_t causal, mask_is_bool;
+  int32_t by_head;                 // 1: a cache for each KV head, caches[batch * heads + head]; 0: one for each sequence
   int32_t threads;
   float scale;
 };

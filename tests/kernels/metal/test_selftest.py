@@ -1,4 +1,4 @@
-"""`mlx_tq.doctor --kernels`: passes if kernels are right, fails if one is wrong, is an error without a GPU."""
+"""`mlx_tq.doctor --kernels`: passes if kernels are right, fails if one is wrong, is an error without any."""
 
 import mlx.core as mx
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from kernels.metal.simulated import simulated
 from mlx_tq import __main__
 from mlx_tq.cli import diagnostics
-from mlx_tq.kernels import gpu, selftest
+from mlx_tq.kernels import backend, selftest
 
 KERNELS = {"encode", "dequantize", "attend", "attend_short", "score", "recall_score", "compact", "wht"}
 
@@ -51,7 +51,18 @@ def test_every_kernel_is_checked_with_one_and_two_kv_heads(monkeypatch):
     assert {(kernel, count) for kernel in KERNELS for count in (1, 2)} <= heads
 
 
-def test_needs_a_gpu(monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "gpu_backend", lambda: None)
-    assert __main__.main(["doctor", "--kernels"]) == 1
-    assert "--kernels needs a GPU; the backend is cpu kernels." in capsys.readouterr().err
+def test_kernels_of_a_cpu(monkeypatch):
+    with backend.using("cpu"):
+        checks = diagnostics.check_kernels()
+        assert {check.name for check in checks} == {f"kernel {name}" for name in selftest.CPU_KERNELS}
+        assert all(check.passed for check in checks), checks
+        monkeypatch.setattr("mlx_tq.kernels.attend.rotate_back", lambda x, rotation: x)  # of the reference
+        monkeypatch.setattr(selftest, "DIMS", (64,))
+        failed = [check.name for check in diagnostics.check_kernels() if not check.passed]
+    assert failed == ["kernel attend"]
+
+
+def test_needs_kernels(capsys):
+    with backend.using("reference"):
+        assert __main__.main(["doctor", "--kernels", "--backend", "reference"]) == 1
+    assert "the backend is the reference implementation (chosen). Use --backend auto." in capsys.readouterr().err

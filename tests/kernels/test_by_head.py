@@ -1,0 +1,95 @@
+"""Attention to a layer whose heads keep different tokens is as exact as mx.fast attention over those of each head."""
+
+from random import Random
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kernels.cases import ALL_FORMATS, DTYPES, HEADS, Problem, add_spare, check_attention, make_problem
+from mlx_tq.kernels import backend
+from mlx_tq.kernels.by_head import attend_batch_by_head, attend_by_group, attend_by_head
+from mlx_tq.kernels.regions import HeadRows, Regions, SharedRows
+
+PARAMETERS = {
+    **ALL_FORMATS,
+    "dims": ((64, 64), (80, 48), (128, 128)),
+    "packed": (1, 33, 150, 700),
+    "groups": (1, 3, 8),
+    "length": (1, 2, 9, 70),
+    "dtype": DTYPES,
+    "normalized": (None, "blocks", "gaps"),
+    "sink_tokens": (0, 5),
+    "recent": (0, 6, 40),
+    "sinks": (False, True),
+}
+PEAK = 3.0
+
+
+@pytest.fixture(autouse=True, params=["reference", "cpu"])
+def _backend(request):
+    with backend.using(request.param):
+        yield
+
+
+def random_problem(seed: int) -> tuple[Problem, Regions]:
+    """A cache whose heads have the first packed rows, each as many as it has, and attention over exactly those."""
+    choice, rng = Random(seed), np.random.default_rng(seed)
+    case = {name: choice.choice(values) for name, values in PARAMETERS.items()}
+    problem = make_problem(**case, batch=1, mask="causal", seed=seed)
+    packed, length, sinks = case["packed"], case["length"], case["sink_tokens"]
+    together = [(0, 1)] if choice.random() < 0.3 else [(0,), (1,)]  # heads that keep the same rows
+    counts, groups = np.zeros(HEADS, int), []
+    for heads in together:
+        counts[list(heads)] = count = int(rng.integers(0, packed + 1))
+        rows, before = problem.rows[:, heads[0] : heads[-1] + 1, :count], choice.choice((0, count // 3))
+        shared = (SharedRows(rows[:, :, :before], before),) if before else ()
+        own = add_spare(rows[:, :, before:]) if count > before else None
+        index = None if problem.normalization is None else problem.normalization.index
+        groups.append(HeadRows(heads, own, count, shared, index))
+    visible = np.tile(np.tril(np.ones((length, problem.tokens), bool), problem.tokens - length), (1, HEADS, 1, 1))
+    for head, count in enumerate(counts):
+        visible[0, head, :, sinks + count : sinks + packed] = False
+    masked = problem.replace(mask=mx.array(np.repeat(visible, case["groups"], axis=1)))
+    most = int(counts.max())
+    return masked, problem.regions(
+        packed_rows=None, packed_tokens=most, groups=tuple(choice.sample(groups, len(groups)))
+    )
+
+
+def options(problem: Problem) -> dict:
+    return {"scale": problem.arguments["scale"], "mask": "causal", "sinks": problem.arguments["sinks"]}
+
+
+def check(seed: int) -> None:
+    problem, regions = random_problem(seed)
+    queries = problem.arguments["queries"]
+    run = attend_by_head if queries.shape[2] <= 8 else attend_by_group
+    check_attention(problem, run(queries, regions, **options(problem)), peak=PEAK)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_rows_of_each_head(seed):
+    check(seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(10))
+def test_more_random_rows_of_each_head(part):
+    for seed in range(30):
+        check(1000 + 30 * part + seed)
+
+
+@pytest.mark.parametrize("key", ["q8", "tq4"])
+def test_a_batch_of_caches(key):
+    problems, regions = [], []
+    for seed, packed in enumerate((97, 1, 300)):
+        problem = make_problem(key=key, batch=1, packed=packed, length=2, mask="causal", seed=seed)
+        problem = problem.replace(layout=(problems or [problem])[0].layout)
+        parts = [HeadRows((head,), problem.rows[:, head : head + 1], packed) for head in range(HEADS)]
+        regions.append(problem.regions(packed_rows=None, groups=tuple(parts)) if seed else problem.regions())
+        problems.append(problem)
+    queries = mx.concatenate([problem.arguments["queries"] for problem in problems])
+    out = attend_batch_by_head(queries, regions, **options(problems[0]))
+    for i, problem in enumerate(problems):
+        check_attention(problem, out[i : i + 1], peak=PEAK)
