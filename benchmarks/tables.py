@@ -775,6 +775,19 @@ def ramp() -> str:
     return table(list(files), columns, rows, on="two models in float32", command=command)
 
 
+def everyday_facts() -> str:
+    rows = report("evict_facts.json")["rows"]
+    columns: dict[str, Callable[[Record], str]] = {
+        "model, tokens": lambda row: f"{row['model']}, {row['tokens']:,}",
+        "cache": lambda row: row["arm"],
+        "rows held": lambda row: f"{100 * row['held']:.0f} %",
+        "log-probability of the answer": lambda row: f"{row['difference']:+.2f} ± {row['error']:.2f}",
+        "right": lambda row: f"{row['right']} of {row['questions']}",
+        "tokens recalled": lambda row: f"{row['recalled']:.0f}",
+    }
+    return record_table("evict_facts.json", rows, columns, on="the models named, float32, q8/q8, sinks 4, window 32")
+
+
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
@@ -782,7 +795,18 @@ TABLES: dict[str, Callable[[], str]] = {
         *(whole_models, long_contexts, llama_cpp, one_layer, kernels, attention_counts, verify_counts, gpu_attention),
         *(machine_code, h100_predicted, macs_predicted, prediction_checks),
         *(streams, prefix_cache, hostile, soak),
-        *(four_arms, policies, policies_text, evict_cost, recall, recall_cost, retrieval, rescue_latency, ramp),
+        *(
+            four_arms,
+            policies,
+            policies_text,
+            everyday_facts,
+            evict_cost,
+            recall,
+            recall_cost,
+            retrieval,
+            rescue_latency,
+            ramp,
+        ),
     )
 }
 

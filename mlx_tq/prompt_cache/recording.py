@@ -11,7 +11,7 @@ from mlx_lm.models.cache import CacheList, KVCache
 
 from mlx_tq.cache.view import Handle, make_handles
 from mlx_tq.integration.probe import native_caches
-from mlx_tq.kernels.mlx_attention import attention
+from mlx_tq.kernels.mlx_attention import attend_in_full_precision
 from mlx_tq.kernels.regions import Mask
 from mlx_tq.prompt_cache.compressed import compressed_attention
 
@@ -105,6 +105,6 @@ def _attend(
     mask: Mask,
     sinks: mx.array | None,
 ) -> mx.array:
-    output = attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+    output = attend_in_full_precision(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
     watch(number, Attended(queries, keys, values, scale, mask, sinks, output, queries[:, :, :0]))
     return output

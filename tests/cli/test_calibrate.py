@@ -1,23 +1,28 @@
 """Calibration for eviction: collected, saved, used and refused; and evaluations that evict."""
 
+import json
 import random
 import re
 import time
 from itertools import pairwise, product
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from processes import read_until
 from smollm2 import needs_smollm2
 
 from benchmarks.studies.needle_kinds import KINDS as NEEDLES
+from mlx_tq.cli.head_calibration import BEST
 from mlx_tq.cli.inputs import load_text
 from mlx_tq.cli.model_calibration import KINDS, build_question_scenes, calibrate_on_text, collect_queries
 from mlx_tq.config import EvictConfig, KVConfig
+from mlx_tq.kernels import backend
 from mlx_tq.kernels.gpu import gpu_backend
 from mlx_tq.models import fingerprint, load
 from mlx_tq.policies.calibration import load_calibration
 from mlx_tq.prompt_cache.compressed import plan_caches
+from mlx_tq.prompt_cache.measurements import find_head_scores
 
 from .tools import FLOAT32, facts, refused, zoo_model
 
@@ -78,6 +83,7 @@ def test_calibrate_on_questions_and_text(cli, tmp_path):
 
 def test_a_model_is_calibrated_once(cli, tmp_path, monkeypatch):
     """A model that cannot be calibrated gets a warning, and its plan says that the policy learns from the prompt."""
+    backend.prepare()  # before there is no folder for kernels
     folder, cache = zoo_model(tmp_path / "tiny", "llama", max_position_embeddings=1024), tmp_path / "cache"
     plain = ("generate", "--model", folder, "-p", "hi", "-m", 1, "--json", *TRI, *REGIONS)
     words = (*plain, "--kv-calibration", "auto")
@@ -173,6 +179,24 @@ def test_smollm2_is_shipped_calibrated(dequantize, dtype):
     source = plan_caches(model, KVConfig(evict=EvictConfig())).eviction.source
     assert re.fullmatch(r"questions and text \(.*/assets/queries/queries-smollm2\.safetensors\)", source)
 
+    assert find_head_scores(fingerprint(model)) is not None
+
+
+def test_the_heads_of_a_model_are_measured_once(cli, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = zoo_model(tmp_path / "tiny", "llama", max_position_embeddings=4096)
+    words = ("generate", "--model", folder, "-p", "hi", "-m", 1, "--json", "--kv-evict", "heads")
+    first, again = (cli(*words, "--kv-budget", "50%@2000") for _ in range(2))
+    (path,) = (tmp_path / "cache" / "mlx_tq").glob("heads-*.json")
+    assert [f"Saved the scores of its heads to {path}" in result.err for result in (first, again)] == [True, False]
+    assert first.json["plan"]["eviction"] == again.json["plan"]["eviction"]
+    measured = path.read_bytes()
+    scores = [score for layer in json.loads(measured)["scores"] for score in layer]
+    assert np.mean(scores) == pytest.approx(BEST, abs=0.01)
+    path.unlink()
+    assert cli("calibrate", "--model", folder, "--heads").code == 0
+    assert path.read_bytes() == measured
+
 
 def test_losses_are_measured_on_the_text_that_is_named(cli, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -184,6 +208,7 @@ def test_losses_are_measured_on_the_text_that_is_named(cli, tmp_path, monkeypatc
 def test_the_bundled_model_is_shipped_calibrated(dtype):
     source = plan_caches(load(dtype=dtype)[0], KVConfig(evict=EvictConfig())).eviction.source
     assert re.fullmatch(r"questions and text \(.*/assets/queries/queries-needle\.safetensors\)", source)
+    assert find_head_scores(fingerprint(load(dtype=dtype)[0])) is not None
 
 
 def test_calibration_shares_no_wording_with_any_needle():

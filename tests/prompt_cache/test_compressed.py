@@ -1,5 +1,8 @@
 """One way to begin: what `compressed` and `make_prompt_cache` take, and what they say of what they do not."""
 
+import re
+import warnings
+
 import mlx.core as mx
 import mlx_lm
 import pytest
@@ -7,9 +10,9 @@ import zoo
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.cache import make_prompt_cache as mlx_lm_cache
 
-from mlx_tq import EvictConfig, KVConfig, compressed, compressed_attention, make_prompt_cache
+from mlx_tq import EvictConfig, KVConfig, Session, compressed, compressed_attention, make_prompt_cache
 from mlx_tq.config import PROFILES
-from mlx_tq.errors import CacheFormatError, ConfigError
+from mlx_tq.errors import CacheFormatError, ConfigError, UncalibratedWarning
 from prompt_cache.driving import MODEL
 
 PROMPT = "The sky is blue. " * 40
@@ -120,3 +123,31 @@ def test_a_cache_of_another_model(stored, evict):
                     continue
                 with pytest.raises(CacheFormatError, match=f"is of another model than this {other}: .*Make a new one"):
                     models[other](tokens, cache=cache)
+
+
+def test_eviction_without_a_calibration_warns(embedded):
+    """At the caller's line; not with a policy that needs none, nor with one that was told to learn from the prompt."""
+    evicts = KVConfig(evict=EvictConfig("triattention"))
+
+    def caught(run):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            run()
+        assert {warning.filename for warning in found} <= {__file__}
+        return [str(warning.message) for warning in found if warning.category is UncalibratedWarning]
+
+    def enter():
+        with compressed(MODEL, evicts):
+            pass
+
+    expected = r"triattention finds no calibration of llama: .* before 1,\d+ tokens, .* Run mlx_tq.calibrate with"
+    for run in (enter, lambda: make_prompt_cache(MODEL, evicts)):
+        (message,) = caught(run)
+        assert re.match(expected, message)
+    for policy in ("knorm", "triattention:calibration=text"):
+        assert caught(lambda policy=policy: make_prompt_cache(MODEL, KVConfig(evict=EvictConfig(policy)))) == []
+    model, tokenizer = embedded
+    assert caught(lambda: Session(model, tokenizer, evicts).close()) == []  # it comes with one
+    assert (
+        len(caught(lambda: Session(model, tokenizer, KVConfig(evict=EvictConfig("expected_attention"))).close())) == 1
+    )
