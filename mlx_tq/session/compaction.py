@@ -32,7 +32,7 @@ def compact_prompt_cache(
     ids: Sequence[int],
     share: float,
     *,
-    progress: ProgressCallback = lambda done, total: None,
+    progress: ProgressCallback | None = None,
 ) -> list[Any]:
     """Return copies of a document's compressed caches that keep a share of its rows, for any number of questions.
 
@@ -55,7 +55,7 @@ def compact_prompt_cache(
     layers = compressed_caches(caches)
     _check(model, layers, len(ids))
     count, repeated = _count_rows(layers, share), repetition(model, tokenizer, ids)
-    weights = _measure_row_weights(model, caches, repeated, progress)
+    weights = _measure_row_weights(model, caches, repeated, progress or (lambda done, total: None))
     packed = [layer_weights[:, layer.packed_positions] for layer, layer_weights in zip(layers, weights, strict=True)]
     compacted = {
         id(layer): CompactedKVCache.from_cache(layer, kept)
