@@ -7,7 +7,6 @@ from mlx_tq.cli.inputs import read_prompt
 from mlx_tq.cli.options import OFF, Request, check_writable
 from mlx_tq.cli.parser import CommandParser, add_cache_arguments, add_model_arguments, command_parser
 from mlx_tq.cli.runner import DONE, command_main
-from mlx_tq.config import Budget, parse_budget
 from mlx_tq.errors import ConfigError
 
 
@@ -98,6 +97,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read_share(text: str) -> float:
+    from mlx_tq.config import Budget, parse_budget  # loads mlx, which --help does without
+
     try:
         budget = parse_budget(text)
     except ConfigError:
