@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from contextlib import suppress
 
 from mlx_tq.cli.inputs import read_prompt
 from mlx_tq.cli.options import OFF, Request, check_writable
@@ -97,15 +98,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read_share(text: str) -> float:
-    from mlx_tq.config import Budget, parse_budget  # loads mlx, which --help does without
+    from mlx_tq.config import parse_budget  # loads mlx, which --help does without
 
-    try:
+    with suppress(ConfigError):
         budget = parse_budget(text)
-    except ConfigError:
-        budget = Budget()
-    if budget.share is None or budget.length is not None:
-        raise ConfigError(f"--compact is {text!r}; write a share of the rows, such as 25%.")
-    return budget.share
+        if budget.share is not None and budget.length is None:
+            return budget.share
+    raise ConfigError(f"--compact is {text!r}; write a share of the rows, such as 25%.")
 
 
 main = command_main(build_parser, run)

@@ -1,4 +1,4 @@
-"""`CompactedKVCache`: a layer whose document was compacted: each KV head keeps other rows of it, and all later tokens.
+"""`CompactedKVCache`: a layer of which each KV head keeps different rows of a document, and all tokens after it.
 
 The document's sinks and window, in full precision, are common to all heads. Each head has its packed rows in a buffer
 of its own, to which later ones are appended.
@@ -19,7 +19,7 @@ from mlx_tq.cache.view import StepView
 from mlx_tq.codec.normalization import MEAN_TOKENS
 from mlx_tq.errors import CacheFormatError, UnsupportedModelError
 from mlx_tq.kernels.encode import compact
-from mlx_tq.kernels.regions import HeadRows, refuse_different_heads
+from mlx_tq.kernels.regions import HeadRows
 
 
 class CompactedKVCache(CompressedKVCache):
@@ -41,10 +41,10 @@ class CompactedKVCache(CompressedKVCache):
         if "normalizer" in state:  # the scale is never learned again
             state["normalizer"] = {name: x for name, x in state["normalizer"].items() if name != "queries"}
         heads = []
-        for head, kept in enumerate(kept_indices):
-            heads.append({"positions": mx.array(positions[kept], mx.int32)})
-            if len(kept):
-                heads[-1]["rows"] = compact(rows[:, head : head + 1], mx.array(kept, mx.int32), len(kept))
+        for head, indices in enumerate(kept_indices):
+            heads.append({"positions": mx.array(positions[indices], mx.int32)})
+            if len(indices):
+                heads[-1]["rows"] = compact(rows[:, head : head + 1], mx.array(indices, mx.int32), len(indices))
         regions = cache.regions.with_packed(positions[:0], packed)
         numbers = {"originals": packed, "evicted": regions.evicted, "floor": regions.floor}
         compacted: CompactedKVCache = cls.from_state(
@@ -52,10 +52,9 @@ class CompactedKVCache(CompressedKVCache):
         )
         return compacted
 
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
-        if window_size is not None or (return_array and N > 1):
-            refuse_different_heads("the model asks for a mask of all tokens")
-        return super().make_mask(N)
+    @property
+    def _heads_differ(self) -> bool:
+        return True
 
     def size(self) -> int:
         """Return the number of tokens that the head with most of them stores."""
@@ -142,7 +141,7 @@ class CompactedKVCache(CompressedKVCache):
             raise CacheFormatError(f"a layer's state contradicts itself: rows of {len(heads)} heads")
 
     def _check_rows(self, state: dict[str, Any], batch: int, heads: int, words: int) -> None:
-        """Those of each head are checked when its positions are known."""
+        """Do nothing: the setter of the state checks the rows of each head, once it knows its positions."""
 
     # Regions and buffers.
 

@@ -21,7 +21,7 @@ from mlx_tq.cache.view import StepView
 from mlx_tq.codec.normalization import KeyNormalization
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.errors import CacheFormatError
-from mlx_tq.kernels.regions import HeadRows, Regions, refuse_different_heads
+from mlx_tq.kernels.regions import HeadRows, Regions
 
 
 class HeadwiseKVCache(CompressedKVCache):
@@ -33,12 +33,9 @@ class HeadwiseKVCache(CompressedKVCache):
         super().__init__(spec, number, group)
         self._retrieval_rows = PackedRows()
 
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
-        if self.regions.evicted and self.spec.retrieval_heads:
-            if window_size is not None or (return_array and N > 1):
-                refuse_different_heads("the model asks for a mask of all tokens")
-            return super().make_mask(N)
-        return super().make_mask(N, return_array, window_size)
+    @property
+    def _heads_differ(self) -> bool:
+        return bool(self.regions.evicted and self.spec.retrieval_heads)
 
     def size(self) -> int:
         """Return the number of tokens that the head with most of them stores."""
@@ -47,7 +44,7 @@ class HeadwiseKVCache(CompressedKVCache):
     @property
     def positions(self) -> np.ndarray | list[np.ndarray]:
         """Positions of the stored tokens, ascending, int64 [N]: of all heads, or of each if they differ."""
-        if not self.regions.evicted or not self.spec.retrieval_heads or self._full is None:
+        if not self._heads_differ or self._full is None:
             return super().positions
         streaming, every = self.regions.positions, np.arange(self.offset)
         return [every if head in self.spec.retrieval_heads else streaming for head in range(self._full[0].shape[1])]

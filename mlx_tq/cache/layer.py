@@ -34,7 +34,7 @@ from mlx_tq.codec.rows import RowLayout
 from mlx_tq.config import BLOCK
 from mlx_tq.errors import CacheFormatError, ConfigError, NonFiniteError
 from mlx_tq.kernels.encode import compact, encode
-from mlx_tq.kernels.regions import Regions
+from mlx_tq.kernels.regions import Regions, refuse_different_heads
 
 HEALTH_BYTES = 8  # of a cache's two counters
 
@@ -62,7 +62,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         number: number of the layer among those of its model, from 0.
         group: the layers that it evicts together with; None if it keeps all tokens.
         on_queries: called with the queries [B, Hq, L, Dk] of each pass and the scale of its scores; returns arrays that
-            are to be computed with the pass. Copies have none.
+            are to be computed with the pass. Copies do not call it.
     """
 
     # State arrays that grow with the packed tokens, along axis 2, and the tokens of an entry. The prefix cache stores
@@ -113,12 +113,21 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """Make the mask of the next N tokens over those stored, as mlx-lm's own cache does."""
+        if self._heads_differ:
+            if window_size is not None or (return_array and N > 1):
+                refuse_different_heads("the model asks for a mask of all tokens")
+            return_array = False
         if not self.regions.evicted or (window_size is None and not return_array):
             return make_causal_mask(N, self.offset, return_array, window_size)  # type: ignore[no-any-return]
         queries = np.arange(self.offset, self.offset + N)[:, None]
         keys = np.concatenate([self.regions.positions, queries[:, 0]])
         visible = keys <= queries
         return mx.array(visible if window_size is None else visible & (keys > queries - window_size))
+
+    @property
+    def _heads_differ(self) -> bool:
+        """Whether KV heads store different tokens, which no mask can describe."""
+        return False
 
     def size(self) -> int:
         """Return the number of stored tokens."""

@@ -46,7 +46,8 @@ Case = tuple[str, str, Callable[[], list[mx.array]]]  # a kernel, what it is giv
 def check_kernels(name: str, cases: Iterable[Case] | None = None) -> Iterator[KernelCheck]:
     """Run all kernels of a backend, "metal", "cuda" or "cpu", or those of `cases`."""
     for kernel, case, call in kernel_cases() if cases is None else cases:
-        if kernel in CPU_KERNELS if name == "cpu" else kernel != "prefill":  # which is not a kernel of its own there
+        # A CPU has fewer kernels; `prefill` is one there alone.
+        if kernel in CPU_KERNELS if name == "cpu" else kernel != "prefill":
             yield _compare(name, kernel, case, call)
 
 

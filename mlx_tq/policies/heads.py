@@ -78,9 +78,9 @@ def divide_heads(
     """
     total = sum(map(len, scores))
     if window is None:
-        kept = _RETRIEVAL_SHARE * share
-        window = int(np.clip((share - kept) / (1 - kept) * tokens - first, LEAST_WINDOW, MOST_WINDOW)) // BLOCK * BLOCK
-        window = max(window, -(-least // BLOCK) * BLOCK)
+        retrieval = _RETRIEVAL_SHARE * share  # share of the heads
+        rest = (share - retrieval) / (1 - retrieval) * tokens - first
+        window = max(int(np.clip(rest, LEAST_WINDOW, MOST_WINDOW)) // BLOCK * BLOCK, -(-least // BLOCK) * BLOCK)
     if window < least:
         raise ConfigError(
             f"heads:window={window} is below the {least} last tokens that are in full precision in all heads. Raise "

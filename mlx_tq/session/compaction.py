@@ -58,8 +58,8 @@ def compact_prompt_cache(
     weights = _measure_row_weights(model, caches, repeated, progress or (lambda done, total: None))
     packed = [layer_weights[:, layer.packed_positions] for layer, layer_weights in zip(layers, weights, strict=True)]
     compacted = {
-        id(layer): CompactedKVCache.from_cache(layer, kept)
-        for layer, kept in zip(layers, choose_rows(packed, count), strict=True)
+        id(layer): CompactedKVCache.from_cache(layer, indices)
+        for layer, indices in zip(layers, choose_rows(packed, count), strict=True)
     }
     result = [_replace(cache, compacted) for cache in caches]
     with compressed_attention(model):
@@ -84,7 +84,9 @@ def choose_rows(weights: Sequence[np.ndarray], count: int) -> list[list[np.ndarr
 
 def _check(model: Any, layers: list[CompressedKVCache], tokens: int) -> None:
     if not layers:
-        raise ConfigError("compaction needs compressed caches, and the profile off has none. Use another profile.")
+        raise ConfigError(
+            "compaction needs compressed caches, which the profile off does not make. Use another profile."
+        )
     if not ranks_of(model).is_alone:
         raise ConfigError("compaction ranks the rows of all heads, which several processes divide. Use one process.")
     if any(layer.evicts for layer in layers):

@@ -110,7 +110,7 @@ def test_a_saved_document_is_asked_again(tmp_path):
 def test_what_cannot_be_compacted_is_named():
     evicting = KVConfig(key="q8", value="q8", evict=EvictConfig("knorm", 4096, "off"))
     for caches, ids, share, says in (
-        (make_prompt_cache(MODEL, profile="off"), IDS, 0.5, "profile off has none. Use another profile"),
+        (make_prompt_cache(MODEL, profile="off"), IDS, 0.5, "which the profile off does not make. Use another profile"),
         (document(evicting), IDS, 0.5, r"--kv-evict keeps some of them\. Drop it"),
         (document(KVConfig(key="tq4~tq3", value="q8")), IDS, 0.5, "one key format, .* Use --kv-key q8"),
         (document(), IDS[:9], 0.5, "hold 400 tokens, not the 9 of the document"),

@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -111,11 +112,9 @@ def launch_attend_batch(
     queries: mx.array, batch: Sequence[Regions], *, scale: float, mask: Mask = None, sinks: mx.array | None = None
 ) -> mx.array:
     """Attend to one cache of batch size B, or to B caches of batch size 1, with any number of queries."""
-    output = np.empty((*queries.shape[:3], batch[0].layout.value.head_dim), np.float32)
-    call = _describe(batch, scale)
-    call.output = output.ctypes.data
-    _run(call, queries, batch, mask, sinks)
-    return mx.array(output).astype(queries.dtype)
+    sequences = range(queries.shape[0] // len(batch))
+    sources = [_Source(regions, regions.as_group(), sequence) for regions in batch for sequence in sequences]
+    return _attend(queries, sources, scale, mask, sinks)
 
 
 def launch_by_group(
@@ -128,36 +127,22 @@ def launch_batch_by_head(
     queries: mx.array, batch: Sequence[Regions], *, scale: float, mask: Mask = None, sinks: mx.array | None = None
 ) -> mx.array:
     """Attend to B caches of batch size 1 whose heads may keep different tokens; `mask` is no array."""
-    if any(group.window is not None for regions in batch for group in regions.groups):
+    sources: list[_Source] = []
+    for regions in batch:
+        groups = regions.groups or (regions.as_group(),)
+        heads = [_Source(regions, group, head=head) for group in groups for head in group.heads]
+        sources += sorted(heads, key=lambda source: source.head or 0)
+    if any(source.group.window is not None for source in sources):
         mask = "causal"
-    output = np.empty((*queries.shape[:3], batch[0].layout.value.head_dim), np.float32)
-    call = _describe(batch, scale)
-    call.output, call.by_head = output.ctypes.data, True
-    sources = [(regions, *source) for regions in batch for source in _sources_by_head(regions)]
-    arrays = [array for regions in batch for array in _arrays(regions)]
-
-    def fill(caches: ctypes.Array[_Cache], reader: Reader) -> object:
-        return [
-            _fill(cache, regions, rows, 0, reader, head=head)
-            for cache, (regions, rows, head) in zip(caches, sources, strict=True)
-        ]
-
-    _launch(call, queries, arrays, fill, mask, sinks, batch[0].tokens)
-    return mx.array(output).astype(queries.dtype)
-
-
-def _sources_by_head(regions: Regions) -> list[tuple[HeadRows, int]]:
-    groups = regions.groups or (regions.as_group(),)
-    heads = sorted((head, number) for number, group in enumerate(groups) for head in group.heads)
-    return [(groups[number], head) for head, number in heads]
+    return _attend(queries, sources, scale, mask, sinks)
 
 
 def launch_log_sum_exp(queries: mx.array, regions: Regions) -> mx.array:
     """Return what `log_sum_exp` returns."""
     sums = np.empty(queries.shape[1:3], np.float32)
-    call = _describe([regions], 1.0)
+    call = _describe(regions, 1.0)
     call.log_sums = sums.ctypes.data
-    _run(call, queries, [regions], "causal", None)
+    _run(call, queries, [_Source(regions, regions.as_group())], "causal", None)
     return mx.array(sums.reshape(call.heads, -1))
 
 
@@ -171,49 +156,65 @@ def launch_attend_selected(
     )
     output = np.empty((*queries.shape[:3], regions.layout.value.head_dim), np.float32)
     sums = np.empty(queries.shape[:3], np.float32)
-    call = _describe([regions], scale)
+    call, source = _describe(regions, scale), _Source(regions, regions.as_group())
     call.output, call.log_sums = output.ctypes.data, sums.ctypes.data
     count = regions.packed_tokens if index is None else len(index)
     if ranges is not None:
         count = int(ranges[:, 1].max())
 
     def fill(caches: ctypes.Array[_Cache], reader: Reader) -> object:
-        alive = _fill(caches[0], regions, regions.as_group(), 0, reader, packed=count)
+        alive = _fill(caches[0], source, reader, count)
         if regions.packed_tokens:
             packed = caches[0].parts[1]
             packed.ranges = None if ranges is None else ranges.ctypes.data
             packed.index = None if index is None else index.ctypes.data
         return alive
 
-    _launch(call, queries, _arrays(regions), fill, "causal", None, regions.full_tokens + count)
+    _launch(call, queries, _arrays(source), fill, "causal", None, regions.full_tokens + count)
     return mx.array(output).astype(queries.dtype), mx.array(sums)
 
 
-def _describe(batch: Sequence[Regions], scale: float) -> _Attention:
-    layout = batch[0].layout
-    arguments.check_can_run(layout, batch[0].full_keys.dtype)
+class _Source(NamedTuple):
+    """What one `_Cache` describes."""
+
+    regions: Regions
+    group: HeadRows  # its packed rows
+    sequence: int = 0  # of the batch of `regions`
+    head: int | None = None  # the only one, of those of `group`; None: all heads, which are the group's
+
+
+def _attend(
+    queries: mx.array, sources: Sequence[_Source], scale: float, mask: Mask, sinks: mx.array | None
+) -> mx.array:
+    """Attend to a source for each sequence, or for each KV head of each sequence."""
+    regions = sources[0].regions
+    output = np.empty((*queries.shape[:3], regions.layout.value.head_dim), np.float32)
+    call = _describe(regions, scale)
+    call.output, call.by_head = output.ctypes.data, sources[0].head is not None
+    _run(call, queries, sources, mask, sinks)
+    return mx.array(output).astype(queries.dtype)
+
+
+def _describe(regions: Regions, scale: float) -> _Attention:
+    layout = regions.layout
+    arguments.check_can_run(layout, regions.full_keys.dtype)
     return _Attention(
         key_rotation=rotation_struct(layout.key.rotation),
         value_rotation=rotation_struct(layout.value.rotation),
-        heads=batch[0].full_keys.shape[1],
+        heads=regions.full_keys.shape[1],
         key_dim=layout.key.head_dim,
         value_dim=layout.value.head_dim,
         scale=scale,
     )
 
 
-def _run(call: _Attention, queries: mx.array, batch: Sequence[Regions], mask: Mask, sinks: mx.array | None) -> None:
-    """Attend to one cache of several rows, or to several caches of one."""
-    sources = [(regions, row) for regions in batch for row in range(queries.shape[0] // len(batch))]
-    arrays = [array for regions in batch for array in _arrays(regions)]
+def _run(call: _Attention, queries: mx.array, sources: Sequence[_Source], mask: Mask, sinks: mx.array | None) -> None:
+    arrays = {id(array): array for source in sources for array in _arrays(source)}
 
     def fill(caches: ctypes.Array[_Cache], reader: Reader) -> object:
-        return [
-            _fill(cache, regions, regions.as_group(), row, reader)
-            for cache, (regions, row) in zip(caches, sources, strict=True)
-        ]
+        return [_fill(cache, source, reader) for cache, source in zip(caches, sources, strict=True)]
 
-    _launch(call, queries, arrays, fill, mask, sinks, batch[0].tokens)
+    _launch(call, queries, [*arrays.values()], fill, mask, sinks, sources[0].regions.tokens)
 
 
 def launch_plain_attention(
@@ -283,11 +284,10 @@ def _launch(
         del alive
 
 
-def _arrays(regions: Regions) -> list[mx.array]:
-    arrays = [regions.full_keys, regions.full_values]
-    for group in regions.groups or (regions.as_group(),):
-        arrays += [part.rows for part in group.shared]
-        arrays += [array for array in (group.rows, group.mean_index) if array is not None]
+def _arrays(source: _Source) -> list[mx.array]:
+    regions, group = source.regions, source.group
+    arrays = [regions.full_keys, regions.full_values, *(part.rows for part in group.shared)]
+    arrays += [array for array in (group.rows, group.mean_index) if array is not None]
     if regions.normalization is not None:
         arrays += [regions.normalization.scale, regions.normalization.means]
     return arrays
@@ -299,33 +299,15 @@ def _as_bias(mask: Mask, shape: tuple[int, ...]) -> mx.array | None:
     return mx.broadcast_to(mask if mask.dtype == mx.bool_ else mask.astype(mx.float32), shape)
 
 
-def _fill(
-    cache: _Cache,
-    regions: Regions,
-    group: HeadRows,
-    row: int,
-    reader: Reader,
-    *,
-    packed: int | None = None,
-    head: int | None = None,
-) -> object:
-    """Describe a sequence of a cache, and return what must stay alive.
-
-    Args:
-        cache: the description.
-        regions: the cache.
-        group: its packed rows, of some heads.
-        row: number of the sequence in the batch.
-        reader: of the arrays.
-        packed: number of packed tokens; None: all.
-        head: the only head, one of the group's; None: all heads, which are the group's.
-    """
+def _fill(cache: _Cache, source: _Source, reader: Reader, packed: int | None = None) -> object:
+    """Describe a source, with `packed` packed tokens in place of all, and return what must stay alive."""
+    regions, group, sequence, head = source
     packed = group.tokens if packed is None else packed
     layout, sinks = regions.layout, min(regions.sink_tokens, regions.full_tokens)
     keys, values = reader.read(regions.full_keys), reader.read(regions.full_values)
 
     def full_part(start: int, stop: int, position: int, window: int = 0) -> _Part:
-        part = _full_part(_buffer(row, keys, values, head), keys, values, regions.full_keys.dtype, start, stop)
+        part = _full_part(_buffer(sequence, keys, values, head), keys, values, regions.full_keys.dtype, start, stop)
         part.position, part.window = position, window
         return part
 
@@ -335,7 +317,7 @@ def _fill(
         for rows, count in [*group.shared, (group.rows, group.tokens)]:
             if rows is not None and first < group.tokens:
                 memory = reader.read(rows)
-                buffer = _buffer(row, memory, memory, place)
+                buffer = _buffer(sequence, memory, memory, place)
                 buffer.values += 2 * layout.key.words
                 buffer.first = first
                 buffers.append(buffer)
@@ -351,9 +333,9 @@ def _fill(
     cache.parts, cache.part_count, cache.tokens = (_Part * len(parts))(*parts), len(parts), regions.full_tokens + packed
     if regions.normalization is not None:
         n = regions.normalization
-        cache.key_scale = reader.read(n.scale).address + row * n.scale.shape[1] * n.scale.shape[2] * 4
+        cache.key_scale = reader.read(n.scale).address + sequence * n.scale.shape[1] * n.scale.shape[2] * 4
         memory = reader.read(n.means)
-        cache.means = memory.address + row * memory.strides[0]
+        cache.means = memory.address + sequence * memory.strides[0]
         cache.mean_head_stride = memory.strides[1] // 2
         cache.mean_first = n.first
         if group.mean_index is not None:
@@ -371,11 +353,11 @@ def _full_part(buffer: _Buffer, keys: Memory, values: Memory, dtype: mx.Dtype, s
     )
 
 
-def _buffer(row: int, keys: Memory, values: Memory, head: int | None = None) -> _Buffer:
-    """Describe a row of the batch, of all heads or of one."""
+def _buffer(sequence: int, keys: Memory, values: Memory, head: int | None = None) -> _Buffer:
+    """Describe the rows of a sequence of the batch, of all heads or of one."""
     return _Buffer(
-        keys=keys.address + row * keys.strides[0] + (head or 0) * keys.strides[1],
-        values=values.address + row * values.strides[0] + (head or 0) * values.strides[1],
+        keys=keys.address + sequence * keys.strides[0] + (head or 0) * keys.strides[1],
+        values=values.address + sequence * values.strides[0] + (head or 0) * values.strides[1],
         key_stride=keys.strides[2],
         value_stride=values.strides[2],
         key_head_stride=keys.strides[1] if head is None else 0,
