@@ -8,28 +8,29 @@
 //   key_flips: sign flips of the rotation of packed keys, see rotation.h
 //   mask_bias [B, Hq, L, tokens], or 1 for each of the first three: float, added to scores. Read only if MASKED.
 //   attend_sizes: Hq, H, L, whether the mask is causal, the bits of the factor of scores, the strides of mask_bias
-//     along B, Hq and L; then for each row of the batch: sink tokens, packed tokens, full-precision tokens (sinks and
-//     window), the capacities of packed_rows and of full_keys, blocks of packed tokens, blocks, and BLOCKS
-//   packed_rows [B, H, capacity, W]: 32-bit words, each of two 16-bit words as in packing.h
-//   full_keys [B, H, capacity, KEY_DIM], full_values [B, H, capacity, VALUE_DIM]: the model's dtype
+//     along B, Hq and L, and BLOCKS; then for each KV head of each row of the batch: sink tokens, packed tokens,
+//     full-precision tokens (sinks and window), where its packed rows begin in packed_rows, its number in the other
+//     arrays of its source, the capacity of full_keys, blocks of packed tokens, blocks, and the number of its source
+//   packed_rows [..., W]: 32-bit words, each of two 16-bit words as in packing.h; those of a head lie side by side
+//   full_keys [..., capacity, KEY_DIM], full_values [..., capacity, VALUE_DIM]: of each head, in the model's dtype
 //   block_outputs [B, H, N, BLOCKS, VALUE_DIM], block_maxima, block_sums [B, H, N, BLOCKS]: float, unnormalized, with
 //     N = G L. Maxima are in powers of two. Blocks of packed tokens come first; their outputs are in rotated space.
 //
 // Only if NORMALIZED:
 //
-//   attend_sizes, after the numbers above, for each row of the batch: the capacity of key_means, the number of rows
-//     before its first packed row, and whether mean_index says which mean a token has; else MEAN_TOKENS tokens share
-//     one
-//   key_scale [B, H, KEY_DIM]: float, divides the queries of packed keys
-//   key_means [B, H, capacity, KEY_DIM]: half
+//   attend_sizes, after the numbers above, for each KV head of each row of the batch: the capacity of key_means, the
+//     number of rows before its first packed row, and whether mean_index says which mean a token has; else MEAN_TOKENS
+//     tokens share one
+//   key_scale [..., KEY_DIM]: float, divides the queries of packed keys of each head
+//   key_means [..., capacity, KEY_DIM]: half, of each head
 //   mean_index [capacity]: int
 //
 // Only if KEY_TRELLIS or VALUE_TRELLIS:
 //
 //   trellis_levels [3, 256]: half, levels of the states of 2, 3 and 4 bits
 //
-// Inputs from packed_rows on, without trellis_levels, come once, or SOURCES times: one for each row of the batch, with
-// B = 1.
+// Inputs from packed_rows on, without trellis_levels, come SOURCES times: a source has the arrays of a batch, of one row
+// of it, or of KV heads that keep the same tokens.
 //
 // Grid (32 TEAM, BLOCKS, B H ceil(N / QUERIES)), threadgroup (32 TEAM, 1, 1).
 #include "attention.h"
@@ -55,7 +56,7 @@ bool leader = true;
 
 TQ_UNROLL for (int q = 0; q < QUERIES; q++)
   if (q < count) {
-    int64_t index = int64_t(row_index + uint(q)) * attend_sizes[entry + 7] + block;
+    int64_t index = int64_t(row_index + uint(q)) * attend_sizes[8] + block;
     if (packed) {
       tq_store<PACKED_VALUES, TEAM>(int(lane), member, q, index, partial, block_outputs, block_maxima, block_sums);
     } else {

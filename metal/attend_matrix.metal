@@ -37,8 +37,7 @@ int simdgroup = int(simdgroup_index_in_threadgroup), thread_number = 32 * simdgr
 int column = tq_matrix_column(int(lane)), place = 8 * simdgroup + tq_matrix_row(int(lane));
 uint n = row + uint(place) < rows ? row + uint(place) : rows - 1;
 int last = packed_tokens + full_tokens - (attend_sizes[3] ? int(length - 1 - n % length) : 0);
-int64_t head_index = batch * heads + head;
-uint padded = tiles * uint(QUERIES), first = (batch * heads + head) * padded + row;
+uint padded = tiles * uint(QUERIES), first = kv_head * padded + row;
 uint query_row = first + uint(place);
 float query_factor = query_factors[(packed ? uint(0) : threadgroups_per_grid.z * uint(QUERIES)) + query_row];
 
@@ -58,15 +57,15 @@ if (packed) {
   tq_block_range(full_tokens, int(block) - packed_blocks, blocks - packed_blocks, tokens);
 }
 int gap_start = packed ? 0 : sink_tokens, gap = packed ? sink_tokens : packed_tokens;
-auto words = tq_recast<ushort>(TQ_SELECT(packed_rows, batch) + head_index * attend_sizes[entry + 3] * (int(ROW::WORDS) / 2));
+auto words = tq_recast<ushort>(TQ_SELECT(packed_rows, source) + first_row * (int(ROW::WORDS) / 2));
 auto packed_keys = tq_words<KEY_KIND>::make(words + int(ROW::KEYS), tq_pick<KEY_TABLE>::pick(levels, key_table + 0));
 auto packed_values = tq_words<VALUE_KIND>::make(words + int(ROW::VALUES), tq_pick<VALUE_TABLE>::pick(levels + TQ_STATES, value_bytes));
 constexpr int KEY_WORDS = KEY_DIM * FULL_BITS / 16, VALUE_WORDS = VALUE_DIM * FULL_BITS / 16;
-auto keys = tq_recast<ushort>(TQ_SELECT(full_keys, batch)) + head_index * attend_sizes[entry + 4] * KEY_WORDS;
-auto values = tq_recast<ushort>(TQ_SELECT(full_values, batch)) + head_index * attend_sizes[entry + 4] * VALUE_WORDS;
+auto keys = tq_recast<ushort>(TQ_SELECT(full_keys, source)) + source_head * capacity * KEY_WORDS;
+auto values = tq_recast<ushort>(TQ_SELECT(full_values, source)) + source_head * capacity * VALUE_WORDS;
 #if TQ_NORMALIZED
-uint mean_entry = 8 + 8 * (threadgroups_per_grid.z / (tiles * heads)) + 3 * batch;
-auto row_means = TQ_SELECT(mean_scores, batch) + int64_t(query_row) * attend_sizes[mean_entry];
+uint mean_entry = 9 + 9 * (threadgroups_per_grid.z / tiles) + 3 * kv_head;
+auto row_means = TQ_SELECT(mean_scores, source) + int64_t(query_row) * attend_sizes[mean_entry];
 #endif
 
 for (int base = tokens.start; base < tokens.stop; base += TOKENS) {
@@ -102,7 +101,7 @@ for (int base = tokens.start; base < tokens.stop; base += TOKENS) {
         x = tq_mul(tq_mul(scores[j].thread_elements()[e], query_factor), gains[t]);
 #if TQ_NORMALIZED
         if (packed) {
-          int mean = attend_sizes[mean_entry + 2] ? TQ_SELECT(mean_index, batch)[token] : (attend_sizes[mean_entry + 1] + token) / MEAN_TOKENS;
+          int mean = attend_sizes[mean_entry + 2] ? TQ_SELECT(mean_index, source)[token] : (attend_sizes[mean_entry + 1] + token) / MEAN_TOKENS;
           x = tq_add(x, row_means[mean]);
         }
 #endif
@@ -141,7 +140,7 @@ for (int base = tokens.start; base < tokens.stop; base += TOKENS) {
 
 sum = tq_row_sum(sum);
 if (row + uint(place) < rows) {
-  int64_t index = int64_t(row_index + uint(place)) * attend_sizes[entry + 7] + block;
+  int64_t index = int64_t(row_index + uint(place)) * attend_sizes[8] + block;
   if (column == 0) {
     block_maxima[index] = maximum;
     block_sums[index] = sum;

@@ -19,9 +19,10 @@ threadgroup float parts[SIMDGROUPS * 64 * N];
 
 int lane = int(thread_index_in_simdgroup), simdgroup = int(simdgroup_index_in_threadgroup);
 uint row = threadgroup_position_in_grid.x;
-int heads = attend_sizes[0], length = attend_sizes[2], entry = 8 + 8 * (int(row) / (heads * length));
-int packed_blocks = attend_sizes[entry + 5], blocks = attend_sizes[entry + 6];
-int64_t place = int64_t(row) * attend_sizes[entry + 7];
+int heads = attend_sizes[0], length = attend_sizes[2], group = heads / attend_sizes[1];
+int entry = 9 + 9 * (int(row) / (group * length));
+int packed_blocks = attend_sizes[entry + 6], blocks = attend_sizes[entry + 7];
+int64_t place = int64_t(row) * attend_sizes[8];
 float sink = SINKS ? tq_mul(sink_logits[int(row) / length % heads], TQ_LOG2E) : TQ_MASKED;
 float part[2 * N];
 float total = tq_merge<VALUE_DIM, SINKS>(lane, simdgroup, SIMDGROUPS, packed_blocks, blocks, sink,

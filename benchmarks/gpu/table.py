@@ -90,7 +90,7 @@ def arms_table(cells: Cells) -> str:
 
 def seconds_table(cells: Cells) -> str:
     timed = {name: cell for name, cell in cells.items() if "seconds" in cell}
-    rows = [[name, f"{c['tokens']:,}", f"{1e3 * statistics.median(c['seconds']):.1f}"] for name, c in timed.items()]
+    rows = [[name, f"{c['tokens']:,}", f"{1e3 * statistics.median(c['seconds']):.2f}"] for name, c in timed.items()]
     return lines(["what", "tokens", "ms"], rows) if rows else ""
 
 

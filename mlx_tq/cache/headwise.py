@@ -64,7 +64,7 @@ class HeadwiseKVCache(CompressedKVCache):
         regions = super().searched(queries)[1]
         group = regions.groups[-1]
         query_heads = group.query_heads(queries.shape[1] // regions.full_keys.shape[1])
-        return mx.take(queries, mx.array(query_heads), axis=1), regions.group(group)
+        return mx.take(queries, mx.array(query_heads), axis=1), regions.part([group])
 
     def shareable_buffers(self) -> SharedBuffers:
         return self._retrieval_rows.shareable(self._num_retrieval)

@@ -1,8 +1,9 @@
 """Attention of a few queries on a GPU: attend.metal and merge.metal, or attend_short.metal for short contexts.
 
-One call serves as many caches of a batch as Metal can pass arrays: eight, or four with normalized keys, and one less
-with trellis codes. Rows that several caches share are read once: the queries of N caches are N times as many queries of
-one cache, whose result is merged with attention over each cache's other rows (Hydragen, Juravsky et al. 2024).
+One call serves as many sources (caches of a batch, or groups of KV heads that keep the same tokens) as Metal can pass
+arrays: eight, or four with normalized keys, and one less with trellis codes. Rows that several caches share are read
+once: the queries of N caches are N times as many queries of one cache, whose result is merged with attention over each
+cache's other rows (Hydragen, Juravsky et al. 2024).
 """
 
 import math
@@ -10,7 +11,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -19,10 +20,11 @@ from mlx_tq.codec.formats import Codec
 from mlx_tq.codec.formats.trellis import TrellisCodec
 from mlx_tq.codec.formats.turbo import TurboCodec
 from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization
+from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import arguments, backend, thresholds
 from mlx_tq.kernels.gpu import Constants, Kernel, fit_simdgroups, simdgroup_grid
 from mlx_tq.kernels.matrix_queries import matrix_queries
-from mlx_tq.kernels.regions import Mask, Regions
+from mlx_tq.kernels.regions import HeadRows, Mask, Regions
 from mlx_tq.kernels.thresholds import KernelThresholds
 
 ATTEND = Kernel(
@@ -68,20 +70,21 @@ def launch_attend(
 def launch_attend_batch(
     queries: mx.array, batch: Sequence[Regions], *, scale: float, mask: Mask = None, sinks: mx.array | None = None
 ) -> mx.array:
-    """Attend to one cache of batch size B, or to B caches of batch size 1; an array as mask requires one cache."""
+    """Attend to one cache of batch size B, or to B caches of batch size 1; an array as mask requires one cache.
+
+    The heads of a cache may keep different tokens; then its groups have no shared rows, and are no more than a call's.
+    """
     layout = batch[0].layout
     arguments.check_can_run(layout, queries.dtype, batch[0].full_keys.dtype)
     if isinstance(mask, mx.array) and batch[0].shared:
         batch = [replace(batch[0], packed_rows=batch[0].rows(), shared=())]
     normalized = any(regions.normalization is not None for regions in batch)
-    arrays = max(len(kernel.inputs) + len(kernel.outputs) for kernel in (ATTEND, ATTEND_SHORT))
-    arrays += len(arguments.trellis_levels(layout.key, layout.value))
-    per_source = len(ATTEND.sources) + (len(ATTEND.normalized) if normalized else 0)
-    sources = 1 if len(batch) == 1 else (METAL_ARRAYS - arrays) // per_source
+    counts = [max(1, len(regions.groups)) for regions in batch]
+    sources = 1 if sum(counts) == 1 else most_sources(layout, normalized=normalized)
     outputs, edges = [], [0]
     shared = [[(id(rows), count) for rows, count in regions.shared] for regions in batch]
     for i in range(len(batch)):  # runs of neighbors that share the same rows, or none
-        if i - edges[-1] == sources or shared[i] != shared[edges[-1]]:
+        if sum(counts[edges[-1] : i + 1]) > sources or shared[i] != shared[edges[-1]]:
             edges.append(i)
     for start, stop in pairwise([*edges, len(batch)]):
         rows = queries if len(batch) == 1 else queries[start:stop]
@@ -90,8 +93,23 @@ def launch_attend_batch(
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
 
-# Blocks that the packed tokens of a cache are cut into, and all its blocks.
+def most_sources(layout: RowLayout, *, normalized: bool) -> int:
+    """Return how many sources a call can have."""
+    arrays = max(len(kernel.inputs) + len(kernel.outputs) for kernel in (ATTEND, ATTEND_SHORT))
+    arrays += len(arguments.trellis_levels(layout.key, layout.value))
+    return (METAL_ARRAYS - arrays) // (len(ATTEND.sources) + (len(ATTEND.normalized) if normalized else 0))
+
+
+# Blocks that the packed tokens of a source are cut into, and all its blocks.
 _Cut = tuple[int, int]
+
+
+class _Source(NamedTuple):
+    """KV heads of a cache whose packed rows lie in one buffer: all, or those that keep the same tokens."""
+
+    row: int  # of the batch; the first, if the cache has several
+    cache: Regions
+    group: HeadRows
 
 
 class _Tile(NamedTuple):
@@ -117,7 +135,7 @@ class _BlockPartials(NamedTuple):
 
 @dataclass(frozen=True)
 class _Call:
-    """Attention of queries over one cache of batch size B, or up to `sources` of batch size 1.
+    """Attention of queries over one cache of batch size B, or several of batch size 1, of up to `sources` sources.
 
     All calls for a batch have the same `sources` and `normalized`, and so run the same text. With `normalized`, plain
     keys get scales of 1 and means of 0.
@@ -142,7 +160,7 @@ class _Call:
     def _attend_short(self, simdgroups: int, rows: int) -> mx.array:
         if simdgroups == 1:  # packed and full-precision tokens need one each
             return self.merge(self.attend_blocks())
-        cuts = [_divide_simdgroups(regions, simdgroups) for regions in self.batch]
+        cuts = [_divide_simdgroups(source, simdgroups) for source in self._given]
         value = self.batch[0].layout.value
         tile = self._tile(min(rows, simdgroups), is_short=True)
         arrays, constants, sizes = self._arguments(cuts, tile)
@@ -164,10 +182,10 @@ class _Call:
         """Attend with at most this many simdgroups in a threadgroup."""
         by_matrix = self._matrix_tile(simdgroups)
         tile, limits, cuts = by_matrix or self._tile(QUERIES, simdgroups), self._limits, list[_Cut]()
-        for regions in self.batch:  # so that the tiles keep the GPU busy
+        for source in self._given:  # so that the tiles keep the GPU busy
             packed, full = (
                 min(-(-tokens // limits.min_block), max(1, limits.simdgroups // tile.simdgroups), limits.max_blocks)
-                for tokens in (regions.packed_tokens, regions.full_tokens)
+                for tokens in (source.group.tokens, source.cache.full_tokens)
             )
             cuts.append((packed, packed + full))
         max_blocks = max(blocks for _, blocks in cuts)
@@ -209,9 +227,10 @@ class _Call:
 
     def attend_shared(self) -> mx.array:
         """Attend to each buffer of rows that the caches share once, then to each cache's other rows."""
-        rows, heads, length, dim = self.queries.shape
+        rows, query_heads, length, dim = self.queries.shape
+        heads = self.batch[0].full_keys.shape[1]
         single, first = len(self.batch) == 1, self.batch[0]
-        folded = self.queries if single else self.queries.swapaxes(0, 1).reshape(1, heads, rows * length, dim)
+        folded = self.queries if single else self.queries.swapaxes(0, 1).reshape(1, query_heads, rows * length, dim)
         partials, start = [], 0
         for buffer, tokens in first.shared:
             part = replace(_packed_part(first, start, tokens, buffer), sink_tokens=0, full_tokens=0)
@@ -221,7 +240,7 @@ class _Call:
         separate = replace(self, batch=others).attend_blocks()
 
         def unfold(array: mx.array) -> mx.array:  # [1, Hq, B L, ...] -> [B, Hq, L, ...]
-            return array if single else array.reshape(heads, rows, length, *array.shape[3:]).swapaxes(0, 1)
+            return array if single else array.reshape(query_heads, rows, length, *array.shape[3:]).swapaxes(0, 1)
 
         outputs, maxima, sums = (
             mx.concatenate([*(unfold(array) for array in arrays), last], axis=3)
@@ -229,8 +248,9 @@ class _Call:
         )
         shared_blocks = sum(part.maxima.shape[3] for part in partials)
         sizes = list(separate.sizes)
-        for entry in range(8, 8 + 8 * rows, 8):  # blocks of shared rows come first
-            sizes[entry + 5 : entry + 8] = [count + shared_blocks for count in sizes[entry + 5 : entry + 8]]
+        sizes[_BLOCKS] += shared_blocks
+        for entry in range(_HEADER, _HEADER + _ENTRY * rows * heads, _ENTRY):  # blocks of shared rows come first
+            sizes[entry + 6 : entry + 8] = [count + shared_blocks for count in sizes[entry + 6 : entry + 8]]
         return self.merge(_BlockPartials(outputs, maxima, sums, sizes))
 
     def _sink_input(self) -> mx.array:
@@ -273,6 +293,14 @@ class _Call:
         return _Tile(8 * simdgroups, simdgroups, self.queries.shape[0] * heads * tiles)
 
     @cached_property
+    def _given(self) -> list[_Source]:
+        return [
+            _Source(row, cache, group)
+            for row, cache in enumerate(self.batch)
+            for group in cache.groups or (cache.as_group(),)
+        ]
+
+    @cached_property
     def _limits(self) -> KernelThresholds:
         heads = self.batch[0].full_keys.shape[1]
         return thresholds.current(self.queries.shape[3], self.queries.shape[1] // heads)
@@ -291,33 +319,38 @@ class _Call:
         """Return the inputs of attend_matrix, which gets scores of the means of keys, and not scale and means."""
         queries = matrix_queries(self.queries, self.batch[0], self.scale, rows)
         if self.normalized:
-            *arrays, _, means, index = arrays
+            count = self.sources
+            means, indices, arrays = arrays[-2 * count], arrays[-count:], arrays[: -3 * count]
             scores = queries.mean_scores
             if scores is None:
                 scores = mx.zeros((*queries.rotated.shape[:3], means.shape[2]))
-            arrays = [*arrays, scores, index]
+            arrays = [*arrays, *[scores] * count, *indices]
         return [queries.rotated, queries.plain, queries.factors, arguments.small_input(sizes), *arrays]
 
     def _arguments(self, cuts: list[_Cut], tile: "_Tile") -> tuple[list[mx.array], Constants, list[int]]:
-        """Return the arrays of the caches, with the levels of trellis codes, the constants, and `attend_sizes`."""
+        """Return the arrays of the sources, with the levels of trellis codes, the constants, and `attend_sizes`."""
         rows, query_heads, length, _ = self.queries.shape
         full_keys, layout = self.batch[0].full_keys, self.batch[0].layout
-        dtype, repeats, causal = full_keys.dtype, rows // len(self.batch), isinstance(self.mask, str)
+        heads, dtype, causal = full_keys.shape[1], full_keys.dtype, isinstance(self.mask, str)
         _, bias_strides = self._bias
         scale_bits = struct.unpack("i", struct.pack("f", self.scale))
-        sizes = [query_heads, full_keys.shape[1], length, causal, *scale_bits, *bias_strides]
-        max_blocks = max(blocks for _, blocks in cuts)
-        for r, cut in [*zip(self.batch, cuts, strict=True)] * repeats:
-            capacities = (0 if r.packed_rows is None else r.packed_rows.shape[2], r.full_keys.shape[2])
-            sizes += [r.sink_tokens, r.packed_tokens, r.full_tokens, *capacities, *cut, max_blocks]
+        entries = [[0]] * (rows * heads)  # of each KV head of each row
+        means = [_mean_arguments(source) if self.normalized else ([], []) for source in self._given]
+        for number, (source, cut, (_, mean_numbers)) in enumerate(zip(self._given, cuts, means, strict=True)):
+            first_row, cache, group = source
+            capacity = 0 if group.rows is None else group.rows.shape[2]
+            tokens = (cache.sink_tokens, group.tokens, cache.full_tokens)
+            for row, (i, head) in product(range(cache.full_keys.shape[0]), enumerate(group.heads)):
+                places = ((row * len(group.heads) + i) * capacity, row * heads + head, cache.full_keys.shape[2])
+                entries[(first_row + row) * heads + head] = [*tokens, *places, *cut, number, *mean_numbers]
+        sizes = [query_heads, heads, length, causal, *scale_bits, *bias_strides, max(blocks for _, blocks in cuts)]
+        sizes += [number for entry in entries for number in entry[:_ENTRY]]
+        sizes += [number for entry in entries for number in entry[_ENTRY:]]
         sources = [
-            [_NO_ROWS if r.packed_rows is None else r.packed_rows, r.full_keys, r.full_values] for r in self.batch
+            [_NO_ROWS if group.rows is None else group.rows, cache.full_keys, cache.full_values, *arrays]
+            for (_, cache, group), (arrays, _) in zip(self._given, means, strict=True)
         ]
-        if self.normalized:
-            means = [_mean_arguments(regions) for regions in self.batch]
-            sources = [[*arrays, *more] for arrays, (more, _) in zip(sources, means, strict=True)]
-            sizes += [number for _, numbers in means for number in numbers] * repeats
-        sources += sources[:1] * (self.sources - len(self.batch))  # placeholders, which the kernel does not read
+        sources += sources[:1] * (self.sources - len(sources))  # placeholders, which the kernel does not read
         constants: Constants = (
             ("T", self.queries.dtype),
             ("SOURCES", self.sources),
@@ -335,22 +368,26 @@ class _Call:
         return [*levels, *chain.from_iterable(zip(*sources, strict=True))], constants, sizes
 
 
+_HEADER, _BLOCKS, _ENTRY = 9, 8, 9  # numbers of attend_sizes before its entries, place of BLOCKS, and those of an entry
 # Placeholders for an empty packed region, for means without an index, and for no sink logits.
 _NO_ROWS = mx.zeros((1, 1, 1, arguments.MIN_SIZE), mx.uint32)
 _NO_INDEX = mx.zeros(arguments.MIN_SIZE, mx.int32)
 _NO_SINKS = mx.zeros(arguments.MIN_SIZE)
 
 
-def _mean_arguments(regions: Regions) -> tuple[list[mx.array], list[int]]:
-    """Return `key_scale`, `key_means` and `mean_index` of a cache, and their part of `attend_sizes`."""
-    normalization = regions.normalization
+def _mean_arguments(source: _Source) -> tuple[list[mx.array], list[int]]:
+    """Return `key_scale`, `key_means` and `mean_index` of a source, and their part of `attend_sizes`."""
+    _, cache, group = source
+    normalization = cache.normalization
     if normalization is None:
-        batch, heads, _, dim = regions.full_keys.shape
+        batch, heads, _, dim = cache.full_keys.shape
         means = mx.zeros((batch, heads, 1, dim), mx.float16)
-        index = mx.zeros(regions.packed_tokens, mx.int32)
+        index = mx.zeros(group.tokens, mx.int32)
         normalization = KeyNormalization(mx.ones((batch, heads, dim)), means, index)
+    elif cache.groups:
+        normalization = replace(normalization, index=group.mean_index)
     if normalization.index is None and normalization.first % 32:  # the kernel takes 32 tokens at once
-        normalization = replace(normalization, index=normalization.mean_index(regions.packed_tokens))
+        normalization = replace(normalization, index=normalization.mean_index(group.tokens))
     scale, means, given_index = normalization.scale, normalization.means, normalization.index
     arrays = [scale, means, _NO_INDEX if given_index is None else arguments.pad_input(given_index)]
     return arrays, [means.shape[2], normalization.first, given_index is not None]
@@ -391,9 +428,10 @@ def _has_table(codec: Codec) -> bool:
     return isinstance(codec, TurboCodec) and not isinstance(codec, TrellisCodec) and codec.bits in (2, 4)
 
 
-def _divide_simdgroups(regions: Regions, simdgroups: int) -> _Cut:
+def _divide_simdgroups(source: _Source, simdgroups: int) -> _Cut:
     """Divide the simdgroups of attend_short between packed and full-precision tokens, in proportion to them."""
-    if not regions.packed_tokens:
+    packed = source.group.tokens
+    if not packed:
         return 0, simdgroups
-    share = round(simdgroups * regions.packed_tokens / regions.tokens)
+    share = round(simdgroups * packed / (packed + source.cache.full_tokens))
     return min(max(share, 1), simdgroups - 1), simdgroups

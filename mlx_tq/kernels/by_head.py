@@ -1,17 +1,19 @@
 """Attention to a layer whose KV heads keep different tokens.
 
-For a few queries, each KV head is a cache of a batch. For many, heads that keep the same tokens attend together, and
-heads with a window in chunks of queries. The CPU kernels take all heads in one call.
+Kernels take all heads in one call. In the reference implementation, for a few queries, each KV head is a cache of a
+batch. For many, as on a GPU, heads that keep the same tokens attend together, and heads with a window in chunks of
+queries.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_tq.kernels import backend
+from mlx_tq.kernels import arguments, backend
 from mlx_tq.kernels.attend import attend_batch
+from mlx_tq.kernels.attend_gpu import launch_attend, launch_attend_batch, most_sources
 from mlx_tq.kernels.cpu import attend as cpu_attend
 from mlx_tq.kernels.prefill import prefill
 from mlx_tq.kernels.regions import HeadRows, Mask, Regions
@@ -26,7 +28,29 @@ def attend_by_head(
     return attend_batch_by_head(queries, [regions], scale=scale, mask=mask, sinks=sinks)
 
 
-@backend.dispatch(cpu=cpu_attend.launch_batch_by_head)
+def _launch_batch_by_head(
+    queries: mx.array, batch: Sequence[Regions], *, scale: float, mask: Mask = None, sinks: mx.array | None = None
+) -> mx.array:
+    """Attend in one call, or in several where a cache has more groups than its arrays, or groups with shared rows."""
+    layout, normalized = batch[0].layout, any(regions.normalization is not None for regions in batch)
+    arguments.check_can_run(layout, queries.dtype, batch[0].full_keys.dtype)
+    most = most_sources(layout, normalized=normalized)
+
+    def attend_part(part: mx.array, regions: Regions, _group: HeadRows, logits: mx.array | None) -> mx.array:
+        return launch_attend(part, regions, scale=scale, mask=mask, sinks=logits)
+
+    shared = [any(group.shared for group in regions.groups) for regions in batch]
+    if not any(shared) and all(len(regions.groups) <= most for regions in batch):
+        return launch_attend_batch(queries, batch, scale=scale, mask=mask, sinks=sinks)
+    outputs = []
+    for i, regions in enumerate(batch):
+        groups, size = regions.groups or (regions.as_group(),), 1 if shared[i] else most
+        parts = [groups[start : start + size] for start in range(0, len(groups), size)]
+        outputs.append(_attend_in_parts(queries[i : i + 1], regions, parts, sinks, attend_part))
+    return mx.concatenate(outputs)
+
+
+@backend.dispatch(_launch_batch_by_head, cpu_attend.launch_batch_by_head)
 def attend_batch_by_head(
     queries: mx.array, batch: Sequence[Regions], *, scale: float, mask: Mask = None, sinks: mx.array | None = None
 ) -> mx.array:
@@ -50,20 +74,38 @@ def attend_by_group(
     queries: mx.array, regions: Regions, *, scale: float, mask: Mask = None, sinks: mx.array | None = None
 ) -> mx.array:
     """Return what `prefill` returns, at batch size 1; `mask` is no array."""
+
+    def attend_part(part: mx.array, regions: Regions, group: HeadRows, logits: mx.array | None) -> mx.array:
+        if group.window is None:
+            return prefill(part, regions, scale=scale, mask=mask, sinks=logits)
+        return _attend_window(part, regions, group, scale, logits)
+
+    return _attend_in_parts(queries, regions, [(group,) for group in regions.groups], sinks, attend_part)
+
+
+# Attends with query heads to the regions of their groups, of which it gets the first, with attention-sink logits.
+_AttendPart = Callable[[mx.array, Regions, HeadRows, mx.array | None], mx.array]
+
+
+def _attend_in_parts(
+    queries: mx.array,
+    regions: Regions,
+    parts: Sequence[tuple[HeadRows, ...]],
+    sinks: mx.array | None,
+    attend_part: _AttendPart,
+) -> mx.array:
+    """Attend to some groups at a time, at batch size 1."""
     members: list[int] = []  # query heads, in the order of the outputs
     outputs: list[mx.array] = []
     size = queries.shape[1] // regions.full_keys.shape[1]
-    for group in regions.groups:
-        query_heads = group.query_heads(size)
+    for groups in parts:
+        query_heads = sorted(head for group in groups for head in group.query_heads(size))
         members += query_heads
         index = mx.array(query_heads)
         # One after another: mlx would otherwise decode the rows of all groups at once.
         part = mx.depends(mx.take(queries, index, axis=1), outputs[-1:])
         logits = None if sinks is None else mx.take(sinks, index)
-        if group.window is None:
-            outputs.append(prefill(part, regions.group(group), scale=scale, mask=mask, sinks=logits))
-        else:
-            outputs.append(_attend_window(part, regions.group(group), group, scale, logits))
+        outputs.append(attend_part(part, regions.part(groups), groups[0], logits))
     return mx.take(mx.concatenate(outputs, axis=1), mx.array(np.argsort(members)), axis=1)
 
 

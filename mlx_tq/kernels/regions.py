@@ -111,10 +111,21 @@ class Regions:
         place = group.heads.index(index)
         return self._part(group, lambda array: array[:, index : index + 1], lambda rows: rows[:, place : place + 1])
 
-    def group(self, group: HeadRows) -> "Regions":
-        """Return the part of one group of KV heads."""
-        heads = mx.array(group.heads)
-        return self._part(group, lambda array: mx.take(array, heads, axis=1), lambda rows: rows)
+    def part(self, groups: Sequence[HeadRows]) -> "Regions":
+        """Return the part of some groups of KV heads, which are numbered from 0 there."""
+        heads = sorted(head for group in groups for head in group.heads)
+
+        def select(array: mx.array) -> mx.array:
+            return mx.take(array, mx.array(heads), axis=1)
+
+        if len(groups) == 1:
+            return self._part(groups[0], select, lambda rows: rows)
+        return replace(
+            self.with_groups([replace(group, heads=tuple(map(heads.index, group.heads))) for group in groups]),
+            full_keys=select(self.full_keys),
+            full_values=select(self.full_values),
+            normalization=self.normalization and self.normalization.select_heads(select),
+        )
 
     def with_groups(self, groups: Sequence[HeadRows]) -> "Regions":
         """Return regions with these packed rows, whose numbers of means count from the first."""

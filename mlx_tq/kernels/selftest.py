@@ -11,10 +11,11 @@ from mlx_tq.codec.normalization import KeyNormalization, compute_block_means, co
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import backend, thresholds
 from mlx_tq.kernels.attend import attend
+from mlx_tq.kernels.by_head import attend_by_head
 from mlx_tq.kernels.encode import compact, encode
 from mlx_tq.kernels.prefill import dequantize, prefill
 from mlx_tq.kernels.recall_score import group_queries, recall_score
-from mlx_tq.kernels.regions import Regions
+from mlx_tq.kernels.regions import HeadRows, Regions
 from mlx_tq.kernels.score import score
 from mlx_tq.kernels.wht import wht
 
@@ -39,7 +40,7 @@ class KernelCheck:
         return self.difference <= self.allowed
 
 
-CPU_KERNELS = ("encode", "attend", "prefill", "score", "recall_score")
+CPU_KERNELS = ("encode", "attend", "attend_by_head", "prefill", "score", "recall_score")
 Case = tuple[str, str, Callable[[], list[mx.array]]]  # a kernel, what it is given, and the call
 
 
@@ -88,6 +89,16 @@ def _calls(
         with thresholds.changed(short_tokens=short_tokens):
             return [attend(queries, regions, scale=dim**-0.5, mask="causal")]
 
+    def attend_each_head() -> list[mx.array]:
+        index = None if normalization is None else normalization.index
+        groups = [
+            HeadRows((head,), rows[:1, head : head + 1], _TOKENS // (head + 1), mean_index=index)
+            for head in range(heads)
+        ]
+        divided = Regions(None, _TOKENS, layout, keys[:1, :, :9], values[:1, :, :9], 4, 9, first, groups=tuple(groups))
+        with thresholds.changed(short_tokens=0):
+            return [attend_by_head(queries[:1], divided, scale=dim**-0.5, mask="causal")]
+
     calls: dict[str, Callable[[], list[mx.array]]] = {
         "encode": lambda: list(encode(keys, values, layout, normalization)),
         "dequantize": lambda: list(dequantize(regions)),
@@ -100,6 +111,8 @@ def _calls(
         "recall_score": lambda: list(recall_score(grouped, layout.keys(rows[:1]), layout, first, [32, 33, 5, 27])),
         "compact": lambda: [compact(rows, mx.arange(0, _TOKENS, 3, dtype=mx.int32), 64)[:, :, :33]],
     }
+    if dim == DIMS[0]:  # the text of `attend`, compiled for several sources
+        calls["attend_by_head"] = attend_each_head
     if rotation is not None:
         calls["wht"] = lambda: [wht(queries, rotation, normalization=normalization), wht(keys, rotation, inverse=True)]
     return calls

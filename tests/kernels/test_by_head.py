@@ -1,5 +1,6 @@
 """Attention to a layer whose heads keep different tokens is as exact as mx.fast attention over those of each head."""
 
+from collections.abc import Sequence
 from random import Random
 
 import mlx.core as mx
@@ -37,24 +38,33 @@ def random_problem(seed: int) -> tuple[Problem, Regions]:
     choice, rng = Random(seed), np.random.default_rng(seed)
     case = {name: choice.choice(values) for name, values in PARAMETERS.items()}
     problem = make_problem(**case, batch=1, mask="causal", seed=seed)
-    packed, length, sinks = case["packed"], case["length"], case["sink_tokens"]
     together = [(0, 1)] if choice.random() < 0.3 else [(0,), (1,)]  # heads that keep the same rows
-    counts, groups = np.zeros(HEADS, int), []
-    for heads in together:
-        counts[list(heads)] = count = int(rng.integers(0, packed + 1))
-        rows, before = problem.rows[:, heads[0] : heads[-1] + 1, :count], choice.choice((0, count // 3))
+    counts = [int(rng.integers(0, case["packed"] + 1)) for _ in together]
+    shares = [choice.choice((0, count // 3)) for count in counts]
+    return divide(problem, choice.sample(together, len(together)), counts, shares)
+
+
+def divide(
+    problem: Problem, together: Sequence[tuple[int, ...]], counts: Sequence[int], shares: Sequence[int] | None = None
+) -> tuple[Problem, Regions]:
+    """Keep the first rows, so many, of each group of heads, the first of them in a buffer that caches share."""
+    packed, length, sinks = (
+        problem.regions().packed_tokens,
+        problem.arguments["queries"].shape[2],
+        problem.regions().sink_tokens,
+    )
+    visible = np.tile(np.tril(np.ones((length, problem.tokens), bool), problem.tokens - length), (1, HEADS, 1, 1))
+    groups = []
+    for heads, count, before in zip(together, counts, shares or [0] * len(counts), strict=True):
+        rows = problem.rows[:, heads[0] : heads[-1] + 1, :count]
         shared = (SharedRows(rows[:, :, :before], before),) if before else ()
         own = add_spare(rows[:, :, before:]) if count > before else None
         index = None if problem.normalization is None else problem.normalization.index
         groups.append(HeadRows(heads, own, count, shared, index))
-    visible = np.tile(np.tril(np.ones((length, problem.tokens), bool), problem.tokens - length), (1, HEADS, 1, 1))
-    for head, count in enumerate(counts):
-        visible[0, head, :, sinks + count : sinks + packed] = False
-    masked = problem.replace(mask=mx.array(np.repeat(visible, case["groups"], axis=1)))
-    most = int(counts.max())
-    return masked, problem.regions(
-        packed_rows=None, packed_tokens=most, groups=tuple(choice.sample(groups, len(groups)))
-    )
+        visible[0, list(heads), :, sinks + count : sinks + packed] = False
+    repeats = problem.arguments["queries"].shape[1] // HEADS
+    masked = problem.replace(mask=mx.array(np.repeat(visible, repeats, axis=1)))
+    return masked, problem.regions(packed_rows=None, packed_tokens=max(counts), groups=tuple(groups))
 
 
 def options(problem: Problem) -> dict:

@@ -9,6 +9,7 @@ import pytest
 from kernels.cases import make_problem, random, random_mask
 from kernels.metal import checks
 from kernels.metal import test_attend_batch as batches
+from kernels.metal import test_by_head as by_head
 from kernels.metal.simulated import ORDERS
 from metal_sim.run import SimulationError
 
@@ -80,6 +81,8 @@ CHECKS = {
     ),
     "attend_batch": partial(check_attend_batch, batches.problems(**UNEVEN)),
     "attend_batch_mixed": partial(check_attend_batch, batches.problems(**UNEVEN, normalized="mixed")),
+    # One head has 80 packed tokens, the other 33; no two neighbors share a mean.
+    "attend_by_head": partial(by_head.check_counts, (80, 33), key="tq4", value="tq4", normalized="gaps"),
     "score": partial(checks.check_score, cache(7, batch=2), rotated=2),
     "score_normalized": partial(checks.check_score, cache(7, **NORMALIZED), rotated=2),
     # 42 queries are six tiles, of which four are scored at once; blocks are shorter and longer than 32 tokens.
