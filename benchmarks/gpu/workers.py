@@ -72,7 +72,7 @@ def _join_folder(folder: Path) -> None:
 
 def comparisons(setting: Setting) -> Cells:
     """Yield comparisons of kernels with their reference implementations."""
-    for kernel, case, call in islice(kernel_cases(), DRY_COMPARISONS if setting.dry else None):
+    for kernel, case, call in islice(kernel_cases(setting.backend), DRY_COMPARISONS if setting.dry else None):
         yield f"comparisons/{kernel}, {case}", partial(compare, setting, kernel, case, call)
 
 
@@ -82,12 +82,11 @@ def compare(setting: Setting, kernel: str, case: str, call: Callable[[], list[mx
 
 
 def compilations(setting: Setting) -> Cells:
-    """Yield a short run of every compressed arm of each shape and number of queries."""
+    """Yield a short run of every arm of each shape and number of queries: mlx compiles some of its own kernels too."""
     pieces = {
         (*cell.shape, cell.length, arm.name): (cell._replace(tokens=COMPILE_TOKENS, batch=1), arm)
         for _, cell, arms in layer_cells(setting)
         for arm in arms
-        if arm.config is not None
     }
     for key, (cell, arm) in pieces.items():
         yield f"compiled/{key}", partial(compile_arm, cell, arm)

@@ -181,12 +181,10 @@ class _Call:
     def _attend_blocks(self, simdgroups: int) -> _BlockPartials:
         """Attend with at most this many simdgroups in a threadgroup."""
         by_matrix = self._matrix_tile(simdgroups)
-        tile, limits, cuts = by_matrix or self._tile(QUERIES, simdgroups), self._limits, list[_Cut]()
-        for source in self._given:  # so that the tiles keep the GPU busy
-            packed, full = (
-                min(-(-tokens // limits.min_block), max(1, limits.simdgroups // tile.simdgroups), limits.max_blocks)
-                for tokens in (source.group.tokens, source.cache.full_tokens)
-            )
+        tile, cuts = by_matrix or self._tile(QUERIES, simdgroups), list[_Cut]()
+        packed_tokens = [source.group.tokens for source in self._given]
+        full_tokens = [source.cache.full_tokens for source in self._given]
+        for packed, full in zip(*(self._divide(tokens, tile) for tokens in (packed_tokens, full_tokens)), strict=True):
             cuts.append((packed, packed + full))
         max_blocks = max(blocks for _, blocks in cuts)
         arrays, constants, sizes = self._arguments(cuts, tile)
@@ -201,6 +199,17 @@ class _Call:
             output_dtypes=[mx.float32] * 3,
         )
         return _BlockPartials(outputs, maxima, sums, sizes)
+
+    def _divide(self, tokens: list[int], tile: "_Tile") -> list[int]:
+        """Return into how many blocks to cut the tokens of each source, so that the tiles keep the GPU busy."""
+        limits, heads = self._limits, self.queries.shape[0] * self.batch[0].full_keys.shape[1]
+        counts = [source.cache.full_keys.shape[0] * len(source.group.heads) for source in self._given]
+        total = sum(count * n for count, n in zip(counts, tokens, strict=True))
+        blocks = [limits.simdgroups * heads * n // (tile.simdgroups * max(1, total)) for n in tokens]
+        return [
+            min(-(-n // limits.min_block), max(1, count), limits.max_blocks)
+            for n, count in zip(tokens, blocks, strict=True)
+        ]
 
     def merge(self, partials: _BlockPartials) -> mx.array:
         shape = self.queries.shape[:3]

@@ -40,19 +40,25 @@ class KernelCheck:
         return self.difference <= self.allowed
 
 
+# A CPU has fewer kernels; `prefill` is one there alone.
 CPU_KERNELS = ("encode", "attend", "attend_by_head", "prefill", "score", "recall_score")
 Case = tuple[str, str, Callable[[], list[mx.array]]]  # a kernel, what it is given, and the call
 
 
 def check_kernels(name: str, cases: Iterable[Case] | None = None) -> Iterator[KernelCheck]:
     """Run all kernels of a backend, "metal", "cuda" or "cpu", or those of `cases`."""
-    for kernel, case, call in kernel_cases() if cases is None else cases:
-        # A CPU has fewer kernels; `prefill` is one there alone.
-        if kernel in CPU_KERNELS if name == "cpu" else kernel != "prefill":
-            yield _compare(name, kernel, case, call)
+    for kernel, case, call in kernel_cases(name) if cases is None else cases:
+        yield _compare(name, kernel, case, call)
 
 
-def kernel_cases() -> Iterator[Case]:
+def kernel_cases(backend_name: str) -> Iterator[Case]:
+    """Yield what a backend's kernels are compared in."""
+    for kernel, case, call in _all_cases():
+        if kernel in CPU_KERNELS if backend_name == "cpu" else kernel != "prefill":
+            yield kernel, case, call
+
+
+def _all_cases() -> Iterator[Case]:
     for number, key in enumerate(FORMATS):
         for dim, dtype in zip(DIMS, (DTYPES * 2)[number % 3 :], strict=False):
             turn = number + DIMS.index(dim)
