@@ -2,13 +2,11 @@
 
 import argparse
 import sys
-from contextlib import suppress
 
-from mlx_tq.cli.inputs import read_prompt
+from mlx_tq.cli.inputs import read_prompt, read_share
 from mlx_tq.cli.options import OFF, Request, check_writable
 from mlx_tq.cli.parser import CommandParser, add_cache_arguments, add_model_arguments, command_parser
 from mlx_tq.cli.runner import DONE, command_main
-from mlx_tq.errors import ConfigError
 
 
 def build_parser() -> CommandParser:
@@ -36,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     """Prefill the prompt, or decode a file, and save the cache; return the exit code. Errors leave no file."""
     request = Request.from_args(args)
     check_writable("--prompt-cache-file", args.prompt_cache_file)
-    share = None if args.compact is None else _read_share(args.compact)
+    share = None if args.compact is None else read_share("--compact", args.compact)
 
     from mlx_tq.cli.startup import check_request
 
@@ -95,16 +93,6 @@ def run(args: argparse.Namespace) -> int:
     save_prompt_cache(args.prompt_cache_file, caches, model=model, config=config)
     show_cache(cache_stats(caches, plan))
     return DONE
-
-
-def _read_share(text: str) -> float:
-    from mlx_tq.config import parse_budget  # loads mlx, which --help does without
-
-    with suppress(ConfigError):
-        budget = parse_budget(text)
-        if budget.share is not None and budget.length is None:
-            return budget.share
-    raise ConfigError(f"--compact is {text!r}; write a share of the rows, such as 25%.")
 
 
 main = command_main(build_parser, run)

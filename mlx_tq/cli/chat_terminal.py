@@ -10,6 +10,7 @@ from typing import Any
 
 from mlx_lm.sample_utils import make_sampler
 
+from mlx_tq.cli.inputs import read_share
 from mlx_tq.cli.loading import apply_cache_source, join_ranks, load_model, open_prefix_folder
 from mlx_tq.cli.options import PENALTIES, RESCUE_FIELDS, SAMPLING, Option, Request, name_of
 from mlx_tq.cli.runner import DONE, INTERRUPTED
@@ -67,6 +68,7 @@ _HELP = f"""\
 /reset        start a new conversation
 /system TEXT  start a new conversation with this system prompt
 /undo         remove the last message and its answer
+/compact P%   keep this share of the conversation's rows, to ask about a document
 /retry        remove the last answer and ask again
 /set          show the settings of sampling
 /set NAME X   change one, such as /set temp 0.7
@@ -136,6 +138,7 @@ class Chat:
             "/reset": self._reset,
             "/system": self._restart_with_system_prompt,
             "/undo": self._undo,
+            "/compact": self._compact,
             "/retry": self._retry,
             "/set": self._set,
             "/help": lambda _: stderr.print(_HELP, markup=False),
@@ -269,6 +272,13 @@ class Chat:
     def _undo(self, _: str) -> None:
         self._remove_last_turn()
         note("removed the last message and its answer")
+        stderr.print(memory_bar(self._session))
+
+    def _compact(self, share: str) -> None:
+        stops = _stop_on_ctrl_c(self._session) if self._ranks.is_alone else nullcontext()
+        with stops, prefill_progress(title="Compacting") as progress:
+            self._session.compact(read_share("/compact", share), progress)
+        note(f"kept {share} of the conversation's rows")
         stderr.print(memory_bar(self._session))
 
     def _retry(self, _: str) -> None:

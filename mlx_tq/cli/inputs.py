@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,17 @@ def read_file(kind: str, path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the {kind} {path} cannot be read: {error}. Give a UTF-8 file.") from error
+
+
+def read_share(name: str, text: str) -> float:
+    """Return a share that a user writes, such as 25%; `name` says in errors where."""
+    from mlx_tq.config import parse_budget  # loads mlx, which --help does without
+
+    with suppress(ConfigError):
+        budget = parse_budget(text)
+        if budget.share is not None and budget.length is None:
+            return budget.share
+    raise ConfigError(f"{name} is {text!r}; write a share of the rows, such as 25%.")
 
 
 def load_text() -> str:

@@ -27,6 +27,7 @@ from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.recall import MAX_QUESTION
 from mlx_tq.prompt_cache.statistics import CacheStats, cache_stats
 from mlx_tq.rescue import AUTO, OFF, open_client
+from mlx_tq.session.compaction import compact_prompt_cache
 from mlx_tq.session.restore import ProgressCallback, live_positions, prefill, take_archive_warning
 from mlx_tq.session.saved_conversation import SavedConversation
 from mlx_tq.session.shadow_mode import make_shadow
@@ -263,18 +264,23 @@ class Session:
         )
         return len(remaining)
 
-    def _prefill_again(self, ids: list[int], progress: ProgressCallback) -> list[Any]:
+    def _prefill_again(self, ids: list[int], progress: ProgressCallback | None) -> list[Any]:
         """Return new caches of `ids`; raise StoppedError if the session is stopped meanwhile."""
+        caches = self._make_caches()
+        with compressed_attention(self.model):
+            prefill(self.model, caches, ids, self.prefill_step_size, self._stoppable(progress))
+        return caches
+
+    def _stoppable(self, progress: ProgressCallback | None) -> ProgressCallback:
+        """Return a callback that raises StoppedError once the session is stopped."""
 
         def report(done: int, total: int) -> None:
-            progress(done, total)
+            if progress is not None:
+                progress(done, total)
             if self._is_stopping:
                 raise StoppedError
 
-        caches = self._make_caches()
-        with compressed_attention(self.model):
-            prefill(self.model, caches, ids, self.prefill_step_size, report)
-        return caches
+        return report
 
     def _room_after(self, tokens: int, used: int) -> int:
         """Return how many positions remain after `used` and `tokens` more; raise a ConfigError if none do."""
@@ -412,19 +418,47 @@ class Session:
             raise ConfigError("there is nothing to undo; say something first.")
         self._is_busy, self._is_stopping = True, False
         try:
-            self._worker.run(lambda: self._undo(progress or (lambda done, total: None)))
+            self._worker.run(lambda: self._undo(progress))
         except StoppedError as error:
             raise ConfigError("interrupted: nothing was undone.") from error
         finally:
             self._is_busy = False
         return exchange[0]
 
-    def _undo(self, progress: ProgressCallback) -> None:
+    def _undo(self, progress: ProgressCallback | None) -> None:
         length = self._transcript.turn_ranges[-1].start
         if not (length and can_trim_prompt_cache(self.cache) and trim_caches(self.cache, length)):
             self.cache = self._prefill_again(self._transcript.ids[:length], progress)
         self._transcript.truncate(length)
         del self.turns[-1:]
+
+    def compact(self, share: float, progress: ProgressCallback | None = None) -> None:
+        """Keep a share of the rows of the conversation so far: those that the model needs most to repeat it.
+
+        For a document about which further turns ask. `compact_prompt_cache` says which rows are kept.
+
+        Args:
+            share: of the rows to keep, above 0 to 1.
+            progress: called in the session's thread with the number of tokens read again and the total.
+
+        Raises:
+            ConfigError: what `compact_prompt_cache` raises; there is nothing to compact, a turn is in progress, the
+                session has a shadow, or `stop` was called before the end; then nothing has changed.
+        """
+        self._check_idle()
+        self._check_no_shadow()
+        if not self._transcript.ids:
+            raise ConfigError("there is nothing to compact; say something first.")
+        self._is_busy, self._is_stopping = True, False
+        ids, report = self._transcript.ids, self._stoppable(progress)
+        try:
+            self.cache = self._worker.run(
+                lambda: compact_prompt_cache(self.model, self.tokenizer, self.cache, ids, share, progress=report)
+            )
+        except StoppedError as error:
+            raise ConfigError("interrupted: nothing was compacted.") from error
+        finally:
+            self._is_busy = False
 
     def reset(self, system_prompt: str | None = None) -> None:
         """Start a new conversation without a name. The service deletes this one unless it was saved or has a name.
@@ -518,7 +552,7 @@ class Session:
     def _check_no_shadow(self) -> None:
         if self.shadow is not None:
             raise ConfigError(
-                "a conversation with --kv-shadow cannot be saved, loaded or undone. Start again without it."
+                "a conversation with --kv-shadow cannot be saved, loaded, compacted or undone. Start again without it."
             )
 
     def close(self) -> None:

@@ -48,7 +48,7 @@ def test_a_conversation_from_a_pipe(talk, tmp_path):
     (tmp_path / "thesis.txt").write_text("thesis")
     message = ('"""', "Two lines.", "What is the access code?", '"""')
     files = ("/save chat.safetensors", "/save thesis.txt", "/save chat.safetensors", "/reset", "/load chat.safetensors")
-    faults = ("/save", "/nope", "\udcff\udcfe hi", "/load broken.safetensors", "/load nowhere.safetensors")
+    faults = ("/compact", "/save", "/nope", "\udcff\udcfe hi", "/load broken.safetensors", "/load nowhere.safetensors")
     out, err = talk("The access code is 417295.", *message, *files, "What is the access code?", *faults, "/stats")
     answers, _, stats = out.partition("conversation")
     assert [line.rstrip() for line in answers.splitlines()[1:3]] == ["417295", "417295"]
@@ -57,6 +57,7 @@ def test_a_conversation_from_a_pipe(talk, tmp_path):
     for words in (
         "saved to chat.safetensors",
         "started a new conversation",
+        "/compact is ''; write a share of the rows, such as 25%",
         "/save needs a file",
         "unknown command /nope; valid are /stats",
         "there is no saved conversation nowhere.safetensors",
