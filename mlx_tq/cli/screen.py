@@ -169,7 +169,7 @@ def _describe_plan(plan: Plan, tokens: int, recall_blocker: str | None) -> Itera
 def _describe_division(plan: Plan, division: Division) -> Iterator[str]:
     longest = plan.eviction and plan.eviction.positions
     yield (
-        f"{division.num_retrieval} of {plan.heads} KV heads keep all tokens (retrieval heads); the others see the "
+        f"{division.num_retrieval} of {plan.heads * plan.ranks.size} KV heads keep all tokens (retrieval heads); the others see the "
         f"first ones and the last {division.window}. No text is evicted, so nothing is sent to a rescue service"
     )
     lengths = [1024, 4096, *([longest] if longest else [])]

@@ -137,7 +137,7 @@ class Plan:
         """Return the share of the rows of `tokens` tokens that is kept, at most."""
         if self.division is None:
             return self.live(tokens) / tokens
-        return self.division.share(self.heads, tokens)
+        return self.division.share(self.heads * self.ranks.size, tokens)
 
     @property
     def heads(self) -> int:
@@ -358,7 +358,7 @@ def _with_eviction(
 def _divide_heads(
     plan: Plan, policy: Heads, budget: Budget, positions: int | None, head_scores: HeadScores | None
 ) -> Plan:
-    """Choose the retrieval heads of each layer: on each rank, the same share of its own heads."""
+    """Choose the retrieval heads of the whole model, of which each rank has its own."""
     name, ranks = plan.name or plan.model_type, plan.ranks
     length = budget.length or positions
     if length is None:
@@ -377,16 +377,14 @@ def _divide_heads(
             f"the scores of heads are of a model with {[len(layer) for layer in head_scores.scores]} KV heads; {name} "
             f"has {counts}. Run mlx_tq.calibrate --heads with this model."
         )
-    rank_scores = [
-        scores[ranks.rank * layer.slot.heads : (ranks.rank + 1) * layer.slot.heads]
-        for layer, scores in zip(plan.layers, head_scores.scores, strict=True)
-    ]
     # Streaming heads hold the first tokens, and those that wait for a round.
     first = max(plan.config.sinks, policy.sinks) + policy.granularity + policy.trigger - 1
     least = max(plan.config.window, 1) + 2 * BLOCK
-    division = divide_heads(rank_scores, budget.share or 1.0, length, first, least, policy.window)
+    division = divide_heads(head_scores.scores, budget.share or 1.0, length, first, least, policy.window)
     layers = []
-    for layer, retrieval_heads in zip(plan.layers, division.retrieval_heads, strict=True):
+    for layer, chosen in zip(plan.layers, division.retrieval_heads, strict=True):
+        before = ranks.rank * layer.slot.heads  # heads of the ranks before this one
+        retrieval_heads = tuple(head - before for head in chosen if 0 <= head - before < layer.slot.heads)
         if len(retrieval_heads) == layer.slot.heads:
             layers.append(replace(layer, evicts=False))
         else:
