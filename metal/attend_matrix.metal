@@ -57,12 +57,12 @@ if (packed) {
   tq_block_range(full_tokens, int(block) - packed_blocks, blocks - packed_blocks, tokens);
 }
 int gap_start = packed ? 0 : sink_tokens, gap = packed ? sink_tokens : packed_tokens;
-auto words = tq_recast<ushort>(TQ_SELECT(packed_rows, source) + first_row * (int(ROW::WORDS) / 2));
+auto words = tq_recast<ushort>(TQ_SELECT(packed_rows, source) + int64_t(first_row) * (int(ROW::WORDS) / 2));
 auto packed_keys = tq_words<KEY_KIND>::make(words + int(ROW::KEYS), tq_pick<KEY_TABLE>::pick(levels, key_table + 0));
 auto packed_values = tq_words<VALUE_KIND>::make(words + int(ROW::VALUES), tq_pick<VALUE_TABLE>::pick(levels + TQ_STATES, value_bytes));
 constexpr int KEY_WORDS = KEY_DIM * FULL_BITS / 16, VALUE_WORDS = VALUE_DIM * FULL_BITS / 16;
-auto keys = tq_recast<ushort>(TQ_SELECT(full_keys, source)) + source_head * capacity * KEY_WORDS;
-auto values = tq_recast<ushort>(TQ_SELECT(full_values, source)) + source_head * capacity * VALUE_WORDS;
+auto keys = tq_recast<ushort>(TQ_SELECT(full_keys, source)) + int64_t(source_head) * capacity * KEY_WORDS;
+auto values = tq_recast<ushort>(TQ_SELECT(full_values, source)) + int64_t(source_head) * capacity * VALUE_WORDS;
 #if TQ_NORMALIZED
 uint mean_entry = 9 + 9 * (threadgroups_per_grid.z / tiles) + 3 * kv_head;
 auto row_means = TQ_SELECT(mean_scores, source) + int64_t(query_row) * attend_sizes[mean_entry];
