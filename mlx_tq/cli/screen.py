@@ -169,10 +169,11 @@ def _describe_plan(plan: Plan, tokens: int, recall_blocker: str | None) -> Itera
 def _describe_division(plan: Plan, division: Division) -> Iterator[str]:
     longest = plan.eviction and plan.eviction.positions
     yield (
-        f"{division.num_retrieval} of {plan.heads * plan.ranks.size} KV heads keep all tokens (retrieval heads); the others see the "
-        f"first ones and the last {division.window}. No text is evicted, so nothing is sent to a rescue service"
+        f"{division.num_retrieval} of {plan.heads * plan.ranks.size} KV heads keep all tokens (retrieval heads); the "
+        f"others (streaming heads) see the first ones and the last {division.window}. No text is evicted, so nothing "
+        "is sent to a rescue service"
     )
-    lengths = [1024, 4096, *([longest] if longest else [])]
+    lengths = dict.fromkeys([1024, 4096, *([longest] if longest else [])])
     yield "Rows kept: " + ", ".join(f"{plan.kept_share(length):.0%} of {length:,} tokens" for length in lengths)
 
 
@@ -195,7 +196,8 @@ def _describe_eviction(plan: EvictionPlan, recall_blocker: str | None) -> str:
 def describe_tokens(stats: CacheStats) -> str:
     live = human_bytes(stats.nbytes) + (f"; {stats.recalled:,} of them recalled" if stats.recalled else "")
     archived = f"{stats.archived:,} archived ({human_bytes(stats.archived_nbytes)})"
-    return f"Tokens: {stats.live:,} in memory ({live}), {archived}, {stats.dropped:,} dropped"
+    whose = "Tokens of streaming heads" if stats.by_head else "Tokens"
+    return f"{whose}: {stats.live:,} in memory ({live}), {archived}, {stats.dropped:,} dropped"
 
 
 def describe_size(stats: CacheStats) -> str:

@@ -38,6 +38,7 @@ class CacheStats:
         archived: evicted tokens whose rows are on disk.
         archived_nbytes: bytes of these rows.
         recalled: live tokens that were evicted, and recalled since.
+        by_head: whether retrieval heads keep all tokens; evicted and recalled ones are then those of streaming heads.
     """
 
     tokens: int
@@ -52,6 +53,7 @@ class CacheStats:
     archived: int = 0
     archived_nbytes: int = 0
     recalled: int = 0
+    by_head: bool = False
 
     @property
     def live(self) -> int:
@@ -87,7 +89,9 @@ class CacheStats:
 def predict_stats(plan: Plan, tokens: int) -> CacheStats:
     """Return the statistics of a cache that has seen `tokens`, up to the limit of its archive."""
     evicted, archived = tokens - plan.live(tokens), 0
-    row_nbytes = sum(layer.slot.heads * layer.row_nbytes for layer in plan.layers)
+    row_nbytes = sum(
+        (layer.slot.heads - len(layer.spec.retrieval_heads)) * layer.row_nbytes for layer in plan.layers if layer.evicts
+    )
     if plan.eviction is not None and plan.recalls:
         archived = min(evicted, plan.eviction.archive_limit // row_nbytes)
     return CacheStats(
@@ -99,6 +103,7 @@ def predict_stats(plan: Plan, tokens: int) -> CacheStats:
         evicted=evicted,
         archived=archived,
         archived_nbytes=archived * row_nbytes,
+        by_head=plan.eviction is not None and plan.eviction.retrieval_heads > 0,
     )
 
 
@@ -134,6 +139,7 @@ def cache_stats(caches: Sequence[Any], plan: Plan | None) -> CacheStats:
         archived=sum(len(block.positions) for block in blocks),
         archived_nbytes=sum(block.nbytes for block in blocks),
         recalled=len(group.recalled) if group else 0,
+        by_head=group is not None and group.plan.retrieval_heads > 0,
     )
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from zoo import build
 
+from mlx_tq.cli.screen import describe_tokens
 from mlx_tq.config import EvictConfig, KVConfig, parse_budget
 from mlx_tq.errors import ConfigError
 from mlx_tq.models import fingerprint
@@ -16,6 +17,7 @@ from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed_attention, make_prompt_cache, plan_caches
 from mlx_tq.prompt_cache.layer_group import compressed_caches, layer_group_of
 from mlx_tq.prompt_cache.measurements import HeadScores, find_head_scores, head_scores_path, save_measurements
+from mlx_tq.prompt_cache.statistics import cache_stats, predict_stats
 from mlx_tq.session.restore import prefill
 
 SCORES = ((0.9, 0.1), (0.2, 0.3), (0.8, 0.7))  # of three layers with two heads each
@@ -143,6 +145,20 @@ def test_copies_files_and_trims_go_on_alike(model, scored, tmp_path):
     for other in (loaded, twins):
         assert mx.array_equal(read(model, other, 700, 800), expected)
         assert layer_group_of(other).stats.rounds == layer_group_of(caches).stats.rounds > 0
+
+
+def test_statistics_are_those_of_streaming_heads(model, scored):
+    """What the archive takes of a token is what was predicted, but for the numbers that say which mean a row has."""
+    plan = plan_caches(model, config(recall="auto"))
+    caches = build_caches(plan)
+    read(model, caches, 0, 800)
+    stats, predicted = cache_stats(caches, plan), predict_stats(plan, 800)
+    assert stats.by_head
+    assert predicted.by_head
+    assert stats.archived > 400
+    expected = predicted.archived_nbytes / predicted.archived
+    assert stats.archived_nbytes / stats.archived == pytest.approx(expected, rel=0.05)
+    assert describe_tokens(stats).startswith("Tokens of streaming heads: ")
 
 
 def test_nothing_is_lost_for_a_rescue_service(model, scored):
