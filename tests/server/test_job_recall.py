@@ -55,7 +55,7 @@ def generate_alone(loaded, ids):
 
 def test_answers_of_a_batch_search_the_archive_as_they_do_alone(loaded):
     """One answer begins later. The last token reports what was recalled."""
-    prompts = [prompt_ids(loaded), prompt_ids(loaded, 860312, 50)]
+    prompts = [prompt_ids(loaded), prompt_ids(loaded, 860312, 64)]
     engine, total = make_engine(loaded, CONFIG), []
     jobs = [job_of(ids, max_tokens=TOKENS, processors=ENDLESS) for ids in prompts]
 
