@@ -16,7 +16,8 @@ workers = --numprocesses auto --maxprocesses 4 --dist loadscope --no-loadscope-r
 openblas = $(abspath $(firstword $(wildcard $(VENV)/lib/python3*/site-packages/faiss_cpu.libs/libopenblas*)))
 fast_blas = $(if $(openblas),LD_LIBRARY_PATH=$(dir $(openblas)) LD_PRELOAD=$(openblas))
 one_thread = $(if $(openblas),OMP_NUM_THREADS=1)
-pytest = $(BIN)/python -m pytest $(workers)
+# With .pyc files, also where PYTHONDONTWRITEBYTECODE is set: else every command that a test starts compiles all of mlx_tq.
+pytest = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(workers)
 
 .PHONY: demo mutants rescue postgres smollm2 test test-kernels test-full check format bench plot browser minilm neon clean
 

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 import mlx.core as mx
 import pytest
 from hypothesis import Phase, settings
+from kernel_cache import make_cache_folder
 
 from mlx_tq.models import load
 
@@ -71,10 +72,15 @@ def popen():
         yield start
 
 
+@pytest.fixture(scope="session")
+def _shared_cache_folder(tmp_path_factory):
+    return make_cache_folder(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(autouse=True)
-def _cache_folder(tmp_path_factory, monkeypatch):
-    """Keep the cache folder of whoever runs the tests as it is."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+def _cache_folder(_shared_cache_folder, monkeypatch):
+    """Keep the cache folder of whoever runs the tests as it is, except for compiled kernels."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(_shared_cache_folder))
 
 
 @pytest.fixture(autouse=True)

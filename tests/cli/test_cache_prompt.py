@@ -311,7 +311,7 @@ def test_unsupported_model_with_off(quick, tmp_path):
 
 def test_a_compacted_prompt_answers(quick, tmp_path):
     """The row of the code is kept in the heads that find it, and the text around it in none."""
-    text, file = facts(60)[0], tmp_path / "cache.safetensors"
+    text, file = facts(40)[0], tmp_path / "cache.safetensors"
     whole = quick("cache_prompt", "-p", text, "--prompt-cache-file", file, *PACKED)
     size = file.stat().st_size
     small = quick("cache_prompt", "-p", text, "--prompt-cache-file", file, *PACKED, "--compact", "30%")

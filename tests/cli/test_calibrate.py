@@ -9,6 +9,7 @@ from itertools import pairwise, product
 import mlx.core as mx
 import numpy as np
 import pytest
+from kernel_cache import make_cache_folder
 from processes import read_until
 from smollm2 import needs_smollm2
 
@@ -124,6 +125,7 @@ def test_on_a_cpu_nothing_is_calibrated_unless_it_is_asked_for(cli, start, tmp_p
     )
     assert says in cli("generate", "-p", "hi", "-m", 1, *words).err.splitlines()
     assert not (tmp_path / "cache" / "mlx_tq").exists()
+    make_cache_folder(tmp_path / "cache")
     server = start("server", "--port", 0, *words, "--kv-calibration", "auto")
     log = read_until(server.stderr.fileno(), "listening on").splitlines()
     title = "Calibrating eviction for tiny (first run only)"

@@ -186,7 +186,11 @@ def test_ratio_of_mlx_lms_caches(cli):
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.full), "float32"])
-@pytest.mark.parametrize("evict", [(), ("--kv-evict", "recency", "--kv-budget", 200, *REGIONS)], ids=["all", "some"])
+@pytest.mark.parametrize(
+    "evict",
+    [pytest.param((), marks=pytest.mark.full), ("--kv-evict", "recency", "--kv-budget", 200, *REGIONS)],
+    ids=["all", "some"],
+)
 def test_the_cache_to_compare_with_is_what_off_reports(cli, dtype, evict):
     """In the type of the run, with allocated room on both sides; where nothing is compressed, nothing is compared."""
     for count in (2, 24):

@@ -28,9 +28,9 @@ SMALL = {
     "groups": (1, 4, 7),
     "sink_tokens": (0, 5),
 }
-# Every value once, and pairs of values that make small problems; `make test-full` has all pairs.
-FAST = [(attend, case) for case in covering(ALL, 1) + covering(ALL | SMALL | {"length": (1, 2, 8)})]
-FAST += [(prefill, case) for case in covering(ALL | FEWER, 1) + covering(ALL | SMALL | {"length": (9, 33)})]
+# Every value once, and some pairs of values that make small problems; `make test-full` has all pairs.
+FAST = [(attend, case) for case in covering(ALL, 1) + covering(ALL | SMALL | {"length": (1, 2, 8)})[:16]]
+FAST += [(prefill, case) for case in covering(ALL | FEWER, 1) + covering(ALL | SMALL | {"length": (9, 33)})[:16]]
 CASES = [(attend, case) for case in covering(ALL)] + [(prefill, case) for case in covering(ALL | FEWER)]
 # B, Q, L, S stand for a size of the problem; 1 for a broadcast axis.
 SHAPES = ("S", "1S", "L1", "LS", "QLS", "1LS", "11LS", "B1LS", "1QLS", "BQLS", "B11S", "BQ1S")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from cli.tools import command, environment, facts
+from kernel_cache import make_cache_folder
 
 from mlx_tq import EvictConfig, KVConfig, Session
 from mlx_tq.__main__ import main
@@ -64,7 +65,7 @@ def written(session):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Return the folder of archives; check that no file is in it after the test."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(make_cache_folder(tmp_path)))
     yield tmp_path / "mlx_tq"
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix not in (".safetensors", ".so")]
 

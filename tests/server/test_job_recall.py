@@ -55,16 +55,16 @@ def generate_alone(loaded, ids):
 
 def test_answers_of_a_batch_search_the_archive_as_they_do_alone(loaded):
     """One answer begins later. The last token reports what was recalled."""
-    prompts = [prompt_ids(loaded), prompt_ids(loaded, 860312, 64), prompt_ids(loaded, 417295, 64)]
+    prompts = [prompt_ids(loaded), prompt_ids(loaded, 860312, 64)]
     engine, total = make_engine(loaded, CONFIG), []
     jobs = [job_of(ids, max_tokens=TOKENS, processors=ENDLESS) for ids in prompts]
 
     async def then():
-        engine.submit(*jobs[:2])
+        engine.submit(jobs[0])
         first = []
         while not (first and isinstance(first[-1], Piece)):
             first.append(await jobs[0].events.get())
-        engine.submit(jobs[2])
+        engine.submit(jobs[1])
         rest, *others = await asyncio.gather(*map(outcome, jobs))
         return [[*first, *rest], *others]
 

@@ -131,13 +131,16 @@ def evicted(folder, tmp_path, service):
         server.stop()
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGHUP])
+@pytest.mark.full  # as that with more signals
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_deletes_the_text_at_the_service(evicted, number):
     server, sessions = evicted
     assert (server.stop(number), sessions()) == (0, set())
 
 
-@pytest.mark.parametrize("first", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "first", [signal.SIGHUP, *(pytest.param(each, marks=pytest.mark.full) for each in (signal.SIGTERM, signal.SIGINT))]
+)
 def test_more_signals_do_not_keep_the_text_at_the_service(evicted, first):
     server, sessions = evicted
     server.process.send_signal(first)

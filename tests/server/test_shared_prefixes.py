@@ -194,7 +194,9 @@ def store(tmp_path):
     return Folder(tmp_path / "store")
 
 
-@pytest.mark.parametrize("model", ["embedded", "gemma3_text", pytest.param("qwen3_next", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "model", ["gemma3_text", *(pytest.param(name, marks=pytest.mark.full) for name in ("embedded", "qwen3_next"))]
+)
 def test_batches_restore_what_other_batches_prefilled(model, loaded, store, tmp_path):
     """The prompts have different lengths; the last two share prefixes with earlier ones and end in another way."""
     loaded = loaded if model == "embedded" else load(zoo_model(tmp_path / model, model))

@@ -191,7 +191,7 @@ def test_hits_are_reloaded_if_archived_and_else_quoted(chat, service, limit):
 def test_the_text_of_an_unnamed_session_expires(chat, service, name):
     """The service forgets it also if this process is killed."""
     session = chat(EVICTS, rescue=at(service), session_id=name)
-    say(session, page())
+    say(session, page(600))
     assert session.client.flush(30)
     assert (service.sessions()[session.session_id]["expires"] is None) == (name is not None)
 
@@ -199,12 +199,12 @@ def test_the_text_of_an_unnamed_session_expires(chat, service, name):
 @pytest.mark.parametrize("end", [Session.reset, Session.close])
 def test_a_conversation_after_a_saved_one_is_forgotten(chat, service, tmp_path, end):
     session = chat(EVICTS, rescue=at(service))
-    say(session, page())
+    say(session, page(600))
     assert session.client.flush(30)
     session.save(tmp_path / "chat.safetensors")
     saved_id = session.session_id
     session.reset()
-    say(session, page())
+    say(session, page(600))
     assert session.client.flush(30)
     unsaved_id = session.session_id
     assert service.sessions()[unsaved_id]["expires"] is not None
@@ -215,7 +215,7 @@ def test_a_conversation_after_a_saved_one_is_forgotten(chat, service, tmp_path, 
 
 def test_the_text_of_a_loaded_session_does_not_expire(chat, service, tmp_path):
     session = chat(EVICTS, rescue=at(service))
-    say(session, page())
+    say(session, page(600))
     assert session.client.flush(30)
     session.save(tmp_path / "chat.safetensors")
     session.load(tmp_path / "chat.safetensors")
@@ -252,8 +252,14 @@ def test_stopping_an_answer_keeps_the_session(chat, config):
     assert "417295" in say(session, QUESTION)
 
 
-@pytest.mark.parametrize("later", [False, True], ids=["the first turn", "a later one"])
-@pytest.mark.parametrize("restored", ["nothing", "rows", "text"])
+@pytest.mark.parametrize(
+    ("restored", "later"),
+    [
+        *((restored, False) for restored in ("nothing", "rows", "text")),
+        ("text", True),
+        *(pytest.param(restored, True, marks=pytest.mark.full) for restored in ("nothing", "rows")),
+    ],
+)
 def test_a_document_and_its_question_in_one_turn(chat, service, restored, later):
     config = replace(EVICTS, evict=replace(EVICTS.evict, recall=64)) if restored == "rows" else EVICTS
     session, calls = chat(config, rescue=at(service) if restored == "text" else "off"), []
@@ -386,7 +392,7 @@ def test_a_loaded_session_keeps_its_rescue_service(chat, service, tmp_path, monk
     monkeypatch.setenv("RESCUE_EMBEDDER", "none")
     for rescue, name in ((RescueConfig("auto", timeout=60), "own"), (at(service), "elsewhere")):
         session = chat(EVICTS, rescue=rescue)
-        say(session, page())
+        say(session, page(600))
         session.save(tmp_path / name)
     resumed = chat()
     resumed.load(tmp_path / "own")
@@ -501,7 +507,7 @@ def test_each_warning_comes_once(exact, monkeypatch):
     warnings = []
     with Session(*exact, EVICTS, max_tokens=2, warn=warnings.append) as session:
         for _ in range(3):
-            say(session, page(800))
+            say(session, page(600))
     assert [text[:29] for text in warnings[1:]] == ["the archive is full on disk A", "the archive is full on disk B"]
     assert "evicted tokens are dropped" in warnings[0]
 
@@ -509,7 +515,7 @@ def test_each_warning_comes_once(exact, monkeypatch):
 def test_quote_searches_alone(chat, service):
     for rescue in ("off", at(service)):
         session = chat(EVICTS, rescue=rescue)
-        say(session, page())
+        say(session, page(600))
         tokens = session.ids
         if session.client is not None:
             session.client.flush(30)
@@ -584,7 +590,7 @@ def stored_text(service, session):
     return " ".join(span["text"] for span in spans)
 
 
-@pytest.mark.parametrize("undone", ["by undo", "by a stop before the answer"])
+@pytest.mark.parametrize("undone", ["by undo", pytest.param("by a stop before the answer", marks=pytest.mark.full)])
 def test_the_text_of_an_undone_turn_is_deleted_from_the_service(chat, service, undone):
     """What earlier turns evicted stays there."""
     config = replace(EVICTS, evict=replace(EVICTS.evict, recall="off" if undone == "by undo" else 64))
