@@ -169,9 +169,9 @@ def _describe_plan(plan: Plan, tokens: int, recall_blocker: str | None) -> Itera
 def _describe_division(plan: Plan, division: Division) -> Iterator[str]:
     longest = plan.eviction and plan.eviction.positions
     yield (
-        f"{division.num_retrieval} of {plan.heads * plan.ranks.size} KV heads keep all tokens (retrieval heads); the "
-        f"others (streaming heads) see the first ones and the last {division.window}. No text is evicted, so nothing "
-        "is sent to a rescue service"
+        f"{division.num_retrieval} of {plan.heads} KV heads keep all tokens (retrieval heads); the others (streaming "
+        f"heads) see the first ones and the last {division.window}. No text is evicted, so nothing is sent to a rescue "
+        "service"
     )
     lengths = dict.fromkeys([1024, 4096, *([longest] if longest else [])])
     yield "Rows kept: " + ", ".join(f"{plan.kept_share(length):.0%} of {length:,} tokens" for length in lengths)

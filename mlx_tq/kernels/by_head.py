@@ -11,7 +11,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 
-from mlx_tq.kernels import arguments, backend
+from mlx_tq.kernels import backend
 from mlx_tq.kernels.attend import attend_batch
 from mlx_tq.kernels.attend_gpu import launch_attend, launch_attend_batch, most_sources
 from mlx_tq.kernels.cpu import attend as cpu_attend
@@ -33,7 +33,6 @@ def _launch_batch_by_head(
 ) -> mx.array:
     """Attend in one call, or in several where a cache has more groups than its arrays, or groups with shared rows."""
     layout, normalized = batch[0].layout, any(regions.normalization is not None for regions in batch)
-    arguments.check_can_run(layout, queries.dtype, batch[0].full_keys.dtype)
     most = most_sources(layout, normalized=normalized)
 
     def attend_part(part: mx.array, regions: Regions, _group: HeadRows, logits: mx.array | None) -> mx.array:

@@ -137,12 +137,12 @@ class Plan:
         """Return the share of the rows of `tokens` tokens that is kept, at most."""
         if self.division is None:
             return self.live(tokens) / tokens
-        return self.division.share(self.heads * self.ranks.size, tokens)
+        return self.division.share(self.heads, tokens)
 
     @property
     def heads(self) -> int:
-        """KV heads of all compressed layers together."""
-        return sum(layer.slot.heads for layer in self.layers)
+        """KV heads of all compressed layers and ranks together."""
+        return self.ranks.size * sum(layer.slot.heads for layer in self.layers)
 
     def bytes_at(self, tokens: int, extra: int = 0, recalled: int = 0) -> RegionBytes:
         """Return the sum of `layers_at`."""

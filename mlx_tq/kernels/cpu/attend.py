@@ -175,7 +175,7 @@ def launch_attend_selected(
 
 
 class _Source(NamedTuple):
-    """What one `_Cache` describes."""
+    """A sequence of a cache, or one KV head of it."""
 
     regions: Regions
     group: HeadRows  # its packed rows
