@@ -69,7 +69,7 @@ format: $(VENV)/dev
 	$(BIN)/ruff format .
 
 bench: $(VENV)/core
-	$(BIN)/python -m mlx_tq bench --rounds 15 --json benchmarks/results/decode_attention.json
+	$(BIN)/python -m mlx_tq bench --rounds 5 --json benchmarks/results/decode_attention.json
 
 plot: $(VENV)/dev
 	$(BIN)/python -m benchmarks.plot_frontier

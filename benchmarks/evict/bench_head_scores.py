@@ -22,16 +22,15 @@ from benchmarks.evict.bench_facts import PLAIN, answer, scenes
 from benchmarks.evict.everyday_facts import Scene
 from benchmarks.reports import ALL_NAMES, named_model, save
 from mlx_tq.cache.headwise import HeadwiseKVCache
-from mlx_tq.cli.head_calibration import largest_weights
+from mlx_tq.cli.head_calibration import SINKS, WINDOW, combine, share_of_best, watch_repetition
 from mlx_tq.cli.inputs import load_text
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed_attention, plan_caches
 from mlx_tq.session.restore import prefill
 
 SOURCE = Path(__file__).parents[2] / "mlx_tq" / "session" / "session.py"  # as an example of code
-SINKS = 32  # of streaming heads
 SHARES = (0.5, 0.1, 0.02)  # of all rows that count as needed
-RETRIEVAL, WINDOW = 0.21, 160  # share of the heads, and window of the others, unless they are varied
+RETRIEVAL = 0.21  # share of the heads, unless it and the window of the others are varied
 VARIED = ((0.27, 96), (0.24, 128), (0.17, 192), (0.08, 256))  # the same rows at 950 tokens
 Answers = list[list[tuple[float, bool]]]  # of each document and question
 
@@ -74,7 +73,8 @@ def measure(name: str, tokens: int, texts: int) -> Iterator[dict[str, Any]]:
             prefill(model, documents[-1], scene.ids, tokens)
     full = answers(model, asked, documents)
 
-    def row(label: str, scores: np.ndarray, retrieval: float, window: int) -> dict[str, Any]:
+    def row(label: str, heads: list[np.ndarray], retrieval: float, window: int) -> dict[str, Any]:
+        scores = np.stack(heads)
         best = np.argsort(-scores.reshape(-1), kind="stable")[: round(retrieval * scores.size)]
         is_retrieval = np.isin(np.arange(scores.size), best).reshape(scores.shape)
         caches = [
@@ -102,12 +102,14 @@ def measure(name: str, tokens: int, texts: int) -> Iterator[dict[str, Any]]:
         }
 
     for number, (label, text, length) in enumerate(calibrations(tokenizer)):
-        weights = np.stack(largest_weights(model, tokenizer, text, length))
+        weights, changes = watch_repetition(model, tokenizer, text, length)
         for share in SHARES if number == 0 else SHARES[1:2]:
-            scores = (weights >= np.quantile(weights, 1 - share)).mean(axis=-1)
-            yield row(f"{label}, best {share:.0%} of rows", scores, RETRIEVAL, WINDOW)
-            if number == 0 and share == SHARES[1]:
-                yield from (row(f"{label}, best {share:.0%} of rows", scores, *varied) for varied in VARIED)
+            yield row(f"{label}, best {share:.0%} of rows", share_of_best(weights, share), RETRIEVAL, WINDOW)
+        yield row(f"{label}, change of the output", changes, RETRIEVAL, WINDOW)
+        both = combine(share_of_best(weights), changes)
+        yield row(f"{label}, both", both, RETRIEVAL, WINDOW)
+        if number == 0:
+            yield from (row(f"{label}, both", both, *varied) for varied in VARIED)
 
 
 def answers(model: Any, asked: list[Scene], documents: list[list[Any]]) -> Answers:

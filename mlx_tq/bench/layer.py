@@ -17,7 +17,7 @@ from mlx_tq.errors import KernelUnavailableError
 
 CACHES, MOST_CACHES = 8, 64  # at least and at most, that calls take turns among
 COLD_NBYTES = 192 << 20  # of all caches of an arm together, more than any chip's cache holds
-MAX_CALLS = 256  # of a chain
+LEAST_CALLS, MAX_CALLS = 2, 256  # of a chain; between two chains of an arm, those of others read other caches
 
 
 class Timing(NamedTuple):
@@ -67,9 +67,8 @@ def measure_cell(cell: Cell, arms: list[LayerArm], *, rounds: int, seconds: floa
     timed: dict[str, Callable[[], float]] = {}
     build: dict[str, float] = {}
     for name, problem in problems.items():
-        least = counts[name]
-        times = problem.time(least)
-        calls = max(least, min(MAX_CALLS, int(seconds / max(times.run, 1e-9))))
+        times = problem.time(LEAST_CALLS)
+        calls = max(LEAST_CALLS, min(MAX_CALLS, int(seconds / max(times.run, 1e-9))))
         timed[name], build[name] = partial(_run_seconds, problem, calls), times.build
     compared = compare_arms(timed, rounds)
     timings = []

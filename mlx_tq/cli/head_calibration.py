@@ -1,8 +1,8 @@
 """Measure once for a model which KV heads need distant tokens, for the policy `heads`.
 
 The model reads a text and an instruction to repeat it, and is then shown the text again (KVzip, Kim et al., arXiv
-2505.23416). A row of the first reading has as its score the largest weight that a query of the second gives it; a head,
-the share of its rows among the best tenth of all rows of all heads.
+2505.23416). Two measures of a head are combined, because either alone misses heads on some texts: how many of the rows
+that the repetition needs most are its own, and how much its output changes if it sees only sinks and window.
 """
 
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 
 from mlx_tq.cli.model_calibration import PacedPrefill
 from mlx_tq.cli.screen import note, prefill_progress
+from mlx_tq.kernels.mlx_attention import attend_in_full_precision
 from mlx_tq.models import fingerprint, ranks_of
 from mlx_tq.prompt_cache.compressed import compressed_attention
 from mlx_tq.prompt_cache.measurements import HeadScores, head_scores_path, make_folder, save_measurements
@@ -21,6 +22,7 @@ from mlx_tq.session.restore import ProgressCallback
 
 TOKENS = 1024
 BEST = 0.1  # share of all rows that count as needed; with half of them, many heads have nearly all rows
+SINKS, WINDOW = 32, 160  # tokens that a streaming head sees
 
 
 def save_head_scores(model: Any, tokenizer: Any, text: str, name: str) -> None:
@@ -42,35 +44,72 @@ def measure_head_scores(
     progress: ProgressCallback = lambda done, total: None,
 ) -> HeadScores:
     """Return the scores of all KV heads of the layers that can be compressed, on the first `tokens` of a text."""
-    weights = largest_weights(model, tokenizer, text, tokens, progress=progress)
-    threshold = np.quantile(np.concatenate(weights), 1 - BEST)
-    scores = tuple(tuple((layer >= threshold).mean(axis=1).tolist()) for layer in weights)
-    return HeadScores(scores, weights[0].shape[1])
+    weights, changes = watch_repetition(model, tokenizer, text, tokens, progress=progress)
+    scores = combine(share_of_best(weights), changes)
+    return HeadScores(tuple(tuple(layer.tolist()) for layer in scores), weights[0].shape[1])
 
 
-def largest_weights(
+def watch_repetition(
     model: Any,
     tokenizer: Any,
     text: str,
     tokens: int,
     *,
     progress: ProgressCallback = lambda done, total: None,
-) -> list[np.ndarray]:
-    """Return the largest weight that repeating a text gives each of its rows, fp32 [H, tokens] of each layer."""
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Let a model repeat a text, and return for each layer what its KV heads read.
+
+    - weights: fp32 [H, tokens], the largest weight that any query of the repetition gives each row of the text
+    - changes: fp32 [H], how much the output changes if a head sees sinks and window only: the square of the change,
+      over the squared outputs of this layer and those before it, to which the next layer would add
+    """
     ids = list(tokenizer.encode(text, add_special_tokens=False, verbose=False))[:tokens]
     repeat = repetition(model, tokenizer, ids)
-    best: dict[int, mx.array] = {}
+    weights: dict[int, mx.array] = {}
+    squares: dict[int, mx.array] = {}  # [2, H]: of changes and of outputs, summed over queries
 
     def watch(number: int, attended: Attended) -> None:
         if attended.keys.shape[2] > len(ids):  # of the second reading
-            weights = row_weights(attended.queries, attended.keys, attended.scale, attended.sinks)[:, : len(ids)]
-            best[number] = mx.maximum(best[number], weights) if number in best else weights
-            mx.eval(best[number])
+            of_rows = row_weights(attended.queries, attended.keys, attended.scale, attended.sinks)[:, : len(ids)]
+            of_heads = _squares(attended)
+            if number in weights:
+                of_rows, of_heads = mx.maximum(weights[number], of_rows), squares[number] + of_heads
+            mx.eval(of_rows, of_heads)
+            weights[number], squares[number] = of_rows, of_heads
 
     caches = watched_caches(model, watch)
     prefill = PacedPrefill(model, len(ids) + len(repeat), progress)
     with compressed_attention(model):
         prefill.run(caches, ids)
         prefill.run(caches, repeat)
-    ranks = ranks_of(model)
-    return [ranks.gather(np.array(best[number])) for number in sorted(best)]
+    ranks, layers = ranks_of(model), sorted(weights)
+    changed, outputs = zip(*(ranks.gather(np.array(squares[number]).T).T for number in layers), strict=True)
+    changes = [of_heads / total for of_heads, total in zip(changed, np.cumsum([*map(np.sum, outputs)]), strict=True)]
+    return [ranks.gather(np.array(weights[number])) for number in layers], changes
+
+
+def _squares(attended: Attended) -> mx.array:
+    """Return the squared change of each KV head's output if it sees sinks and window only, and the output: [2, H]."""
+    heads, total = attended.keys.shape[1:3]
+    position = mx.arange(total)
+    query = position[-attended.queries.shape[2] :, None]
+    mask = (position <= query) & ((position < SINKS) | (position > query - WINDOW))
+    near = attend_in_full_precision(
+        attended.queries, attended.keys, attended.values, scale=attended.scale, mask=mask, sinks=attended.sinks
+    )
+    output = attended.output.astype(mx.float32)
+    both = mx.stack([output - near.astype(mx.float32), output])
+    return mx.square(both).reshape(2, heads, -1).sum(axis=-1)
+
+
+def share_of_best(weights: list[np.ndarray], best: float = BEST) -> list[np.ndarray]:
+    """Return for each head the share of its rows among the `best` share of all rows."""
+    threshold = np.quantile(np.concatenate(weights), 1 - best)
+    return [(layer >= threshold).mean(axis=1) for layer in weights]
+
+
+def combine(*measures: list[np.ndarray]) -> list[np.ndarray]:
+    """Return for each head the mean of its ranks, where a rank is the share of heads that measure less."""
+    flat = [np.concatenate(measure) for measure in measures]
+    ranks = [(measure[:, None] > measure).mean(axis=1) for measure in flat]
+    return np.split(np.mean(ranks, axis=0), np.cumsum([len(layer) for layer in measures[0]])[:-1])

@@ -51,9 +51,9 @@ def _parse_losses(fields: dict[str, Any]) -> Losses:
 
 @dataclass(frozen=True)
 class HeadScores:
-    """How much each KV head needs distant tokens: the share of its rows among the best rows of all heads."""
+    """How much each KV head needs distant tokens."""
 
-    scores: tuple[tuple[float, ...], ...]  # of the heads of each layer, from 0 to 1
+    scores: tuple[tuple[float, ...], ...]  # of the heads of each layer, from 0 (least) to 1
     tokens: int  # of the text
 
     def __post_init__(self) -> None:

@@ -1,6 +1,5 @@
 """Calibration for eviction: collected, saved, used and refused; and evaluations that evict."""
 
-import json
 import random
 import re
 import time
@@ -14,7 +13,7 @@ from processes import read_until
 from smollm2 import needs_smollm2
 
 from benchmarks.studies.needle_kinds import KINDS as NEEDLES
-from mlx_tq.cli.head_calibration import BEST
+from mlx_tq.cli.head_calibration import measure_head_scores
 from mlx_tq.cli.inputs import load_text
 from mlx_tq.cli.model_calibration import KINDS, build_question_scenes, calibrate_on_text, collect_queries
 from mlx_tq.config import EvictConfig, KVConfig
@@ -24,6 +23,8 @@ from mlx_tq.models import fingerprint, load
 from mlx_tq.policies.calibration import load_calibration
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.measurements import find_head_scores
+from mlx_tq.prompt_cache.recording import record_attention
+from mlx_tq.prompt_cache.row_weights import repetition
 
 from .tools import FLOAT32, facts, refused, zoo_model
 
@@ -193,11 +194,38 @@ def test_the_heads_of_a_model_are_measured_once(cli, tmp_path, monkeypatch):
     assert [f"Saved the scores of its heads to {path}" in result.err for result in (first, again)] == [True, False]
     assert first.json["plan"]["eviction"] == again.json["plan"]["eviction"]
     measured = path.read_bytes()
-    scores = [score for layer in json.loads(measured)["scores"] for score in layer]
-    assert np.mean(scores) == pytest.approx(BEST, abs=0.01)
     path.unlink()
     assert cli("calibrate", "--model", folder, "--heads").code == 0
     assert path.read_bytes() == measured
+
+
+def softmax(scores):
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def test_scores_of_heads_are_as_in_float64(tmp_path):
+    model, tokenizer = load(str(zoo_model(tmp_path / "tiny", "llama", max_position_embeddings=4096)))
+    text, count = load_text(), 300
+    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)[:count]
+    repeat = repetition(model, tokenizer, ids)
+    weights, changes, outputs = [], [], []
+    for layer in record_attention(model, ids + repeat, len(repeat)):
+        queries, keys, values = (np.array(array[0], np.float64) for array in (layer.queries, layer.keys, layer.values))
+        groups = queries.reshape(len(keys), -1, *queries.shape[1:])
+        distance = np.arange(count, count + len(repeat))[:, None] - np.arange(count + len(repeat))
+        full, near = (
+            softmax(np.where(visible, groups @ keys[:, None].swapaxes(2, 3) * layer.scale, -np.inf))
+            for visible in (distance >= 0, (distance >= 0) & ((distance < 160) | (np.arange(distance.shape[1]) < 32)))
+        )
+        weights.append(full.max(axis=(1, 2))[:, :count])
+        outputs.append(((full @ values[:, None]) ** 2).sum())
+        changes.append((((full - near) @ values[:, None]) ** 2).sum(axis=(1, 2, 3)) / sum(outputs))
+    best = np.stack(weights) >= np.quantile(weights, 0.9)
+    ranks = [[(every < each).mean() for each in every.flat] for every in (best.mean(axis=2), np.stack(changes))]
+    measured = measure_head_scores(model, tokenizer, text, count)
+    assert measured.tokens == count
+    assert np.ravel(measured.scores).tolist() == np.mean(ranks, axis=0).tolist()
 
 
 def test_losses_are_measured_on_the_text_that_is_named(cli, tmp_path, monkeypatch):
