@@ -13,7 +13,7 @@ from processes import read_until
 from smollm2 import needs_smollm2
 
 from benchmarks.studies.needle_kinds import KINDS as NEEDLES
-from mlx_tq.cli.head_calibration import measure_head_scores
+from mlx_tq.cli.head_calibration import measure_head_scores, watch_repetition
 from mlx_tq.cli.inputs import load_text
 from mlx_tq.cli.model_calibration import KINDS, build_question_scenes, calibrate_on_text, collect_queries
 from mlx_tq.config import EvictConfig, KVConfig
@@ -221,6 +221,7 @@ def test_scores_of_heads_are_as_in_float64(tmp_path):
         weights.append(full.max(axis=(1, 2))[:, :count])
         outputs.append(((full @ values[:, None]) ** 2).sum())
         changes.append((((full - near) @ values[:, None]) ** 2).sum(axis=(1, 2, 3)) / sum(outputs))
+    np.testing.assert_allclose(watch_repetition(model, tokenizer, text, count)[1], changes, rtol=1e-4)
     best = np.stack(weights) >= np.quantile(weights, 0.9)
     ranks = [[(every < each).mean() for each in every.flat] for every in (best.mean(axis=2), np.stack(changes))]
     measured = measure_head_scores(model, tokenizer, text, count)

@@ -125,6 +125,9 @@ class Call {
   }
 
   const Cache& cache_of(const Block& block) const { return a_.caches[a_.by_head ? block.batch * a_.heads + block.head : block.batch]; }
+  int64_t head_of(const Block& block, const Part& part) const {
+    return a_.by_head && part.rotated ? cache_of(block).packed_head : block.head;
+  }
   int64_t query_head(const Block& block, int row) const {
     return block.head * (a_.query_heads / a_.heads) + (block.first_row + row) / a_.length;
   }
@@ -285,12 +288,13 @@ class Call {
     float* const scores = scratch.scores.data();
     const char *key_rows[TILE], *value_rows[TILE];
     const bool in_order = !part.index && part.buffer_count == 1;
+    const int64_t head = head_of(block, part);
     for (int t = 0; t < count; t++) {
       const int64_t row = row_of(part, token + t);
       const Buffer* buffer = part.buffers + part.buffer_count - 1;
       while (row < buffer->first) buffer--;
-      key_rows[t] = buffer->keys + block.head * buffer->key_head_stride + (row - buffer->first) * buffer->key_stride;
-      value_rows[t] = buffer->values + block.head * buffer->value_head_stride + (row - buffer->first) * buffer->value_stride;
+      key_rows[t] = buffer->keys + head * buffer->key_head_stride + (row - buffer->first) * buffer->key_stride;
+      value_rows[t] = buffer->values + head * buffer->value_head_stride + (row - buffer->first) * buffer->value_stride;
     }
     alignas(64) float key_gains[TILE], value_gains[TILE];
     load_gains(key_rows, count, part.key_scale, part.key_format, part.wide_key_scale, a_.key_dim, key_gains);

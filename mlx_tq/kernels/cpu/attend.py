@@ -72,6 +72,7 @@ class _Cache(ctypes.Structure):
         ("part_count", long),
         ("tokens", long),
         ("mean_first", long),
+        ("packed_head", long),
     )
 
 
@@ -114,7 +115,7 @@ def launch_attend_batch(
     """Attend to one cache of batch size B, or to B caches of batch size 1, with any number of queries."""
     sequences = range(queries.shape[0] // len(batch))
     sources = [_Source(regions, regions.as_group(), sequence) for regions in batch for sequence in sequences]
-    return _attend(queries, sources, scale, mask, sinks)
+    return _attend(queries, sources, scale, mask, sinks, by_head=False)
 
 
 def launch_by_group(
@@ -127,14 +128,10 @@ def launch_batch_by_head(
     queries: mx.array, batch: Sequence[Regions], *, scale: float, mask: Mask = None, sinks: mx.array | None = None
 ) -> mx.array:
     """Attend to B caches of batch size 1 whose heads may keep different tokens; `mask` is no array."""
-    sources: list[_Source] = []
-    for regions in batch:
-        groups = regions.groups or (regions.as_group(),)
-        heads = [_Source(regions, group, head=head) for group in groups for head in group.heads]
-        sources += sorted(heads, key=lambda source: source.head or 0)
+    sources = [_Source(regions, group) for regions in batch for group in regions.groups or (regions.as_group(),)]
     if any(source.group.window is not None for source in sources):
         mask = "causal"
-    return _attend(queries, sources, scale, mask, sinks)
+    return _attend(queries, sources, scale, mask, sinks, by_head=True)
 
 
 def launch_log_sum_exp(queries: mx.array, regions: Regions) -> mx.array:
@@ -175,22 +172,21 @@ def launch_attend_selected(
 
 
 class _Source(NamedTuple):
-    """A sequence of a cache, or one KV head of it."""
+    """KV heads of a sequence of a cache that keep the same tokens."""
 
     regions: Regions
-    group: HeadRows  # its packed rows
+    group: HeadRows  # their packed rows
     sequence: int = 0  # of the batch of `regions`
-    head: int | None = None  # the only one, of those of `group`; None: all heads, which are the group's
 
 
 def _attend(
-    queries: mx.array, sources: Sequence[_Source], scale: float, mask: Mask, sinks: mx.array | None
+    queries: mx.array, sources: Sequence[_Source], scale: float, mask: Mask, sinks: mx.array | None, *, by_head: bool
 ) -> mx.array:
-    """Attend to a source for each sequence, or for each KV head of each sequence."""
+    """Attend to a source for each sequence, or with `by_head` to all of a sequence, one after another."""
     regions = sources[0].regions
     output = np.empty((*queries.shape[:3], regions.layout.value.head_dim), np.float32)
     call = _describe(regions, scale)
-    call.output, call.by_head = output.ctypes.data, sources[0].head is not None
+    call.output, call.by_head = output.ctypes.data, by_head
     _run(call, queries, sources, mask, sinks)
     return mx.array(output).astype(queries.dtype)
 
@@ -212,7 +208,18 @@ def _run(call: _Attention, queries: mx.array, sources: Sequence[_Source], mask: 
     arrays = {id(array): array for source in sources for array in _arrays(source)}
 
     def fill(caches: ctypes.Array[_Cache], reader: Reader) -> object:
-        return [_fill(cache, source, reader) for cache, source in zip(caches, sources, strict=True)]
+        if not call.by_head:
+            return [_fill(cache, source, reader) for cache, source in zip(caches, sources, strict=True)]
+        filled, alive = 0, []
+        for source in sources:
+            first = filled - filled % call.heads  # of the sequence
+            described = _Cache()
+            alive.append(_fill(described, source, reader))
+            for place, head in enumerate(source.group.heads):
+                caches[first + head] = described
+                caches[first + head].packed_head = place
+            filled += len(source.group.heads)
+        return alive
 
     _launch(call, queries, [*arrays.values()], fill, mask, sinks, sources[0].regions.tokens)
 
@@ -301,23 +308,23 @@ def _as_bias(mask: Mask, shape: tuple[int, ...]) -> mx.array | None:
 
 def _fill(cache: _Cache, source: _Source, reader: Reader, packed: int | None = None) -> object:
     """Describe a source, with `packed` packed tokens in place of all, and return what must stay alive."""
-    regions, group, sequence, head = source
+    regions, group, sequence = source
     packed = group.tokens if packed is None else packed
     layout, sinks = regions.layout, min(regions.sink_tokens, regions.full_tokens)
     keys, values = reader.read(regions.full_keys), reader.read(regions.full_values)
 
     def full_part(start: int, stop: int, position: int, window: int = 0) -> _Part:
-        part = _full_part(_buffer(sequence, keys, values, head), keys, values, regions.full_keys.dtype, start, stop)
+        part = _full_part(_buffer(sequence, keys, values), keys, values, regions.full_keys.dtype, start, stop)
         part.position, part.window = position, window
         return part
 
     parts = [full_part(0, sinks, 0)]
     if group.tokens:
-        buffers, first, place = [], 0, None if head is None else group.heads.index(head)
+        buffers, first = [], 0
         for rows, count in [*group.shared, (group.rows, group.tokens)]:
             if rows is not None and first < group.tokens:
                 memory = reader.read(rows)
-                buffer = _buffer(sequence, memory, memory, place)
+                buffer = _buffer(sequence, memory, memory)
                 buffer.values += 2 * layout.key.words
                 buffer.first = first
                 buffers.append(buffer)
@@ -353,15 +360,15 @@ def _full_part(buffer: _Buffer, keys: Memory, values: Memory, dtype: mx.Dtype, s
     )
 
 
-def _buffer(sequence: int, keys: Memory, values: Memory, head: int | None = None) -> _Buffer:
-    """Describe the rows of a sequence of the batch, of all heads or of one."""
+def _buffer(sequence: int, keys: Memory, values: Memory) -> _Buffer:
+    """Describe the rows of a sequence of the batch."""
     return _Buffer(
-        keys=keys.address + sequence * keys.strides[0] + (head or 0) * keys.strides[1],
-        values=values.address + sequence * values.strides[0] + (head or 0) * values.strides[1],
+        keys=keys.address + sequence * keys.strides[0],
+        values=values.address + sequence * values.strides[0],
         key_stride=keys.strides[2],
         value_stride=values.strides[2],
-        key_head_stride=keys.strides[1] if head is None else 0,
-        value_head_stride=values.strides[1] if head is None else 0,
+        key_head_stride=keys.strides[1],
+        value_head_stride=values.strides[1],
     )
 
 

@@ -34,6 +34,7 @@ struct Cache {
   const int32_t* mean_index;       // of row t; null: (mean_first + t) / MEAN_TOKENS
   int64_t mean_head_stride;        // in elements
   int64_t part_count, tokens, mean_first;
+  int64_t packed_head;             // with by_head: which KV head of the packed rows is this one; else not read
 };
 
 struct Attention {
