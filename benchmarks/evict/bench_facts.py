@@ -1,10 +1,12 @@
 """Measure what eviction loses of everyday facts: the log-probability of right answers, and answers while decoding.
 
     python -m benchmarks.evict.bench_facts --models smollm2,embedded --tokens 950 --share 40
+    python -m benchmarks.evict.bench_facts --models smollm2 --tokens 2000 --task topics --data LONGEVAL
 
 A text with facts of two kinds is prefilled; then a copy of its caches gets each question. The policies do not know the
 questions when they evict. All arms have the same formats, sinks and window. An answer is right if each of its tokens is
-the most likely one, decoded one by one. Standard errors are over texts.
+the most likely one, decoded one by one. Standard errors are over texts. `--task` asks about texts of public collections
+instead: LongEval's lines and topics (conversations of many turns), and QMSum's meetings.
 """
 
 import argparse
@@ -12,11 +14,14 @@ import copy
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.evict.everyday_facts import KINDS, Question, Scene, plant_facts
+from benchmarks.evict.public_tasks import TASKS
 from benchmarks.reports import ALL_NAMES, named_model, save
 from mlx_tq.cli.inputs import read_text
 from mlx_tq.config import EvictConfig, KVConfig
@@ -118,18 +123,19 @@ def compare(arm: Arm, rows: list[dict[str, Any]], full: list[dict[str, Any]]) ->
     }
 
 
-def measure(
-    name: str, tokens: int, share: float, texts: int, policies: list[str], path: str | None
-) -> list[dict[str, Any]]:
+def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     model, tokenizer = named_model(name)
     plan, full, rows = planner(model), [], []
-    asked = scenes(tokenizer, tokens, texts, path)
-    for arm in make_arms(share, tokens, policies):
+    if args.task == "facts":
+        asked = scenes(tokenizer, args.tokens, args.texts, args.text)
+    else:
+        asked = list(islice(TASKS[args.task](tokenizer, Path(args.data), args.tokens), args.texts))
+    for arm in make_arms(args.share, args.tokens, args.policies.split(",")):
         began = time.perf_counter()
         planned = plan(arm.config)
         results = [ask(model, tokenizer, planned, arm, scene) for scene in asked]
         full = full or results
-        rows.append({"model": ALL_NAMES[name], "tokens": tokens, **compare(arm, results, full)})
+        rows.append({"model": ALL_NAMES[name], "tokens": args.tokens, **compare(arm, results, full)})
         print(rows[-1], f"{time.perf_counter() - began:.0f} s", flush=True)
     return rows
 
@@ -141,17 +147,22 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=40, help="percent of the rows to keep")
     parser.add_argument("--texts", type=int, default=16, help="texts, with eight questions each")
     parser.add_argument("--text", help="file in which the facts are planted, in place of WikiText-2")
+    parser.add_argument("--task", choices=["facts", *TASKS], default="facts")
+    parser.add_argument("--data", help="folder of the task's files")
     parser.add_argument(
         "--policies", default="triattention,heads,compact", help="joined by commas; compact reads each text twice"
     )
     parser.add_argument("--json", default="evict_facts.json")
     args = parser.parse_args()
+    if (args.task != "facts") != bool(args.data):
+        parser.error("--data names the files of a --task other than facts, and both are needed")
     rows = []
     for name in args.models.split(","):
-        rows += measure(name, args.tokens, args.share, args.texts, args.policies.split(","), args.text)
+        rows += measure(name, args)
     command = f"python -m benchmarks.evict.bench_facts --models {args.models} --tokens {args.tokens}"
     command += f" --share {args.share:g} --texts {args.texts} --policies {args.policies}"
     command += f" --text {args.text}" if args.text else ""
+    command += f" --task {args.task} --data DIR" if args.task != "facts" else ""
     save(args.json, command, rows=rows)
 
 
