@@ -28,13 +28,14 @@ import numpy as np
 from mlx_lm.models.cache import CacheList
 
 from mlx_tq import __version__
-from mlx_tq.cache.layer import CompressedKVCache
+from mlx_tq.cache.layer import CompressedKVCache, cache_parts
 from mlx_tq.errors import CacheFormatError
 from mlx_tq.kernels import backend, thresholds
 from mlx_tq.models import exact_fingerprint
 from mlx_tq.prefix_cache.folder import BLOCKS, CHECKPOINTS, Folder
-from mlx_tq.prompt_cache.cache_file import CacheState, join_caches, split_caches
-from mlx_tq.prompt_cache.layer_group import layer_group_of
+from mlx_tq.prompt_cache.cache_file import CacheState, join_caches, refuse_damaged, split_caches, try_out
+from mlx_tq.prompt_cache.compressed import check_caches
+from mlx_tq.prompt_cache.layer_group import cache_arrays, compressed_caches, layer_group_of
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.statistics import tokens_seen
 
@@ -197,7 +198,7 @@ class PrefixCache:
     """
 
     def __init__(self, model: Any, plan: Plan, folder: Folder, warn: Callable[[str], None], salt: str = "") -> None:
-        self.plan, self.folder, self._warn = plan, folder, warn
+        self.plan, self.folder, self._model, self._warn = plan, folder, model, warn
         self.root, self._environment = root_key(model, plan, salt), _environment()
         self._has_failed = False
         self.live: WeakValueDictionary[str, RestoredCheckpoint] = WeakValueDictionary()
@@ -211,6 +212,20 @@ class PrefixCache:
     def is_usable(self) -> bool:
         """Whether what computes is what it was; a kernel that fails on the way changes it."""
         return _environment() == self._environment
+
+    def check(self, caches: list[Any], tokens: int) -> None:
+        """Raise what tells that restored caches are not those of `tokens` tokens that the plan makes."""
+        check_caches(self._model, caches)
+        layers = compressed_caches(caches)
+        if [layer.spec for layer in layers] != [layer.spec for layer in self.plan.layers]:
+            raise CacheFormatError("its layers are stored in other formats than those of the plan")
+        if any(layer.offset != tokens for layer in layers):
+            raise CacheFormatError(f"it holds {layers[0].offset} tokens, not {tokens}")
+        arrays = [array for part in cache_parts(caches) for array in cache_arrays(part)]
+        finite = [mx.isfinite(array).all() for array in arrays if mx.issubdtype(array.dtype, mx.floating)]
+        if not all(is_finite.item() for is_finite in finite):
+            raise CacheFormatError("it has values that are NaN or infinite")
+        try_out(caches, self._model)
 
     def report_write(self, error: OSError | None) -> None:
         """Warn of the first write that fails."""
@@ -263,7 +278,7 @@ class CachedPrompt:
         """Return caches of the last checkpoint that all ranks can use, or None if there is none."""
         while stop := self.find():
             key = self.keys[stop]
-            checkpoint = self._cache.live.get(key) or self._read(key)
+            checkpoint = self._cache.live.get(key) or self._read(key, stop)
             (is_damaged,) = self._ranks.any([checkpoint is None])
             if checkpoint is not None and not is_damaged:
                 self._cache.live[key] = self.checkpoint = checkpoint
@@ -274,12 +289,14 @@ class CachedPrompt:
             self._limit = stop - 1
         return None
 
-    def _read(self, key: str) -> RestoredCheckpoint | None:
+    def _read(self, key: str, stop: int) -> RestoredCheckpoint | None:
         data = self._folder.read(CHECKPOINTS, key)
         if data is None:
             return None
         try:
             caches, block_keys = decode_checkpoint(data, partial(self._folder.read, BLOCKS))
+            with refuse_damaged(key):
+                self._cache.check(caches, stop)
             sequence = layer_group_of(caches)
             if sequence is not None:
                 sequence.ranks = self._ranks  # which no file has

@@ -187,24 +187,26 @@ class _PassGuard:
     def begin_pass(self, caches: Sequence[Any], count: int) -> bool:
         layers = compressed_caches(caches)
         if layers and layers[0] not in self._checked:
-            self._check(caches)
+            check_caches(self._model, caches)
             self._checked.add(layers[0])
         return begin_pass(caches, count)
 
-    def _check(self, caches: Sequence[Any]) -> None:
-        facts = model_facts(self._model)
-        compared = [(f"{len(caches)} layers", f"{len(facts.classes)} layers")]
-        if len(caches) == len(facts.classes):
-            compared = [
-                (_describe_cache(slot, caches), _describe_heads(slot.heads, slot.key_dim, slot.value_dim))
-                for slot in facts.slots
-            ]
-        for cached, expected in compared:
-            if cached not in ("", expected):
-                raise CacheFormatError(
-                    f"the cache is of another model than this {facts.model_type}: it has {cached}, the model "
-                    f"{expected}. Make a new one with mlx_tq.make_prompt_cache(model)."
-                )
+
+def check_caches(model: Any, caches: Sequence[Any]) -> None:
+    """Raise CacheFormatError unless caches have the layers, heads and sizes of a model."""
+    facts = model_facts(model)
+    compared = [(f"{len(caches)} layers", f"{len(facts.classes)} layers")]
+    if len(caches) == len(facts.classes):
+        compared = [
+            (_describe_cache(slot, caches), _describe_heads(slot.heads, slot.key_dim, slot.value_dim))
+            for slot in facts.slots
+        ]
+    for cached, expected in compared:
+        if cached not in ("", expected):
+            raise CacheFormatError(
+                f"the cache is of another model than this {facts.model_type}: it has {cached}, the model "
+                f"{expected}. Make a new one with mlx_tq.make_prompt_cache(model)."
+            )
 
 
 def _describe_heads(heads: int, key_dim: int, value_dim: int) -> str:

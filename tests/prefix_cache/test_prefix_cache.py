@@ -168,6 +168,66 @@ def test_a_forged_record_with_the_right_checksum_is_a_miss(tmp_path, stored, sho
     assert without_hits(result) == without_hits(shorter)
 
 
+def is_float(array):
+    return mx.issubdtype(array.dtype, mx.floating)
+
+
+def drop_last_layer(arrays, header):
+    last = str(len(header["classes"]) - 1)
+    arrays, scalars = (
+        {n: x for n, x in part.items() if n.split(".")[0] != last} for part in (arrays, header["scalars"])
+    )
+    growing = [name for name in header["growing"] if name in arrays]
+    return arrays, {**header, "classes": header["classes"][:-1], "scalars": scalars, "growing": growing}
+
+
+def change_spec(arrays, header):
+    scalars = {n: x.replace("q8", "q6") if n.endswith("spec") else x for n, x in header["scalars"].items()}
+    return arrays, {**header, "scalars": scalars}
+
+
+def change_arrays(change):
+    return lambda arrays, header: ({name: change(array) for name, array in arrays.items()}, header)
+
+
+CHANGED = {
+    "half of the heads": change_arrays(lambda x: x[:, : x.shape[1] // 2] if x.ndim > 2 else x),
+    "half of the dims": change_arrays(lambda x: x[..., : x.shape[-1] // 2] if x.ndim > 2 else x),
+    "a shorter window": change_arrays(lambda x: x[:, :, :-8] if x.ndim > 3 and is_float(x) else x),
+    "not finite": change_arrays(lambda x: mx.full(x.shape, float("nan"), x.dtype) if is_float(x) else x),
+    "not finite outside of compressed layers": lambda arrays, header: (
+        {n: x + float("nan") if is_float(x) and n.split(".")[-1].isdecimal() else x for n, x in arrays.items()},
+        header,
+    ),
+    "a layer less": drop_last_layer,
+    "another format": change_spec,
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text", "falcon_h1"])
+def test_a_stored_prompt_that_does_not_fit_the_model_is_a_miss_and_is_removed(name, tmp_path):
+    model, ids = load_model(name), PROMPT[: STEP + 50]
+    plain = run_prompt(model, SMALL, ids)
+    run_prompt(model, SMALL, ids, tmp_path)
+    folder, keys = Folder(tmp_path), step_keys(root_key(model, plan_caches(model, SMALL)), [ids[:-1]], STEP)
+    content = folder.read(CHECKPOINTS, keys[STEP])
+    arrays, metadata = mx.load(io.BytesIO(content), format="safetensors", return_metadata=True)
+    for what, change in CHANGED.items():
+        changed, header = change(arrays, json.loads(metadata["header"]))
+        if name == "llama" and "outside" in what:
+            continue  # it has no other layers
+        file = io.BytesIO()
+        mx.save_safetensors(file, changed, {"header": json.dumps(header)})
+        with folder.writing():
+            for key in keys.values():
+                folder.remove(CHECKPOINTS, key)
+            folder.write(CHECKPOINTS, keys[STEP], file.getvalue())
+        result = run_prompt(model, SMALL, ids, tmp_path)
+        assert result["restored"] == 0, what
+        assert without_hits(result) == without_hits(plain), what
+        assert run_prompt(model, SMALL, ids, tmp_path)["restored"] == len(ids) - 1, what
+
+
 @pytest.mark.parametrize("times", [10, pytest.param(1000, marks=pytest.mark.full)])
 def test_changed_truncated_and_exchanged_files_are_at_most_a_miss(tmp_path, times):
     folder, chance = Folder(tmp_path), random.Random(times)
