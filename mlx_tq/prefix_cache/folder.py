@@ -109,8 +109,13 @@ class Folder:
         """Return whether a record exists, damaged or not."""
         return os.path.lexists(self._path(kind, key))
 
-    def write(self, kind: str, key: str, content: bytes) -> None:
-        """Write a record, inside `writing`, without waiting for the disk; one that exists counts as used now."""
+    def write(self, kind: str, key: str, content: bytes, *, replace: bool = False) -> None:
+        """Write a record, inside `writing`, without waiting for the disk.
+
+        One that exists counts as used now, or is replaced, as it may be damaged.
+        """
+        if replace:
+            self.remove(kind, key)
         if self.has(kind, key):
             self.touch([(kind, key)])
             return

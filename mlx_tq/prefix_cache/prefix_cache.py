@@ -87,7 +87,8 @@ def decode_checkpoint(data: bytes, read_block: Callable[[str], bytes | None]) ->
     """Return the caches of a checkpoint and its block keys; raise CacheFormatError if a part is damaged or missing."""
     try:
         arrays, header = _from_bytes(data)
-        blocks = [_from_bytes(read_block(key) or b"")[0] for key in header["blocks"]]
+        contents = [read_block(key) for key in header["blocks"]]  # all: damaged ones are removed, and written again
+        blocks = [_from_bytes(content or b"")[0] for content in contents]
         for name in header["growing"] if blocks else ():
             arrays[name] = mx.concatenate([*(block[name] for block in blocks), arrays[name]], axis=2)
         return join_caches(CacheState(header["classes"], header["scalars"], arrays)), header["blocks"]
@@ -251,6 +252,7 @@ class CachedPrompt:
         self._shared = system  # tokens that other prompts share
         self._limit = max(keys, default=0)  # checkpoints of more tokens are unusable, on some rank
         self._has_failed = False  # the disk may be full: the next prompt tries again
+        self._met_damage = False  # the blocks of a damaged checkpoint are unknown, and may be damaged too
         self.cached_tokens = 0  # that `find` found
         self.restored = 0  # tokens
         self.last_checkpoint = 0  # tokens before the last one that was restored or stored
@@ -286,7 +288,7 @@ class CachedPrompt:
                 self.restored = stop
                 self._note_checkpoint(stop)
                 return copy.deepcopy(checkpoint.caches)
-            self._limit = stop - 1
+            self._limit, self._met_damage = stop - 1, True
         return None
 
     def _read(self, key: str, stop: int) -> RestoredCheckpoint | None:
@@ -340,7 +342,7 @@ class CachedPrompt:
         for data in checkpoint.encode_blocks(len(self._block_keys)):
             # Under the root, so that the time to store tells nothing of what prompts with another salt have stored.
             block_key = derive_key(self._cache.root, data)
-            self._folder.write(BLOCKS, block_key, data)
+            self._folder.write(BLOCKS, block_key, data, replace=self._met_damage)
             self._block_keys.append(block_key)
         self._folder.write(CHECKPOINTS, key, checkpoint.encode(self._block_keys))
         self._checkpoint_keys.append(key)
