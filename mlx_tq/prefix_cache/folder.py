@@ -109,6 +109,12 @@ class Folder:
         """Return whether a record exists, damaged or not."""
         return os.path.lexists(self._path(kind, key))
 
+    def nbytes(self, kind: str, key: str) -> int:
+        """Return the size of a record, damaged or not; 0 if it is missing."""
+        with suppress(OSError):
+            return self._path(kind, key).lstat().st_size
+        return 0
+
     def write(self, kind: str, key: str, content: bytes, *, replace: bool = False) -> None:
         """Write a record, inside `writing`, without waiting for the disk.
 

@@ -228,14 +228,14 @@ class PrefixCache:
             raise CacheFormatError("it has values that are NaN or infinite")
         try_out(caches, self._model)
 
-    def report_write(self, error: OSError | None) -> None:
-        """Warn of the first write that fails."""
-        if error is not None and not self._has_failed:
+    def report_store(self, fault: str | None) -> None:
+        """Warn of the first prompt that cannot be stored, for the reason `fault`."""
+        if fault is not None and not self._has_failed:
             self._warn(
-                f"prompts cannot be stored in {self.folder.path} ({error.strerror}), so they will be prefilled again. "
-                "The conversation continues."
+                f"prompts cannot be stored in {self.folder.path} ({fault}), so they will be prefilled again. The "
+                "conversation continues."
             )
-        self._has_failed = error is not None
+        self._has_failed = fault is not None
 
 
 class CachedPrompt:
@@ -331,21 +331,31 @@ class CachedPrompt:
         try:
             with self._folder.writing() as may_write:
                 if may_write:
-                    self._write(self.keys[stop], Checkpoint(caches))
-                    self._note_checkpoint(stop)
-                    self._cache.report_write(None)
+                    self._write(stop, Checkpoint(caches))
         except OSError as error:
             self._has_failed = True
-            self._cache.report_write(error)
+            self._cache.report_store(error.strerror)
 
-    def _write(self, key: str, checkpoint: Checkpoint) -> None:
-        for data in checkpoint.encode_blocks(len(self._block_keys)):
-            # Under the root, so that the time to store tells nothing of what prompts with another salt have stored.
-            block_key = derive_key(self._cache.root, data)
-            self._folder.write(BLOCKS, block_key, data, replace=self._met_damage)
-            self._block_keys.append(block_key)
-        self._folder.write(CHECKPOINTS, key, checkpoint.encode(self._block_keys))
-        self._checkpoint_keys.append(key)
+    def _write(self, stop: int, checkpoint: Checkpoint) -> None:
+        blocks = checkpoint.encode_blocks(len(self._block_keys))
+        # Under the root, so that the time to store tells nothing of what prompts with another salt have stored.
+        block_keys = [derive_key(self._cache.root, data) for data in blocks]
+        record = checkpoint.encode([*self._block_keys, *block_keys])
+        nbytes = sum(map(len, (*blocks, record))) + sum(self._folder.nbytes(BLOCKS, key) for key in self._block_keys)
+        if nbytes > self._folder.limit:  # whose parts would evict each other
+            self._has_failed = True
+            fault = (
+                f"{stop:,} tokens take {nbytes / 1e6:,.1f} MB, more than the limit, {self._folder.limit / 1e6:,.1f} MB"
+            )
+            self._cache.report_store(fault)
+            return
+        for key, data in zip(block_keys, blocks, strict=True):
+            self._folder.write(BLOCKS, key, data, replace=self._met_damage)
+        self._folder.write(CHECKPOINTS, self.keys[stop], record)
+        self._block_keys += block_keys
+        self._checkpoint_keys.append(self.keys[stop])
+        self._note_checkpoint(stop)
+        self._cache.report_store(None)
 
     def _note_checkpoint(self, stop: int) -> None:
         self.last_checkpoint = stop

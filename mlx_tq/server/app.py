@@ -64,13 +64,14 @@ class Api:
         for events in self._unfinished:
             events.put_nowait(UnavailableError("the server is stopping"))
 
-    def app(self, origins: list[str]) -> Starlette:
-        """Return the ASGI application. It starts the engines; the caller ends them."""
+    def app(self, origins: list[str], load: Callable[[], Coroutine[Any, Any, None]]) -> Starlette:
+        """Return the ASGI application. It calls `load` and takes requests meanwhile; the caller ends the engines."""
 
         @asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
-            self._pool.start()
+            loading = asyncio.create_task(load())
             yield
+            loading.cancel()
 
         handlers: dict[tuple[str, str], Handler] = {
             ("POST", "/v1/chat/completions"): partial(self._complete, ChatRequest),
@@ -131,6 +132,8 @@ class Api:
     # Routes without generation.
 
     def _health(self, request: Request) -> Response:
+        if not self._pool.is_ready:
+            raise UnavailableError("loading the model; try again later")
         engines = [service.engine for service in self._pool.services]
         if not all(engine.is_healthy for engine in engines):
             raise UnavailableError("the engine has ended; start the server again")

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "default_model"  # what clients of mlx-lm's server call the model that it was started with
 
+_LOADER_GRACE_S = 1
+
 Result = TypeVar("Result")
 
 
@@ -70,27 +72,27 @@ class ModelPool:
         self._uses = count(1)
         self._thread: Thread | None = None  # loads or unloads
         self._is_stopping = False
+        self.is_ready = False  # whether the first model was loaded
 
     # The start and the end.
 
-    def load_default(self) -> None:
-        """Load the first model, before the event loop runs."""
+    async def start(self) -> None:
+        """Load the first model, for which requests wait meanwhile; raise what prevents that."""
         if len(self.models) > 1:
             # Each batch of mlx-lm sets this limit and later restores it, which then changes nothing for other models.
             maybe_set_recommended_wired_limit()
         model = self.models[0]
         self._refuse_too_large(model)
-        model.service = model.load()
-        model.nbytes = model.service.nbytes
-        self._refuse_too_large(model)
+        try:
+            async with self._turn:
+                await self._load_service(model)
+        except UnavailableError as error:  # it takes more than its files say
+            raise ConfigError(str(error)) from error
+        self.is_ready = model.service is not None
 
     def _refuse_too_large(self, model: PooledModel) -> None:
         if fault := self._size_fault(model):
             raise ConfigError(fault)
-
-    def start(self) -> None:
-        for service in self.services:
-            service.engine.start(asyncio.get_running_loop())
 
     def stop(self) -> None:
         """End all answers with an error and refuse further requests. Only the event loop may call this."""
@@ -107,7 +109,7 @@ class ModelPool:
         for service in services:
             service.engine.stop()
         if self._thread is not None:
-            self._thread.join(timeout)
+            self._thread.join(min(timeout, _LOADER_GRACE_S))
         for service in services:
             service.engine.join(max(0.0, deadline - time.monotonic()))
             service.close()
@@ -117,6 +119,11 @@ class ModelPool:
     @property
     def services(self) -> list[ModelService]:
         return [model.service for model in self.models if model.service is not None]
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a model is being loaded or unloaded."""
+        return self._thread is not None and self._thread.is_alive()
 
     def find(self, name: str | None) -> PooledModel:
         """Return the model of a name, the first for None and `default_model`; refuse names that are not in the pool."""

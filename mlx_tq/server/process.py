@@ -1,20 +1,24 @@
-"""The server process: loads the first model, listens on a socket, and serves until a signal ends it."""
+"""The server process: listens on a socket, loads the first model, and serves until a signal ends it."""
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import sys
 from argparse import Namespace
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from http_limits.connections import ListeningServer, server_config, url_of
+import uvicorn
+
+from http_limits.connections import server_config, url_of
 from mlx_tq.cli.loading import check_memory, free_memory, load_model
 from mlx_tq.cli.options import Request
+from mlx_tq.cli.runner import DONE, INTERRUPTED
 from mlx_tq.cli.screen import show_plan, stderr
 from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import ConfigError
@@ -64,22 +68,36 @@ def serve(
 ) -> None:
     """Load the first model and serve all until a signal comes; of several ranks, this is the first."""
     rescue = ranks.run_on_first(lambda: open_client(request.rescue.service))
-    with rescue or nullcontext():
-        salt = salt_of(api_key, shared=request.args.prefix_cache_share)
+    salt = salt_of(api_key, shared=request.args.prefix_cache_share)
 
-        def make_service(of_model: Request, metrics: Metrics) -> ModelService:
-            return ModelService(of_model, *_load(of_model, folder, salt, ranks), rescue, metrics)
+    def make_service(of_model: Request, metrics: Metrics) -> ModelService:
+        return ModelService(of_model, *_load(of_model, folder, salt, ranks), rescue, metrics)
 
-        pool = _make_pool(request, served_models, make_service)
-        stderr.print(f"loading {served_models[0].name}; requests are accepted when it is ready")
-        pool.load_default()
+    pool = _make_pool(request, served_models, make_service)
+    with _exit_while_loading(pool), rescue or nullcontext():
+        stderr.print(f"loading {served_models[0].name}; requests to {url_of(listener)} are answered when it is ready")
         _serve_pool(pool, rescue, request.args, api_key, listener)
+
+
+@contextmanager
+def _exit_while_loading(pool: ModelPool) -> Iterator[None]:
+    """Exit after the block if a model is still being loaded: the end of Python would abort the thread that does it."""
+    code = DONE
+    try:
+        yield
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+        raise
+    finally:
+        if pool.is_busy:
+            sys.stderr.flush()
+            os._exit(code)
 
 
 def _serve_pool(
     pool: ModelPool, rescue: RescueClient | None, args: Namespace, api_key: str | None, listener: socket.socket
 ) -> None:
-    class Server(ListeningServer):
+    class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:
             # Ends running answers, and with them their connections. The signal may have interrupted any code.
             asyncio.get_running_loop().call_soon_threadsafe(api.stop)
@@ -88,8 +106,19 @@ def _serve_pool(
     slots = args.max_queue + args.decode_concurrency
     max_body = args.max_body or max(default_max_body(model.positions) for model in pool.models)
     api = Api(pool, Guard(api_key, args.allowed_origins, max_body, slots), rescue)
-    config = server_config(api.app(args.allowed_origins), slots, timeout_graceful_shutdown=_GRACE_S)
-    server = Server(config, lambda: stderr.print(f"listening on {url_of(listener)} (chat page; API at /v1)"))
+    failures: list[Exception] = []
+
+    async def load() -> None:
+        try:
+            await pool.start()
+            if pool.is_ready:
+                stderr.print(f"listening on {url_of(listener)} (chat page; API at /v1)")
+        except Exception as error:  # noqa: BLE001  raised below
+            failures.append(error)
+            api.stop()
+            server.should_exit = True
+
+    server = Server(server_config(api.app(args.allowed_origins, load), slots, timeout_graceful_shutdown=_GRACE_S))
 
     def end(*_: object) -> None:
         server.should_exit = True
@@ -103,6 +132,8 @@ def _serve_pool(
         server.run(sockets=[listener])
     finally:
         pool.close(_GRACE_S)
+    if failures:
+        raise failures[0]
 
 
 def _make_pool(

@@ -3,6 +3,7 @@
 import io
 import json
 import random
+import re
 import resource
 import shutil
 import subprocess
@@ -333,6 +334,21 @@ def test_a_full_disk_warns_once_and_the_next_prompt_tries_again(tmp_path):
     Folder(tmp_path).clear()
     assert run(20_000) == 0
     assert len(warnings) == 2
+
+
+def test_a_prompt_beyond_the_limit_is_not_stored_and_says_so(tmp_path):
+    warnings = []
+    small = Folder(tmp_path / "small", 310_000)
+    prefix_cache, caches = open_cache(small, warnings.append), make_prompt_cache(LLAMA, SMALL)
+    with compressed_attention(LLAMA), reuse_prefix(prefix_cache, caches, PROMPT, 100) as prefix:
+        for start in range(0, 500, 100):
+            prefill(PROMPT[start : start + 100], caches)
+            prefix.note(start + 100)
+    (warning,) = warnings
+    stop = int(re.search(r"\((\d+) tokens take 0\.\d MB, more than the limit, 0\.3 MB\)", warning)[1])
+    assert stop == 400
+    assert prefix_cache.prompt([PROMPT], 100).find() == stop - 100
+    assert prefix_cache.prompt([PROMPT], 100).restore()
 
 
 def test_what_another_kernel_computes_is_not_stored(tmp_path):

@@ -28,10 +28,9 @@ def serving(loaded, *flags):
     request = Request.from_args(build_parser().parse_args(["--kv-profile", "off", *flags]))
     service = ModelService(request, *loaded, None, EngineLimits(**LIMITS), None, None, metrics := Metrics())
     pool = ModelPool([PooledModel(service.name, lambda: service, metrics)])
-    pool.load_default()
     api = Api(pool, Guard(None, [], 10**6, 8))
     try:
-        with TestClient(api.app([]), "http://localhost") as client:
+        with TestClient(api.app([], pool.start), "http://localhost") as client:
             yield api, client
     finally:
         pool.close(30)
