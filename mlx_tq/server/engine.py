@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
@@ -159,6 +160,7 @@ class Engine:
 
     def serve(self) -> None:
         """Run in this thread until `stop`; ranks other than the first follow the first one's orders."""
+        mx.random.seed(self._ranks.broadcast(lambda: secrets.randbits(63)))  # else all threads draw the same numbers
         with compressed(self._model, self._config):
             self._open_batch()
             try:

@@ -11,6 +11,7 @@ import pytest
 from cli.tools import facts
 from contract.spies import watch
 from mlx_lm.models.cache import LRUPromptCache
+from mlx_lm.sample_utils import make_sampler
 
 from mlx_tq.config import PROFILES, EvictConfig, KVConfig
 from mlx_tq.kernels import execution_record
@@ -159,6 +160,12 @@ def test_a_job_that_cannot_join_the_batch_fails_alone(loaded):
         with pytest.raises(ModelFailedError, match="could not be started"):
             raise event
     assert result == SessionResult()
+
+
+def test_engines_do_not_draw_the_same_random_numbers(loaded):
+    sampler = make_sampler(5.0)
+    answers = [text_of(serve(make_engine(loaded), [make_job(20, max_tokens=12, sampler=sampler)])[0]) for _ in range(2)]
+    assert answers[0] != answers[1]
 
 
 def test_stopping_ends_every_job(loaded):
