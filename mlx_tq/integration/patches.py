@@ -214,10 +214,26 @@ def _wrap_call(model_class: Any) -> Undo:
         try:
             with capture_queries() if wants_queries else nullcontext():
                 return call(model, *args, **kwargs)
+        except TypeError as error:
+            _refuse_other_attention(model, error)
+            raise
         finally:
             _in_compressed_pass.reset(token)
 
     return _replace_attribute(model_class, "__call__", wrapper)
+
+
+def _refuse_other_attention(model: Any, error: TypeError) -> None:
+    """Raise UnsupportedModelError if another function than ours got the keys of a compressed cache."""
+    if Handle.__name__ not in str(error):
+        return
+    for module in (sys.modules[type(model).__module__], base):
+        function = vars(module).get(_mlx_lm_attention.__name__, scaled_dot_product_attention)
+        if function is not scaled_dot_product_attention:
+            raise UnsupportedModelError(
+                f"{function.__module__} has replaced {module.__name__}.{_mlx_lm_attention.__name__}, and cannot read a "
+                "compressed cache. Load it before `mlx_tq.compressed(model)`, or do without one of them."
+            ) from error
 
 
 def _has_compressed(caches: list[Any] | None) -> bool:

@@ -169,3 +169,26 @@ def test_a_compressed_cache_outside_the_context_is_refused():
     with pytest.raises(ConfigError, match=r"outside of its attention. Run the model inside `with mlx_tq\.compressed"):
         model(mx.array([[1, 2, 3]]), cache=caches)
     assert caches[0].offset == 0
+
+
+@pytest.mark.parametrize("place", ["mlx_lm.models.llama", "mlx_lm.models.base"])
+def test_another_library_that_replaces_attention_meanwhile_is_named(place, monkeypatch):
+    """One that calls the function before it is none of our business."""
+    model, ids = build("llama"), mx.array([[5, 6, 7]])
+
+    def wrapping(*args, **options):
+        return scaled_dot_product_attention(*args, **options)
+
+    def replacing(queries, keys, values, cache, scale, mask, sinks=None):
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+
+    with compressed(model, SMALL):
+        for function in (wrapping, replacing):
+            function.__module__ = "other_library"
+        monkeypatch.setattr(f"{place}.{NAME}", wrapping)
+        expected = model(ids, cache=mlx_lm_cache(model))
+        monkeypatch.setattr(f"mlx_lm.models.llama.{NAME}", replacing)
+        with pytest.raises(UnsupportedModelError, match=f"other_library has replaced mlx_lm.models.llama.{NAME}, and"):
+            model(ids, cache=mlx_lm_cache(model))
+        monkeypatch.undo()
+        assert mx.array_equal(model(ids, cache=mlx_lm_cache(model)), expected)
