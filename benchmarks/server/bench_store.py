@@ -59,7 +59,7 @@ def measure(flags, systems, folder):
     counts = {}
 
     def run(arm, *more, user, before=lambda: None):
-        with serving(*flags, "--prompt-cache-size", 0, *more) as url:
+        with serving(*flags, "--prompt-cache-bytes", "1KB", *more) as url:
             client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
             ask(client, "Be brief.", "Hello!")  # one-time work of the process
             for system in systems:

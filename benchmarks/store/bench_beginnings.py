@@ -83,7 +83,7 @@ def main():
     limit = f"{REQUESTS * full * 9 // 20_000_000}MB"
     answers, shared = at_once([systems[0]] * REQUESTS, limit)
     print(json.dumps(shared), flush=True)
-    with serving(*FLAGS, "--prompt-cache-size", "0") as url:
+    with serving(*FLAGS, "--prompt-cache-bytes", "1KB") as url:
         alone = {number: ask(url, systems[0], number)[0] for number in (0, REQUESTS - 1)}
     assert all(answers[number] == text for number, text in alone.items()), (alone, answers)
     _, own = at_once(systems, limit)

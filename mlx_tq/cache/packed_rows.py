@@ -144,6 +144,18 @@ class PackedRows:
         buffer[:, :, index:stop] = rows
         self._unshared.rows = buffer
 
+    def free_room(self, stop: int) -> None:
+        """Keep copies of the first `stop` rows where they are less than half of a buffer."""
+        rest = stop - sum(count for _, count in self._shared_before(stop))
+        self._shared = [(self._shortened(buffer, count), count) for buffer, count in self._shared_before(stop)]
+        self._unshared = self._shortened(self._unshared, rest)
+
+    def _shortened(self, buffer: Buffer, count: int) -> Buffer:
+        if buffer.rows is None or 2 * row_capacity(count) >= buffer.rows.shape[2]:
+            return buffer
+        buffer.owners.discard(self)
+        return self._claim(Buffer(mx.contiguous(buffer.rows[:, :, :count]) if count else None))
+
     def _shared_before(self, stop: int) -> list[tuple[Buffer, int]]:
         edges = accumulate((count for _, count in self._shared), initial=0)
         counts = [

@@ -77,8 +77,12 @@ def _add_limit_arguments(parser: CommandParser) -> None:
         "states no context length)",
     )
     add("--allow-lark", action="store_true", help="accept Lark grammars in response_format from clients")
-    add("--prompt-cache-size", type=int, default=10, metavar="N", help="prompts whose caches stay in memory")
-    add("--prompt-cache-bytes", **size, help="bytes of those caches (default: the rest of --kv-memory-limit)")
+    add(
+        "--prompt-cache-bytes",
+        **size,
+        help="bytes of the caches of earlier prompts that stay in memory (default: the rest of --kv-memory-limit; with "
+        "--kv-profile off a quarter of the free memory)",
+    )
     add(
         "--kv-memory-limit",
         **size,

@@ -27,7 +27,6 @@ class EngineLimits:
     prompt_concurrency: int  # prompts prefilled concurrently
     queue: int  # waiting jobs
     prefill_step_size: int
-    prompt_cache_size: int
     prompt_cache_bytes: int = sys.maxsize
     memory: int | None = None
     stalled_s: float = 120.0  # a longer step makes the server unhealthy

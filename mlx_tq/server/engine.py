@@ -88,7 +88,7 @@ class Engine:
         self._finished: list[int] = []  # uids of jobs to remove before the next step
         self._stop_sequences = make_stop_sequences(tokenizer)
         step = limits.prefill_step_size
-        self._stored_prompts = StoredPrompts(limits.prompt_cache_size, limits.prompt_cache_bytes, prefix_cache, step)
+        self._stored_prompts = StoredPrompts(limits.prompt_cache_bytes, tokenizer.decode, prefix_cache, step)
         self._admission = Admission(plan, limits, self._stored_prompts, sessions)
         self._samplers: MutableMapping[int, ErrorGuard] = WeakValueDictionary()  # by id of the job's sampler
         self._recall = JobRecall(model, tokenizer, plan, step)
@@ -173,7 +173,7 @@ class Engine:
                     self._fail(job, UnavailableError("the server is stopping"))
                 self._send_events()
                 self._batch.close()
-                self._stored_prompts.memory.trim_to(n_sequences=0)
+                self._stored_prompts.memory.trim_to(0)
 
     def _open_batch(self) -> None:
         self._recorded_model = RecordedModel(self._model)
@@ -212,7 +212,7 @@ class Engine:
         for job in orders.admitted:
             self._admit(job)
         if orders.stored_prompt_bytes is not None:
-            self._stored_prompts.memory.trim_to(n_bytes=orders.stored_prompt_bytes)
+            self._stored_prompts.memory.trim_to(orders.stored_prompt_bytes)
         return orders.keep_running
 
     def _decide(self) -> Orders:
@@ -385,7 +385,8 @@ class Engine:
         if stores and response.end_of_segment and not response.end_of_prompt:
             caches, tokens = self._extract(uid)
             running.shared = self._admission.shared_rows(running.job, caches)
-            self._stored_prompts.insert(tokens, caches, running.cached_kinds.pop())
+            running.cached_kinds.pop()
+            self._stored_prompts.insert(tokens, caches)
         if is_at_question:
             self._recall_for_question(uid, running)
         if num_remaining == 1 and running.pending and uid in self._running:
@@ -456,7 +457,7 @@ class Engine:
         """Store the caches of an answer: for its session, or for prompts that share the prefix."""
         job = running.job
         if job.session is None:
-            self._stored_prompts.insert(tokens, caches, "assistant")
+            self._stored_prompts.insert(tokens, caches)
             return
         release(caches)  # evicts recalled rows again
         stats, registered = cache_stats(caches, self._plan), self._broadcast.register(caches)

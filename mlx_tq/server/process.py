@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 _GRACE_S = 5
 _MIN_CACHE_SHARE = 8  # at least this part of the memory is for caches, where weights would take more
+_STORED_PART = 4  # this part of the free memory is for stored prompts where caches have no limit
 _LEAST_CONTEXT = 16  # tokens that a cache must hold at least for the server to start
 _SHOWN_TOKENS = 8192  # context for which the bytes of the cache are shown
 
@@ -175,13 +176,15 @@ def _load(
         except TEMPLATE_ERRORS as error:
             raise ConfigError(f"--chat-template cannot be used: {error}. Give the text of a Jinja template.") from error
     salt = ranks.broadcast(lambda: salt)
+    stored_nbytes = args.prompt_cache_bytes
+    if stored_nbytes is None:
+        stored_nbytes = free_memory() // _STORED_PART if request.config.is_off else sys.maxsize
     limits = EngineLimits(
         concurrency=args.decode_concurrency,
         prompt_concurrency=args.prompt_concurrency,
         queue=args.max_queue,
         prefill_step_size=args.prefill_step_size,
-        prompt_cache_size=args.prompt_cache_size,
-        prompt_cache_bytes=args.prompt_cache_bytes or sys.maxsize,
+        prompt_cache_bytes=stored_nbytes,
     )
     if request.config.is_off:
         return model, tokenizer, None, limits, None

@@ -1,19 +1,17 @@
-"""Prompts whose caches are stored: in memory (mlx-lm's prompt cache), and in the prefix cache on disk."""
+"""Prompts whose caches are stored: in memory, and in the prefix cache on disk."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
-
-from mlx_tq.errors import CacheFormatError
 from mlx_tq.prefix_cache.prefix_cache import CachedPrompt, PrefixCache
 from mlx_tq.server.job import Job
 from mlx_tq.server.job_recall import log_archive_warning
 from mlx_tq.server.prompt_builder import Prompt
+from mlx_tq.server.prompt_memory import PromptMemory
 from mlx_tq.session.restore import release
 
-_MODEL_KEY = "model"  # mlx-lm's prompt cache could hold several models
 # Upper bound of the seconds to restore a token, as a share of those to prefill it. Two CPU cores need 0.005.
 _RESTORE_COST = 0.05
 # A prompt may take this share longer to its first token if that lets it be stored.
@@ -31,17 +29,19 @@ class PromptSource:
 
 
 class StoredPrompts:
-    """Finds and stores caches of prompts and answers; in memory, the least recently used are evicted first."""
+    """Finds and stores caches of prompts and answers."""
 
-    def __init__(self, size: int, nbytes: int, prefix_cache: PrefixCache | None, prefill_step_size: int) -> None:
-        self.memory = LRUPromptCache(size, nbytes)
+    def __init__(
+        self, limit: int, decode: Callable[[list[int]], str], prefix_cache: PrefixCache | None, prefill_step_size: int
+    ) -> None:
+        self.memory = PromptMemory(limit, decode)
         self._prefix_cache, self._step = prefix_cache, prefill_step_size
 
-    def insert(self, tokens: list[int], caches: list[Any], kind: str) -> None:
-        """Store caches that hold `tokens` in memory; `kind` is mlx-lm's: the role of the last segment."""
+    def insert(self, tokens: list[int], caches: list[Any]) -> None:
+        """Store caches that hold `tokens` in memory."""
         release(caches)
         log_archive_warning(caches)
-        self.memory.insert_cache(_MODEL_KEY, list(tokens), caches, cache_type=kind)
+        self.memory.insert(tokens, caches)
 
     def find(self, job: Job, num_remaining: int, *, alone: bool = False) -> PromptSource:
         """Return the best source of a prompt except for its last `num_remaining` tokens.
@@ -50,7 +50,7 @@ class StoredPrompts:
         """
         if job.session is not None and job.session.caches is not None:
             return PromptSource(job.session.caches, job.session.cached_tokens)
-        caches, cached_tokens = self._find_in_memory(job.prompt.ids, num_remaining)
+        caches, cached_tokens = self.memory.find(job.prompt.ids, len(job.prompt.ids) - num_remaining)
         if self._prefix_cache is not None:
             # A prompt that continues from memory does not follow the prefix cache's steps, so it is not stored.
             stored = _stored_prompt(self._prefix_cache, job.prompt, num_remaining, self._step)
@@ -65,21 +65,6 @@ class StoredPrompts:
             return None
         stored = _stored_prompt(self._prefix_cache, prompt, 1, self._step)
         return stored if stored.follow(leader, stop) else None
-
-    def _find_in_memory(self, ids: list[int], num_remaining: int) -> tuple[list[Any] | None, int]:
-        lookup = ids[: len(ids) - num_remaining + 1]  # mlx-lm leaves at least one token to prefill
-        if len(lookup) <= 1:
-            return None, 0
-        try:
-            caches, rest = self.memory.fetch_nearest_cache(_MODEL_KEY, lookup)
-        except CacheFormatError:  # the shared prefix lost tokens that are not archived
-            return None, 0
-        if caches is None or rest:
-            return caches, len(lookup) - len(rest)
-        if not can_trim_prompt_cache(caches):
-            return None, 0
-        trim_prompt_cache(caches, 1)
-        return caches, len(lookup) - 1
 
 
 def _stored_prompt(prefix_cache: PrefixCache, prompt: Prompt, num_remaining: int, step: int) -> CachedPrompt:

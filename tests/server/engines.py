@@ -19,8 +19,8 @@ from mlx_tq.server.stored_prompts import salt_of
 
 CONFIG = KVConfig.from_profile("small", sinks=16, window=32)
 LIMITS = {
-    "concurrency": 8, "prompt_concurrency": 8, "queue": 8, "prefill_step_size": 64, "prompt_cache_size": 4,
-    "prompt_cache_bytes": 2**40, "memory": None, "metrics_interval_s": 0,
+    "concurrency": 8, "prompt_concurrency": 8, "queue": 8, "prefill_step_size": 64, "prompt_cache_bytes": 2**40,
+    "memory": None, "metrics_interval_s": 0,
 }  # fmt: skip
 GREEDY = make_sampler(0.0)
 

@@ -69,7 +69,7 @@ def test_choices_with_eviction_and_recall(loaded, recall):
 
     def texts(count):
         job = with_others(job_of(ids, max_tokens=8), count - 1)
-        (events,) = serve(make_engine(loaded, config, prompt_cache_size=0), [job])
+        (events,) = serve(make_engine(loaded, config, prompt_cache_bytes=0), [job])
         assert sum(isinstance(event, Started) for event in events) == 1
         return [text_of(events, index) for index in range(count)]
 

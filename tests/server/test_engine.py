@@ -10,7 +10,6 @@ import mlx.core as mx
 import pytest
 from cli.tools import facts
 from contract.spies import watch
-from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_tq.config import PROFILES, EvictConfig, KVConfig
@@ -20,6 +19,7 @@ from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.layer_group import layer_group_of
 from mlx_tq.server.api_errors import ModelFailedError, QueueFullError, UnavailableError
 from mlx_tq.server.job import Piece, SessionResult, Started
+from mlx_tq.server.prompt_memory import PromptMemory
 from mlx_tq.session.restore import recall_rows
 
 from .engines import (
@@ -30,6 +30,7 @@ from .engines import (
     make_job,
     metric,
     outcome,
+    random_ids,
     record_gauge,
     run_job,
     serve,
@@ -62,7 +63,7 @@ def test_a_batch_attends_to_packed_rows(loaded, monkeypatch):
 
 def test_a_batch_generates_what_each_job_generates_alone(loaded):
     def texts(jobs):
-        return [text_of(events) for events in serve(make_engine(loaded, prompt_cache_size=0), jobs)]
+        return [text_of(events) for events in serve(make_engine(loaded, prompt_cache_bytes=0), jobs)]
 
     def jobs():
         return [make_job(40 + 70 * n, max_tokens=12, seed=n) for n in range(4)]
@@ -187,13 +188,13 @@ def test_stopping_ends_every_job(loaded):
 
 def record_stored_prompts(monkeypatch, note):
     """Call `note(tokens, caches)` for everything that is stored in memory."""
-    insert = LRUPromptCache.insert_cache
+    insert = PromptMemory.insert
 
-    def patched(self, model, tokens, caches, **options):
+    def patched(self, tokens, caches):
         note(tokens, caches)
-        insert(self, model, tokens, caches, **options)
+        insert(self, tokens, caches)
 
-    monkeypatch.setattr(LRUPromptCache, "insert_cache", patched)
+    monkeypatch.setattr(PromptMemory, "insert", patched)
 
 
 @pytest.mark.parametrize(("rows", "shared"), [("auto", 60), ("off", 0)])
@@ -206,7 +207,8 @@ def test_eviction_in_a_batch(loaded, monkeypatch, rows, shared):
     )
     first = make_job(300)
     later = job_of([*first.prompt.ids[:60], *range(300, 340)])
-    _, events = serve(engine, [first, make_job(280, seed=9)], then=lambda: run_job(engine, later))
+    unlike = job_of(random_ids(280, seed=9)[1:], kinds=["assistant"])
+    _, events = serve(engine, [first, unlike], then=lambda: run_job(engine, later))
     assert events[0] == Started(cached_tokens=shared)
     assert events[-1].finish_reason
     assert all(length == offset for length, offset, _ in stored)

@@ -54,7 +54,7 @@ def evicting(start, service):
 @pytest.fixture(scope="module")
 def narrow(start):
     """Run a server with one session, one waiting request, and memory for a page or two."""
-    limits = ("--sessions", "1", "--max-queue", "1", "--kv-memory-limit", "6MB", "--prompt-cache-size", "0")
+    limits = ("--sessions", "1", "--max-queue", "1", "--kv-memory-limit", "6MB", "--prompt-cache-bytes", "1KB")
     return start(*EVICTS[:6], *limits)
 
 

@@ -86,7 +86,7 @@ def test_a_shared_prefix_is_prefilled_and_held_once(name, stored, tmp_path, monk
         loaded[0].set_dtype(mx.float32)
     alone = alone_texts(loaded)
     folder = Folder(tmp_path / "store") if stored else None
-    engine = make_engine(loaded, folder=folder, prompt_cache_size=0)
+    engine = make_engine(loaded, folder=folder, prompt_cache_bytes=0)
     running, saved = record_gauge(monkeypatch, engine.metrics.running), []  # saved: bytes
 
     def record_saved(layers):
@@ -100,7 +100,7 @@ def test_a_shared_prefix_is_prefilled_and_held_once(name, stored, tmp_path, monk
     assert max(running) == 6
     if stored:
         saved.clear()
-        again = answers(make_engine(loaded, folder=folder, prompt_cache_size=0), make_jobs())
+        again = answers(make_engine(loaded, folder=folder, prompt_cache_bytes=0), make_jobs())
         assert again == (alone, [384, 512, 512, 384, 384, 359])
         assert max(saved) >= least
 
@@ -110,7 +110,7 @@ def test_shared_rows_count_once_against_the_memory(llama, alone, monkeypatch):
     plan = plan_caches(llama[0], CONFIG)
     full = sum(plan.cache_peak_nbytes(job.max_total_tokens) for job in make_jobs())
     limit = full - 3 * plan.shared_nbytes(384, 600)
-    engine = make_engine(llama, memory=limit, prompt_cache_size=0)
+    engine = make_engine(llama, memory=limit, prompt_cache_bytes=0)
     running, nbytes = record_memory(monkeypatch, engine, llama[0])
     assert answers(engine, make_jobs())[0] == alone
     assert max(running) == 6
@@ -142,7 +142,7 @@ def test_later_jobs_share_stored_prompts(llama, alone, monkeypatch):
 
 
 def test_followers_continue_when_the_leader_is_cancelled(llama, alone):
-    engine = make_engine(llama, prompt_cache_size=0)
+    engine = make_engine(llama, prompt_cache_bytes=0)
 
     async def then():
         jobs = make_jobs()[:5]
@@ -167,7 +167,7 @@ def test_followers_continue_when_the_batch_of_the_leader_fails(llama, alone, mon
             raise failures.pop()
 
     watch_passes(monkeypatch, llama[0], fail_once)
-    first, *others = serve(make_engine(llama, prompt_cache_size=0), make_jobs()[:5])
+    first, *others = serve(make_engine(llama, prompt_cache_bytes=0), make_jobs()[:5])
     assert "the first step fails" in str(first[-1])
     assert texts_and_cached(others)[0] == alone[1:5]
 
@@ -210,7 +210,7 @@ def test_batches_restore_what_other_batches_prefilled(model, loaded, store, tmp_
         others = [job_of(system, two[:90], max_tokens=8), job_of([*two[:140], *one[:60]], max_tokens=8)]
         return [*first(), *others]
 
-    plain = answers(make_engine(loaded, prompt_cache_size=0), later())[0]
+    plain = answers(make_engine(loaded, prompt_cache_bytes=0), later())[0]
     engine = make_engine(loaded, folder=store)
     assert answers(engine, first()) == (plain[:2], [0, 0])
     assert (metric(engine, "restored_tokens_total"), metric(engine, "prefill_tokens_total")) == (0, 530)

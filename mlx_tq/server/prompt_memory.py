@@ -1,0 +1,139 @@
+"""`PromptMemory`: prompts whose caches stay in memory, limited by the bytes that they really hold."""
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import KVCache, RotatingKVCache, can_trim_prompt_cache, trim_prompt_cache
+
+from mlx_tq.cache.layer import CompressedKVCache, cache_parts
+from mlx_tq.errors import CacheFormatError
+from mlx_tq.prompt_cache.layer_group import cache_arrays
+
+log = logging.getLogger(__name__)
+
+_HALF_LIFE = 64  # uses of other prompts after which a prompt is worth half
+_SHOWN = 10  # tokens that are logged before and after the place where a prompt diverges
+
+
+@dataclass(eq=False)
+class _Stored:
+    ids: np.ndarray
+    caches: list[Any]
+    arrays: dict[int, mx.array]  # by their ids
+    last_use: int
+
+
+class PromptMemory:
+    """Finds the caches of the longest stored prefix.
+
+    Beyond `limit` bytes, prompts are removed by worth: their tokens, and how recently they were used. `decode` turns
+    token ids into text for the log.
+    """
+
+    def __init__(self, limit: int, decode: Callable[[list[int]], str] = str) -> None:
+        self._limit, self._decode = limit, decode
+        self._prompts: list[_Stored] = []
+        self._holders: Counter[int] = Counter()  # prompts that hold an array, by its id
+        self._uses = 0
+        self.nbytes = 0  # arrays that several prompts share count once
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def insert(self, ids: Sequence[int], caches: list[Any]) -> None:
+        """Store caches that hold `ids`, and belong to this memory from now on."""
+        free_room(caches)
+        tokens, is_trimmable = np.array(ids, np.int64), can_trim_prompt_cache(caches)
+        for other in self._prompts[:]:
+            common = _common_prefix(other.ids, tokens)
+            if common == len(other.ids) and (is_trimmable or common == len(tokens)):  # which these caches can become
+                self._remove(other)
+        arrays = {id(array): array for array in _arrays_of(caches)}
+        self.nbytes += sum(array.nbytes for key, array in arrays.items() if not self._holders[key])
+        self._holders.update(arrays.keys())
+        self._prompts.append(_Stored(tokens, caches, arrays, self._next_use()))
+        self.trim_to(self._limit)
+
+    def find(self, ids: Sequence[int], most: int) -> tuple[list[Any] | None, int]:
+        """Return a copy of the caches that hold the longest prefix of `ids`, at most `most` tokens, and its length."""
+        tokens = np.array(ids, np.int64)
+        lengths = [(_common_prefix(stored.ids, tokens), stored) for stored in self._prompts]
+        lengths = [(length, stored) for length, stored in lengths if length]
+        lengths.sort(key=lambda found: (-min(found[0], most), len(found[1].ids)))
+        if lengths:
+            self._log_divergence(tokens, *lengths[0])
+        for length, stored in lengths:
+            count = min(length, most)
+            excess = len(stored.ids) - count
+            if count == 0 or (excess and not can_trim_prompt_cache(stored.caches)):
+                continue
+            caches = copy.deepcopy(stored.caches)
+            try:
+                trim_prompt_cache(caches, excess)
+            except CacheFormatError:  # the shared prefix lost tokens that are not archived
+                continue
+            stored.last_use = self._next_use()
+            return caches, count
+        return None, 0
+
+    def trim_to(self, nbytes: int) -> None:
+        """Remove the prompts of the least worth until all take at most `nbytes`."""
+        while self._prompts and self.nbytes > nbytes:
+            self._remove(min(self._prompts, key=self._worth))
+
+    def _worth(self, stored: _Stored) -> float:
+        return len(stored.ids) / (1 + (self._uses - stored.last_use) / _HALF_LIFE)
+
+    def _next_use(self) -> int:
+        self._uses += 1
+        return self._uses
+
+    def _remove(self, stored: _Stored) -> None:
+        self._prompts.remove(stored)
+        self._holders.subtract(stored.arrays.keys())
+        for key, array in stored.arrays.items():
+            if not self._holders[key]:
+                del self._holders[key]
+                self.nbytes -= array.nbytes
+
+    def _log_divergence(self, tokens: np.ndarray, common: int, closest: _Stored) -> None:
+        if common < min(len(tokens), len(closest.ids)) and log.isEnabledFor(logging.DEBUG):
+            place = slice(max(0, common - _SHOWN), common + _SHOWN)
+            texts = (self._decode(ids[place].tolist()) for ids in (tokens, closest.ids))
+            log.debug("a prompt diverges from the closest stored one after %d tokens: %r, not %r", common, *texts)
+
+
+def _common_prefix(ids: np.ndarray, others: np.ndarray) -> int:
+    """Return the number of first tokens that are equal."""
+    count = min(len(ids), len(others))
+    differ = ids[:count] != others[:count]
+    return int(differ.argmax()) if differ.any() else count
+
+
+def free_room(caches: list[Any]) -> None:
+    """Free what caches have no tokens in, or will not read again; the next pass makes room anew."""
+    for part in cache_parts(caches):
+        if isinstance(part, CompressedKVCache):
+            part.free_room()
+        elif type(part) is KVCache and part.keys is not None:
+            part.keys, part.values = (mx.contiguous(rows[:, :, : part.offset]) for rows in (part.keys, part.values))
+        elif type(part) is RotatingKVCache and part.keys is not None and part.keys.shape[2] > part.max_size:
+            # As mlx-lm does before the next token.
+            excess = part.keys.shape[2] - part.max_size
+            part.keys, part.values = (
+                part._trim(excess, part._temporal_order(rows)) for rows in (part.keys, part.values)
+            )
+            part._idx = part.max_size
+    mx.eval(_arrays_of(caches))
+
+
+def _arrays_of(caches: list[Any]) -> list[mx.array]:
+    """Return all arrays; rows that caches share are the same array in each."""
+    parts = cache_parts(caches)
+    return [x for part in parts for x in (part.arrays() if isinstance(part, CompressedKVCache) else cache_arrays(part))]
