@@ -29,6 +29,7 @@ class EngineLimits:
     prefill_step_size: int
     prompt_cache_bytes: int = sys.maxsize
     memory: int | None = None
+    decode_share: float = 0.5  # of the time that running answers keep while prompts are prefilled
     stalled_s: float = 120.0  # a longer step makes the server unhealthy
     metrics_interval_s: float = 0.1  # measuring memory reads the size of every array
 

@@ -19,7 +19,8 @@ from mlx_tq.session.transcript import SearchHits
 class Orders:
     """Jobs to admit, and batch uids of jobs to remove, before a step.
 
-    `stored_prompt_bytes` is the new limit of stored prompts, or None for no change.
+    `stored_prompt_bytes` is the new limit of stored prompts, or None for no change; `prefills` is whether the step may
+    prefill.
     """
 
     admitted: list[Job] = field(default_factory=list)
@@ -27,6 +28,7 @@ class Orders:
     cancelled: list[int] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
     stored_prompt_bytes: int | None = None
+    prefills: bool = True
     keep_running: bool = True
 
 

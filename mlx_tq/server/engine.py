@@ -29,6 +29,7 @@ from mlx_tq.prompt_cache.statistics import cache_stats
 from mlx_tq.server.admission import Admission, EngineLimits
 from mlx_tq.server.api_errors import ApiError, ModelFailedError, QueueFullError, UnavailableError
 from mlx_tq.server.broadcast import OrderBroadcast, Orders
+from mlx_tq.server.decode_share import DecodeShare
 from mlx_tq.server.job import Event, Job, Piece, PrefillProgress, Quoted, RunningJob, SessionResult, Started
 from mlx_tq.server.job_recall import JobRecall
 from mlx_tq.server.metrics import Metrics
@@ -91,6 +92,7 @@ class Engine:
         self._stored_prompts = StoredPrompts(limits.prompt_cache_bytes, tokenizer.decode, prefix_cache, step)
         self._admission = Admission(plan, limits, self._stored_prompts, sessions)
         self._samplers: MutableMapping[int, ErrorGuard] = WeakValueDictionary()  # by id of the job's sampler
+        self._decode_share = DecodeShare(limits.decode_share)
         self._recall = JobRecall(model, tokenizer, plan, step)
         self._measured_at = 0.0
         self._has_logged_run = False
@@ -164,8 +166,8 @@ class Engine:
         with compressed(self._model, self._config):
             self._open_batch()
             try:
-                while self._update_batch():
-                    self._step()
+                while (orders := self._update_batch()).keep_running:
+                    self._step(prefills=orders.prefills)
             finally:
                 self.stop()  # nothing is added to the queue after this
                 running = [job for other in self._running.values() for job in (other.job, *other.followers)]
@@ -184,6 +186,7 @@ class Engine:
             prefill_step_size=self.limits.prefill_step_size,
             stream=mx.default_stream(mx.default_device()) if self._ranks.is_alone else None,
         )
+        self._batch_size = self._batch.completion_batch_size
 
     def _emit(self, job: Job, *events: Event | SessionResult) -> None:
         self._events += [(job, event) for event in events]
@@ -204,8 +207,8 @@ class Engine:
 
     # Before a step: jobs are removed and admitted, as the first rank decides.
 
-    def _update_batch(self) -> bool:
-        """Remove and admit jobs; return False to end the thread."""
+    def _update_batch(self) -> Orders:
+        """Remove and admit jobs as the first rank orders; return its orders."""
         orders = self._broadcast.share(self._decide, idle=not (self._waiting or self._running))
         with self._on_error("the batch failed", self._fail_batch):
             self._remove(orders)
@@ -213,7 +216,7 @@ class Engine:
             self._admit(job)
         if orders.stored_prompt_bytes is not None:
             self._stored_prompts.memory.trim_to(orders.stored_prompt_bytes)
-        return orders.keep_running
+        return orders
 
     def _decide(self) -> Orders:
         """Wait until there is work; return which jobs to remove and which to admit."""
@@ -244,7 +247,8 @@ class Engine:
                 self._waiting.popleft()
             self.metrics.waiting.set(len(self._waiting))
         room = self._admission.room_for_stored_prompts(remaining, joining)
-        return Orders(joining[num_orphans:], finished, cancelled, failed, room)
+        prefills = self._decode_share.may_prefill(decodes=any(job.is_decoding for job in remaining))
+        return Orders(joining[num_orphans:], finished, cancelled, failed, room, prefills)
 
     def _remove(self, orders: Orders) -> None:
         """Remove jobs from the batch and store their caches, unless they failed."""
@@ -337,10 +341,12 @@ class Engine:
 
     # A step: one token for each job that decodes, one prefill step for the others.
 
-    def _step(self) -> None:
+    def _step(self, *, prefills: bool) -> None:
         with self._on_error("a step of the batch failed", self._fail_batch):
-            decoding = any(job.is_decoding for job in self._running.values())
+            decoding, started = any(job.is_decoding for job in self._running.values()), time.monotonic()
+            self._batch.completion_batch_size = self._batch_size if prefills else 0  # mlx-lm then only decodes
             prefilled, generated = self._batch.next()
+            self._decode_share.count(time.monotonic() - started, prefilled=bool(prefilled), decoded=decoding)
             passes = self._recorded_model.passes
             # mlx-lm runs a pass of the jobs that decode, then the first decode pass of those that begin their answers.
             self._after_prefill(prefilled, passes[1:] if decoding else passes)

@@ -185,6 +185,7 @@ def _load(
         queue=args.max_queue,
         prefill_step_size=args.prefill_step_size,
         prompt_cache_bytes=stored_nbytes,
+        decode_share=args.decode_share,
     )
     if request.config.is_off:
         return model, tokenizer, None, limits, None
