@@ -12,6 +12,7 @@ from itertools import accumulate, takewhile
 from typing import Any
 
 from mlx_tq.cache.packed_rows import SharedBuffers
+from mlx_tq.cli.screen import human_bytes
 from mlx_tq.prompt_cache.layer_group import compressed_caches
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.server.job import Job, RunningJob
@@ -44,18 +45,20 @@ class Admission:
         # Asked for all jobs before each step while one waits, and milliseconds to compute.
         self._peak_of_tokens = None if plan is None else lru_cache(maxsize=1024)(plan.cache_peak_nbytes)
 
-    def fits(self, job: Job, running: Collection[RunningJob], admitted: Sequence[Job]) -> bool:
-        """Return whether `job` can join. Alone it always can, which was checked when the request came."""
+    def obstacle(self, job: Job, running: Collection[RunningJob], admitted: Sequence[Job]) -> str | None:
+        """Return why `job` cannot join, or None. Alone it always can, which was checked when the request came."""
         if not running and not admitted:
-            return True
+            return None
         waiting = (*admitted, job, *(follower for other in running for follower in other.followers))
         answers = sum(len(other.answers) for other in waiting) + sum(1 + len(other.pending) for other in running)
         if answers > self._limits.concurrency:
-            return False
+            return f"as many answers run as may run at once (--decode-concurrency {self._limits.concurrency})"
         if self._limits.memory is None:
-            return True
-        room = self._limits.memory - self.reserved_nbytes(running, (*admitted, job))
-        return room >= 0 or (not admitted and self._shareable_nbytes(job, -room, running) >= -room)
+            return None
+        missing = self.reserved_nbytes(running, (*admitted, job)) - self._limits.memory
+        if missing <= 0 or (not admitted and self._shareable_nbytes(job, missing, running) >= missing):
+            return None
+        return f"its KV cache needs {human_bytes(missing)} more than is free of {human_bytes(self._limits.memory)}"
 
     def room_for_stored_prompts(self, running: Collection[RunningJob], admitted: Sequence[Job]) -> int | None:
         """Return the bytes that remain for stored prompts, or None for no change. Sessions give way first."""

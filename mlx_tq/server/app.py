@@ -82,6 +82,8 @@ class Api:
             ("GET", "/v1/models/{name:path}"): self._model,
             ("GET", "/v1/plan"): self._plan,
             ("DELETE", "/v1/sessions/{name}"): self._drop_session,
+            ("POST", "/cache/clear"): self._clear_stored_prompts,
+            ("GET", "/status"): self._status,
             ("GET", "/metrics"): lambda _: Response(generate_latest(self._metrics), media_type=CONTENT_TYPE_LATEST),
             ("GET", "/health"): self._health,
             ("GET", "/"): lambda _: HTMLResponse(PAGE, headers=HEADERS),
@@ -143,6 +145,19 @@ class Api:
                 "lower --prefill-step-size"
             )
         return JSONResponse({"status": "ok"})
+
+    def _status(self, _: Request) -> Response:
+        models = [
+            {**self._pool.describe(model), "status": None if model.service is None else model.service.status()}
+            for model in self._pool.models
+        ]
+        return JSONResponse({"models": models})
+
+    async def _clear_stored_prompts(self, request: Request) -> Response:
+        """Remove the prompts in memory of all models. The field is the one that other servers have."""
+        for service in self._pool.services:
+            await _run_until_disconnect(request, service.engine.clear_stored_prompts())
+        return JSONResponse({"scheduler_cache_cleared": True})
 
     async def _list_models(self, _: Request) -> Response:
         models = [self._pool.describe(model) for model in self._pool.models]

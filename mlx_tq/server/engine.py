@@ -77,9 +77,11 @@ class Engine:
         self._ranks = ranks_of(model)
         self._broadcast = OrderBroadcast(self._ranks)
         self.limits, self.metrics = limits, metrics
-        self._changed = Condition()  # guards the next two
+        self._changed = Condition()  # guards the next four
         self._waiting: deque[Job] = deque()
         self._stopping = False
+        self._clears: list[asyncio.Event] = []  # set when stored prompts have been removed
+        self._obstacle: str | None = None  # to the first waiting job
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._step_started: float | None = None  # None while idle
@@ -95,6 +97,7 @@ class Engine:
         self._decode_share = DecodeShare(limits.decode_share)
         self._recall = JobRecall(model, tokenizer, plan, step)
         self._measured_at = 0.0
+        self._jobs: list[dict[str, Any]] = []  # what the web side may see of the running ones
         self._has_logged_run = False
         self._native_nbytes = None if plan is None else sequence_bytes(model, PROFILES["off"], other_bytes(model))
 
@@ -140,6 +143,28 @@ class Engine:
             self.metrics.waiting.set(len(self._waiting))
             self._changed.notify()
 
+    async def clear_stored_prompts(self) -> None:
+        """Remove the prompts in memory; return when that is done."""
+        cleared = asyncio.Event()
+        with self._changed:
+            if not self.is_healthy:
+                return
+            self._clears.append(cleared)
+            self._changed.notify()
+        await cleared.wait()
+
+    def status(self) -> dict[str, Any]:
+        """Return what runs, as of the last step, and what waits, and why."""
+        with self._changed:
+            waiting, obstacle = list(self._waiting), self._obstacle
+        reasons = [obstacle or "the current step", *["an earlier request waits"] * len(waiting)]
+        return {
+            "running": self._jobs,
+            "waiting": [
+                {"prompt_tokens": len(job.prompt.ids), "why": why} for job, why in zip(waiting, reasons, strict=False)
+            ],
+        }
+
     def cancel(self, job: Job) -> None:
         """Cancel a job and the other answers to its prompt; running ones are removed before the next token."""
         for answer in job.answers:
@@ -174,6 +199,7 @@ class Engine:
                 for job in (*running, *self._waiting):
                     self._fail(job, UnavailableError("the server is stopping"))
                 self._send_events()
+                self._report_cleared()
                 self._batch.close()
                 self._stored_prompts.memory.trim_to(0)
 
@@ -187,6 +213,13 @@ class Engine:
             stream=mx.default_stream(mx.default_device()) if self._ranks.is_alone else None,
         )
         self._batch_size = self._batch.completion_batch_size
+
+    def _report_cleared(self) -> None:
+        with self._changed:
+            cleared, self._clears = self._clears, []
+        for event in cleared:
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(event.set)
 
     def _emit(self, job: Job, *events: Event | SessionResult) -> None:
         self._events += [(job, event) for event in events]
@@ -216,12 +249,14 @@ class Engine:
             self._admit(job)
         if orders.stored_prompt_bytes is not None:
             self._stored_prompts.memory.trim_to(orders.stored_prompt_bytes)
+            if orders.stored_prompt_bytes == 0:
+                self._report_cleared()
         return orders
 
     def _decide(self) -> Orders:
         """Wait until there is work; return which jobs to remove and which to admit."""
         with self._changed:
-            while not (self._stopping or self._waiting or self._running):
+            while not (self._stopping or self._waiting or self._running or self._clears):
                 self._step_started = None
                 self._changed.wait()
             self._step_started = time.monotonic()
@@ -238,7 +273,8 @@ class Engine:
             while self._waiting:
                 job = self._waiting[0]
                 with self._fail_on_admission_error(job):
-                    if not self._admission.fits(job, remaining, joining):
+                    self._obstacle = self._admission.obstacle(job, remaining, joining)
+                    if self._obstacle is not None:
                         break
                     if job.cancelled.is_set():
                         self._emit(job, SessionResult())
@@ -246,7 +282,8 @@ class Engine:
                         joining.append(job)
                 self._waiting.popleft()
             self.metrics.waiting.set(len(self._waiting))
-        room = self._admission.room_for_stored_prompts(remaining, joining)
+            is_cleared = bool(self._clears)
+        room = 0 if is_cleared else self._admission.room_for_stored_prompts(remaining, joining)
         prefills = self._decode_share.may_prefill(decodes=any(job.is_decoding for job in remaining))
         return Orders(joining[num_orphans:], finished, cancelled, failed, room, prefills)
 
@@ -534,6 +571,7 @@ class Engine:
             return
         self._measured_at = time.monotonic()
         tokens = [running.prefilled + running.generated for running in self._running.values()]
+        self._jobs = [running.describe() for running in self._running.values()]
         held = self._batch.prompt_cache_nbytes
         self.metrics.running.set(len(self._running))
         self.metrics.kv_bytes.set(held)

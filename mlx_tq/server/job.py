@@ -151,7 +151,8 @@ class RunningJob:
         stored: CachedPrompt | None,
     ) -> None:
         self.job, self.prompt_ids = job, job.prompt.ids  # with the quotation once that is made
-        self.prefilled, self.generated = cached_tokens, 0  # numbers of tokens
+        self.cached_tokens = self.prefilled = cached_tokens
+        self.generated = 0  # tokens
         self.cached_kinds = cached_kinds[::-1]  # of the segments at whose ends the cache is stored, the next one last
         self.stored = stored  # the prompt in the prefix cache, while it is prefilled
         self.restored_checkpoint = None if stored is None else stored.checkpoint  # keeps its shared rows alive
@@ -178,6 +179,17 @@ class RunningJob:
     def total_recalled(self) -> RecallResult:
         """All tokens that were recalled before the answer and during it."""
         return self.recalled if self.decode_recall is None else self.decode_recall.result()
+
+    def describe(self) -> dict[str, int]:
+        """Return numbers of tokens."""
+        return {
+            "prompt_tokens": len(self.prompt_ids),
+            "cached_tokens": self.cached_tokens,
+            "prefilled": self.prefilled,
+            "generated": self.generated,
+            "max_tokens": self.job.max_tokens,
+            "followers": len(self.followers),
+        }
 
     def close_stored(self) -> None:
         """Finish storing the prompt, in a thread of its own: no answer waits for the disk."""

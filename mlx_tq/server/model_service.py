@@ -186,6 +186,20 @@ class ModelService:
         }
         return report
 
+    def status(self) -> dict[str, Any]:
+        """Return what runs and waits, and how many prompt tokens did not have to be prefilled, for /status."""
+        value, metrics = self.metrics.value, self.metrics
+        prompt, cached = value(metrics.prompt_tokens), value(metrics.cached_tokens)
+        return {
+            **self.engine.status(),
+            "prompt_tokens": int(prompt),
+            "cached_tokens": int(cached),
+            "restored_tokens": int(value(metrics.restored_tokens)),
+            "hit_rate": round(cached / prompt, 4) if prompt else None,
+            "stored_prompts": int(value(metrics.prompt_cache_entries)),
+            "stored_bytes": int(value(metrics.prompt_cache_bytes)),
+        }
+
     def session_report(self, result: SessionResult) -> dict[str, Any]:
         """Return what a session holds after an answer. The quoted text is the client's own."""
         stats, recalled, quotation = result.stats, result.recalled, result.quotation
