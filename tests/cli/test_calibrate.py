@@ -192,7 +192,8 @@ def test_the_heads_of_a_model_are_measured_once(cli, tmp_path, monkeypatch):
     first, again = (cli(*words, "--kv-budget", "50%@2000") for _ in range(2))
     (path,) = (tmp_path / "cache" / "mlx_tq").glob("heads-*.json")
     assert [f"Saved the scores of its heads to {path}" in result.err for result in (first, again)] == [True, False]
-    assert first.json["plan"]["eviction"] == again.json["plan"]["eviction"]
+    eviction, again_eviction = (result.json["plan"]["eviction"] for result in (first, again))
+    assert eviction == again_eviction | {"archive_limit": eviction["archive_limit"]}  # a part of the free space
     measured = path.read_bytes()
     path.unlink()
     assert cli("calibrate", "--model", folder, "--heads").code == 0

@@ -15,7 +15,7 @@ def locked(start):
 
 
 @pytest.mark.parametrize("authorization", [None, "", "Bearer", f"Bearer {KEY}x", f"Basic {KEY}", KEY, "Bearer n\u00e9"])
-@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/v1/models/needle32", "/v1/plan"])
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/v1/models/needle32", "/v1/plan", "/status"])
 def test_a_missing_or_wrong_key_is_refused(locked, path, authorization):
     headers = {"Authorization": (authorization or "").encode("latin-1")}
     response = locked.http.get(path, headers=headers)
