@@ -775,17 +775,44 @@ def ramp() -> str:
     return table(list(files), columns, rows, on="two models in float32", command=command)
 
 
+FACTS = {
+    "evict_facts.json": "facts in WikiText-2",
+    "evict_facts_code.json": "facts in code",
+    "evict_facts_dialogue.json": "facts in dialogue",
+    "evict_facts_tables.json": "facts in tables",
+    "evict_facts_german.json": "facts in German text",
+    "evict_topics.json": "topics of a conversation",
+    "evict_lines.json": "numbers of lines",
+    "evict_meetings.json": "questions about a meeting",
+}
+
+
 def everyday_facts() -> str:
-    rows = report("evict_facts.json")["rows"]
-    columns: dict[str, Callable[[Record], str]] = {
-        "model, tokens": lambda row: f"{row['model']}, {row['tokens']:,}",
-        "cache": lambda row: row["arm"],
-        "rows held": lambda row: f"{100 * row['held']:.0f} %",
-        "log-probability of the answer": lambda row: f"{row['difference']:+.2f} ± {row['error']:.2f}",
-        "right": lambda row: f"{row['right']} of {row['questions']}",
-        "tokens recalled": lambda row: f"{row['recalled']:.0f}",
-    }
-    return record_table("evict_facts.json", rows, columns, on="the models named, float32, q8/q8, sinks 4, window 32")
+    files = [name for name in FACTS if (RESULTS / name).exists()]
+    rows = [
+        [
+            FACTS[name],
+            f"{row['model']}, {row['tokens']:,}",
+            row["arm"],
+            f"{100 * row['held']:.0f} %",
+            f"{row['difference']:+.2f} ± {row['error']:.2f}",
+            f"{row['right']} of {row['questions']}",
+            f"{row['recalled']:.0f}",
+        ]
+        for name in files
+        for row in report(name)["rows"]
+    ]
+    columns = [
+        "asked",
+        "model, tokens",
+        "cache",
+        "rows held",
+        "log-probability of the answer",
+        "right",
+        "tokens recalled",
+    ]
+    command = f"{report(files[0])['command']} \\\n    [--text FILE] [--task topics --data DIR]"
+    return table(files, columns, rows, on="the models named, float32, q8/q8, sinks 4, window 32", command=command)
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -37,6 +37,7 @@ from mlx_tq.prompt_cache.cache_file import CacheState, join_caches, refuse_damag
 from mlx_tq.prompt_cache.compressed import check_caches
 from mlx_tq.prompt_cache.layer_group import cache_arrays, compressed_caches, layer_group_of
 from mlx_tq.prompt_cache.plan import Plan
+from mlx_tq.prompt_cache.room import with_trimmed_windows
 from mlx_tq.prompt_cache.statistics import tokens_seen
 
 FORMAT = 1  # of the records
@@ -49,7 +50,7 @@ class Checkpoint:
     """The state of caches from which nothing was evicted. The caches may go on; the checkpoint stays."""
 
     def __init__(self, caches: list[Any]) -> None:
-        self._parts, self._tokens = split_caches(caches), tokens_seen(caches)
+        self._parts, self._tokens = split_caches([with_trimmed_windows(cache) for cache in caches]), tokens_seen(caches)
         layers: dict[str, Any] = {}  # by their paths in the states of all caches
         for index, cache in enumerate(caches):
             if isinstance(cache, CacheList):

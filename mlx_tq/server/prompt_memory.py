@@ -9,11 +9,10 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import KVCache, RotatingKVCache, can_trim_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
-from mlx_tq.cache.layer import CompressedKVCache, cache_parts
 from mlx_tq.errors import CacheFormatError
-from mlx_tq.prompt_cache.layer_group import cache_arrays
+from mlx_tq.prompt_cache.room import all_arrays, free_room
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ class PromptMemory:
             common = _common_prefix(other.ids, tokens)
             if common == len(other.ids) and (is_trimmable or common == len(tokens)):  # which these caches can become
                 self._remove(other)
-        arrays = {id(array): array for array in _arrays_of(caches)}
+        arrays = {id(array): array for array in all_arrays(caches)}
         self.nbytes += sum(array.nbytes for key, array in arrays.items() if not self._holders[key])
         self._holders.update(arrays.keys())
         self._prompts.append(_Stored(tokens, caches, arrays, self._next_use()))
@@ -114,26 +113,3 @@ def _common_prefix(ids: np.ndarray, others: np.ndarray) -> int:
     count = min(len(ids), len(others))
     differ = ids[:count] != others[:count]
     return int(differ.argmax()) if differ.any() else count
-
-
-def free_room(caches: list[Any]) -> None:
-    """Free what caches have no tokens in, or will not read again; the next pass makes room anew."""
-    for part in cache_parts(caches):
-        if isinstance(part, CompressedKVCache):
-            part.free_room()
-        elif type(part) is KVCache and part.keys is not None:
-            part.keys, part.values = (mx.contiguous(rows[:, :, : part.offset]) for rows in (part.keys, part.values))
-        elif type(part) is RotatingKVCache and part.keys is not None and part.keys.shape[2] > part.max_size:
-            # As mlx-lm does before the next token.
-            excess = part.keys.shape[2] - part.max_size
-            part.keys, part.values = (
-                part._trim(excess, part._temporal_order(rows)) for rows in (part.keys, part.values)
-            )
-            part._idx = part.max_size
-    mx.eval(_arrays_of(caches))
-
-
-def _arrays_of(caches: list[Any]) -> list[mx.array]:
-    """Return all arrays; rows that caches share are the same array in each."""
-    parts = cache_parts(caches)
-    return [x for part in parts for x in (part.arrays() if isinstance(part, CompressedKVCache) else cache_arrays(part))]

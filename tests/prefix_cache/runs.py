@@ -17,6 +17,7 @@ from mlx_tq.prefix_cache.folder import Folder
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache, reuse_prefix
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed_attention, plan_caches
+from mlx_tq.prompt_cache.room import with_trimmed_windows
 
 STEP, LENGTH = 200, 560
 SMALL = KVConfig(key="q8", value="tq4", sinks=16, window=32)
@@ -46,9 +47,9 @@ def random_tokens(count, seed=3):
 
 
 def digest(caches):
-    """Return a digest of all that caches hold, except the seconds that eviction rounds took."""
+    """Return a digest of what the next token may see, without the seconds that eviction rounds took."""
     hashed = hashlib.sha256()
-    for name, leaf in tree_flatten([cache.state for cache in caches]):
+    for name, leaf in tree_flatten([with_trimmed_windows(cache).state for cache in caches]):
         if isinstance(leaf, mx.array):
             hashed.update(f"{name} {leaf.dtype} {leaf.shape}".encode() + np.array(leaf.flatten().view(mx.uint8)).data)
             continue

@@ -17,6 +17,7 @@ import mlx.core as mx
 import pytest
 from cache.tools import same_bits
 from cli.tools import environment
+from mlx_lm.models.cache import RotatingKVCache
 from zoo import build
 
 from mlx_tq.codec.formats import format_names, get_format
@@ -79,6 +80,15 @@ def test_a_longer_prompt_continues_from_the_last_step_that_it_shares(name, tmp_p
     result = run_prompt(model, config, longer, tmp_path)
     assert result["restored"] == 400
     assert without_hits(result) == without_hits(run_prompt(model, config, longer))
+
+
+def test_windows_are_stored_without_rows_that_no_token_sees(tmp_path):
+    model = load_model("gemma3_text")
+    run_prompt(model, SMALL, PROMPT[: STEP + 50], tmp_path)
+    sizes = {cache.max_size for cache in model.make_cache() if isinstance(cache, RotatingKVCache)}
+    for record in Folder(tmp_path).records():
+        arrays = mx.load(io.BytesIO(record.path.read_bytes()[36:]), format="safetensors")
+        assert {array.shape[2] for name, array in arrays.items() if name.split(".")[-1] in ("0", "1")} == sizes
 
 
 WIDE = {"tbq4_0", "tbq3_0"}  # need a head dim of 128; their layout is that of others

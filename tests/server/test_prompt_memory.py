@@ -15,7 +15,8 @@ from zoo import build
 
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.prompt_cache import compressed as api
-from mlx_tq.server.prompt_memory import PromptMemory, free_room
+from mlx_tq.prompt_cache.room import free_room
+from mlx_tq.server.prompt_memory import PromptMemory
 
 UNLIMITED = 2**60
 CONFIG = KVConfig(key="q8", value="tq4", sinks=16, window=32)
