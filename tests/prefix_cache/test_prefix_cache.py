@@ -226,7 +226,10 @@ CHANGED = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text", "falcon_h1"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_next", *(pytest.param(name, marks=pytest.mark.full) for name in ("llama", "gemma3_text", "falcon_h1"))],
+)
 def test_a_stored_prompt_that_does_not_fit_the_model_is_a_miss_and_is_removed(name, tmp_path):
     model, ids = load_model(name), PROMPT[: STEP + 50]
     plain = run_prompt(model, SMALL, ids)
