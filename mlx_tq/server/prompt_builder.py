@@ -20,6 +20,7 @@ from mlx_tq.session.text import TEMPLATE_ERRORS, PlainText, PromptLengthLimit, i
 Message = dict[str, Any]  # as templates expect it
 
 _TAIL = 11  # the last tokens of a template, among which it may open the model's reasoning
+_FIRST = ("type", "function", "name", "description", "parameters", "properties", "items", "enum", "required")
 _RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 
 
@@ -118,7 +119,7 @@ class PromptBuilder:
         if wrong := sorted(set(kwargs) & _RESERVED):
             raise InvalidRequestError(f"chat_template_kwargs may not set {', '.join(wrong)}", "chat_template_kwargs")
         messages = [_template_message(message, index) for index, message in enumerate(request.messages)]
-        tools = request.callable_tools
+        tools = _in_one_order(request.callable_tools)
         if tools and not self._shows_tools:
             advice = "leave tools out, or start the server with a --chat-template that shows them"
             raise InvalidRequestError(f"{self._template_name} does not show tools to the model; {advice}", "tools")
@@ -199,6 +200,16 @@ class PromptBuilder:
     def _state(self, ids: list[int]) -> str:
         is_open = is_reasoning_open(self.tokenizer, ids)
         return "reasoning" if is_open else self.tokenizer.response_initial_state or "normal"
+
+
+def _in_one_order(value: Any) -> Any:
+    """Sort the keys of JSON objects: clients send schemas in other orders, with which no prefix would be shared."""
+    if isinstance(value, list):
+        return [_in_one_order(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    keys = sorted(value, key=lambda key: (_FIRST.index(key) if key in _FIRST else len(_FIRST), key))
+    return {key: _in_one_order(value[key]) for key in keys}
 
 
 def _template_message(message: schemas.Message, index: int) -> Message:

@@ -193,6 +193,26 @@ def test_tools_reach_the_template(tokenizer):
     assert '"arguments": {"a": 2}' in tokenizer.decode(prompt.ids)
 
 
+def test_keys_of_tools_have_one_order(tokenizer):
+    """Clients that send them in another order share the prefix; values and lists stay as they are."""
+
+    def reverse(value):
+        if isinstance(value, list):
+            return [reverse(item) for item in value]
+        return {key: reverse(value[key]) for key in reversed(value)} if isinstance(value, dict) else value
+
+    zip_code = {"type": "string", "description": "z", "enum": ["b", "a"], "minLength": 1, "default": {"y": 1, "x": 2}}
+    parameters = {"type": "object", "properties": {"zip": zip_code, "city": {"type": "string"}}, "required": ["zip"]}
+    tool = {"type": "function", "function": {"name": "find", "description": "d", "parameters": parameters}}
+    user = {"role": "user", "content": "Hello"}
+    prompt = prompt_of(tokenizer, user, tools=[tool, TOOL])
+    assert prompt_of(tokenizer, user, tools=[reverse(tool), reverse(TOOL)]).ids == prompt.ids
+    shown, _ = json.JSONDecoder().raw_decode(text := tokenizer.decode(prompt.ids).partition("<|im_end|>\n")[2])
+    assert shown == [tool, TOOL]
+    assert text.startswith('[{"type": "function", "function": {"name": "find", "description": "d", "parameters": ')
+    assert '"enum": ["b", "a"]' in text
+
+
 def test_tools_that_the_model_could_not_use_are_refused(tokenizer):
     user = {"role": "user", "content": "Hello"}
     inner = tokenizer._tokenizer
