@@ -18,6 +18,7 @@ from mlx_lm.generate import BatchGenerator, make_stop_sequences
 
 from mlx_tq.cli.runner import end_rank
 from mlx_tq.config import PROFILES, KVConfig
+from mlx_tq.errors import is_out_of_memory
 from mlx_tq.models import ranks_of
 from mlx_tq.prefix_cache.prefix_cache import CachedPrompt, PrefixCache
 from mlx_tq.prompt_cache.compressed import compressed
@@ -89,6 +90,8 @@ class Engine:
         self._running: dict[int, RunningJob] = {}  # by mlx-lm's uid
         self._events: list[tuple[Job, Event | SessionResult]] = []  # of this step
         self._finished: list[int] = []  # uids of jobs to remove before the next step
+        self._suspended: list[RunningJob] = []  # after memory errors, until fewer than `_resume_below` jobs run
+        self._resume_below = 0
         self._stop_sequences = make_stop_sequences(tokenizer)
         step = limits.prefill_step_size
         self._stored_prompts = StoredPrompts(limits.prompt_cache_bytes, tokenizer.decode, prefix_cache, step)
@@ -195,7 +198,8 @@ class Engine:
                     self._step(prefills=orders.prefills)
             finally:
                 self.stop()  # nothing is added to the queue after this
-                running = [job for other in self._running.values() for job in (other.job, *other.followers)]
+                begun = [*self._running.values(), *self._suspended]
+                running = [job for other in begun for job in (other.job, *other.followers)]
                 for job in (*running, *self._waiting):
                     self._fail(job, UnavailableError("the server is stopping"))
                 self._send_events()
@@ -245,6 +249,7 @@ class Engine:
         orders = self._broadcast.share(self._decide, idle=not (self._waiting or self._running))
         with self._on_error("the batch failed", self._fail_batch):
             self._remove(orders)
+        self._resume_suspended()
         for job in orders.admitted:
             self._admit(job)
         if orders.stored_prompt_bytes is not None:
@@ -256,7 +261,7 @@ class Engine:
     def _decide(self) -> Orders:
         """Wait until there is work; return which jobs to remove and which to admit."""
         with self._changed:
-            while not (self._stopping or self._waiting or self._running or self._clears):
+            while not (self._stopping or self._waiting or self._running or self._suspended or self._clears):
                 self._step_started = None
                 self._changed.wait()
             self._step_started = time.monotonic()
@@ -270,7 +275,7 @@ class Engine:
             remaining = [job for uid, job in self._running.items() if uid not in leaving]
             joining = [job for uid in leaving for job in self._running[uid].followers]
             num_orphans = len(joining)
-            while self._waiting:
+            while self._waiting and not self._suspended:
                 job = self._waiting[0]
                 with self._fail_on_admission_error(job):
                     self._obstacle = self._admission.obstacle(job, remaining, joining)
@@ -359,7 +364,7 @@ class Engine:
             together += self._take_others(running)
         uids = self._batch.insert_segments(
             segments=[list(segments) for _ in together],
-            max_tokens=[answer.job.max_tokens for answer in together],
+            max_tokens=[answer.job.max_tokens - answer.generated for answer in together],
             caches=[caches] * len(together),
             all_tokens=[list(tokens) for _ in together],
             samplers=[self._ranks.share_sampler(answer.sampler) for answer in together],
@@ -379,7 +384,7 @@ class Engine:
     # A step: one token for each job that decodes, one prefill step for the others.
 
     def _step(self, *, prefills: bool) -> None:
-        with self._on_error("a step of the batch failed", self._fail_batch):
+        with self._on_error("a step of the batch failed", self._recover_batch):
             decoding, started = any(job.is_decoding for job in self._running.values()), time.monotonic()
             self._batch.completion_batch_size = self._batch_size if prefills else 0  # mlx-lm then only decodes
             prefilled, generated = self._batch.next()
@@ -555,6 +560,37 @@ class Engine:
         self._open_batch()
         for follower in [job for running in failed.values() for job in running.followers]:
             self._admit(follower)
+
+    def _recover_batch(self, error: Exception) -> None:
+        """Fail all running jobs; after a memory error, go on with all but the largest, which waits until one ends."""
+        running = [job for uid, job in self._running.items() if uid not in self._finished and not job.failed]
+        evicts = self._plan is not None and self._plan.eviction is not None
+        if not is_out_of_memory(error) or len(running) < 2 or evicts or not all(job.can_resume for job in running):
+            self._fail_batch(error)
+            return
+        largest = max(running, key=lambda job: len(job.job.prompt.ids) + job.generated)
+        self._running = {}
+        self._finished.clear()
+        self._batch.close()
+        self._open_batch()
+        mx.clear_cache()
+        for job in running:
+            if job is not largest:
+                self._insert(job, [job.resume()], None, [])
+        self._suspended.append(largest)
+        self._resume_below = len(self._running)
+        for other in running:
+            followers, other.followers = other.followers, {}
+            for follower in followers:
+                self._admit(follower)
+
+    def _resume_suspended(self) -> None:
+        """Go on with a job that waits since a memory error, once fewer others run."""
+        self._suspended = [job for job in self._suspended if not job.job.cancelled.is_set()]
+        if self._suspended and len(self._running) < max(1, self._resume_below):
+            job = self._suspended.pop()
+            self._insert(job, [job.resume()], None, [])
+            self._resume_below = len(self._running)
 
     def _fail_jobs_with_sampling_errors(self) -> None:
         for uid, running in self._running.items():

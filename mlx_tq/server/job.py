@@ -152,7 +152,7 @@ class RunningJob:
     ) -> None:
         self.job, self.prompt_ids = job, job.prompt.ids  # with the quotation once that is made
         self.cached_tokens = self.prefilled = cached_tokens
-        self.generated = 0  # tokens
+        self.tokens: list[int] = []  # generated
         self.cached_kinds = cached_kinds[::-1]  # of the segments at whose ends the cache is stored, the next one last
         self.stored = stored  # the prompt in the prefix cache, while it is prefilled
         self.restored_checkpoint = None if stored is None else stored.checkpoint  # keeps its shared rows alive
@@ -172,8 +172,24 @@ class RunningJob:
         self.failed = False  # the client has the error; it is removed before the next step
 
     @property
+    def generated(self) -> int:
+        return len(self.tokens)
+
+    @property
     def is_decoding(self) -> bool:
         return self.prefilled == len(self.prompt_ids)
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether prompt and answer so far are all that the rest of the answer depends on."""
+        return self.job.session is None and self.job.constraint is None and not self.failed
+
+    def resume(self) -> list[int]:
+        """Return prompt and answer so far, which are to be prefilled as a prompt."""
+        self.close_stored()
+        self.prompt_ids, self.prefilled = [*self.job.prompt.ids, *self.tokens], 0
+        self.cached_kinds, self.step_ends, self.shared = [], [], []
+        return self.prompt_ids
 
     @property
     def total_recalled(self) -> RecallResult:
@@ -199,7 +215,7 @@ class RunningJob:
 
     def next_event(self, response: Any) -> Piece | ApiError:
         """Turn a response of mlx-lm's batch into a piece of the answer, or the error that prevents it."""
-        self.generated += 1
+        self.tokens.append(response.token)
         try:
             if self.generated == 1 and math.isnan(response.logprobs[response.token].item()):
                 return ModelFailedError(

@@ -140,6 +140,33 @@ def test_a_model_failure_ends_only_its_batch(loaded, folder, monkeypatch):
         raise events[-1]
 
 
+@pytest.mark.parametrize("fails_at", [(3,), (9, 10)])
+def test_a_memory_error_loses_no_answer(loaded, monkeypatch, fails_at):
+    """In a prefill, and while decoding, twice. A job that does not even fit alone fails."""
+    lengths = {20: 40, 90: 25, 200: 30}  # tokens of prompts, and of their answers
+
+    def jobs():
+        return [make_job(size, seed=size, max_tokens=count) for size, count in lengths.items()]
+
+    config = replace(CONFIG, window=512)  # nothing is packed, so that a prefill computes what decoding did
+    expected = serve(make_engine(loaded, config, prompt_cache_bytes=0), jobs())
+    engine, passes = make_engine(loaded, config, prompt_cache_bytes=0), []
+
+    def fail(layers):
+        passes.append(len(layers[0]))
+        if len(passes) in fails_at:
+            raise RuntimeError("[metal::malloc] Unable to allocate 1000000 bytes.")
+
+    watch_passes(monkeypatch, loaded[0], fail)
+    answered = serve(engine, jobs())
+    assert len(passes) > max(fails_at)
+    for events, undisturbed in zip(answered, expected, strict=True):
+        assert text_of(events) == text_of(undisturbed)
+        assert [event for event in events if isinstance(event, Started)] == [Started(0)]
+        pieces = [[event.finish_reason for event in both if isinstance(event, Piece)] for both in (events, undisturbed)]
+        assert pieces[0] == pieces[1]
+
+
 def test_a_job_that_cannot_join_the_batch_fails_alone(loaded):
     engine = make_engine(loaded)
     impossible = {"max_tokens": 0}  # mlx-lm's batch refuses it
