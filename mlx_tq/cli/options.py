@@ -272,7 +272,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("--decode-concurrency", "--prompt-concurrency", "--max-queue"), (1, math.inf)),
     **dict.fromkeys(("evaluate --seeds", "evaluate --chunks"), (1, math.inf)),
     **dict.fromkeys(("--num-draft-tokens", "--quantized-kv-start", "--seed", "--shots"), (0, math.inf)),
-    **dict.fromkeys(("--temp", "--top-k", "--sessions"), (0, math.inf)),
+    **dict.fromkeys(("--temp", "--top-k", "--sessions", "--idle-release"), (0, math.inf)),
     **dict.fromkeys(("--top-p", "--min-p", "--xtc-probability"), (0, 1)),
     "--decode-share": (0, 0.95),
     "--repetition-penalty": (0, 10),

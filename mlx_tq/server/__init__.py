@@ -96,6 +96,8 @@ def _add_limit_arguments(parser: CommandParser) -> None:
         "(default: the free memory)"
     )
     add("--model-memory-limit", **size, help=models)
+    idle = "unload a model without sessions after this many minutes without a request (default: never)"
+    add("--idle-release", type=float, default=0.0, metavar="MINUTES", help=idle)
     add(
         "--prefix-cache-share",
         action="store_true",

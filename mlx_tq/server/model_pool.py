@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 DEFAULT_MODEL = "default_model"  # what clients of mlx-lm's server call the model that it was started with
 
 _LOADER_GRACE_S = 1
+_IDLE_CHECKS = 10  # in the time after which an idle model is unloaded
 
 Result = TypeVar("Result")
 
@@ -61,11 +62,18 @@ class ModelPool:
 
     All loaded models take at most `limit` bytes, weights and KV caches together; None is no limit. A model that is
     unloaded first finishes the requests that it has, while later ones wait for their turn to load it again. Models
-    that do not fit together take turns; no model is starved. At most `max_waiting` requests wait.
+    that do not fit together take turns; no model is starved. At most `max_waiting` requests wait. A model without
+    sessions that was not used for `idle_release` seconds is unloaded.
     """
 
-    def __init__(self, models: Sequence[PooledModel], limit: int | None = None, max_waiting: int = 1) -> None:
-        self.models, self._limit, self._max_waiting = models, limit, max_waiting
+    def __init__(
+        self,
+        models: Sequence[PooledModel],
+        limit: int | None = None,
+        max_waiting: int = 1,
+        idle_release: float | None = None,
+    ) -> None:
+        self.models, self._limit, self._max_waiting, self._idle_release = models, limit, max_waiting, idle_release
         self.created = int(time.time())
         self._turn = asyncio.Lock()  # of the models that wait to be loaded
         self._changed = asyncio.Event()  # a model is used by one request less, or one less waits
@@ -73,6 +81,7 @@ class ModelPool:
         self._thread: Thread | None = None  # loads or unloads
         self._is_stopping = False
         self.is_ready = False  # whether the first model was loaded
+        self._idle_task: asyncio.Task[None] | None = None
 
     # The start and the end.
 
@@ -89,6 +98,8 @@ class ModelPool:
         except UnavailableError as error:  # it takes more than its files say
             raise ConfigError(str(error)) from error
         self.is_ready = model.service is not None
+        if self._idle_release is not None:
+            self._idle_task = asyncio.create_task(self._release_idle(self._idle_release))
 
     def _refuse_too_large(self, model: PooledModel) -> None:
         if fault := self._size_fault(model):
@@ -97,6 +108,8 @@ class ModelPool:
     def stop(self) -> None:
         """End all answers with an error and refuse further requests. Only the event loop may call this."""
         self._is_stopping = True
+        if self._idle_task is not None:
+            self._idle_task.cancel()
         for service in self.services:
             service.engine.stop()
         for model in self.models:
@@ -162,12 +175,15 @@ class ModelPool:
     def retain(self, service: ModelService) -> None:
         """Keep a loaded model that a request uses; call `release` afterwards."""
         service.users += 1
-        service.last_used = next(self._uses)
+        self._note_use(service)
 
     def release(self, service: ModelService) -> None:
         service.users -= 1
-        service.last_used = next(self._uses)
+        self._note_use(service)
         self._changed.set()
+
+    def _note_use(self, service: ModelService) -> None:
+        service.last_used, service.used_at = next(self._uses), time.monotonic()
 
     async def _wait_for(self, model: PooledModel) -> ModelService:
         if sum(len(other.waiting) for other in self.models) >= self._max_waiting:
@@ -260,6 +276,18 @@ class ModelPool:
             finally:
                 other.is_unloading = False
         return True
+
+    async def _release_idle(self, seconds: float) -> None:
+        while True:
+            await asyncio.sleep(seconds / _IDLE_CHECKS)
+            for model in self.models:
+                async with self._turn:
+                    service = model.service
+                    if service is None or service.users or len(service.sessions) or model.has_waiting:
+                        continue
+                    if time.monotonic() - service.used_at >= seconds:
+                        del service  # or its memory would not be freed
+                        await self._unload(model)
 
     async def _unload(self, model: PooledModel) -> None:
         services = [service for service in (model.service,) if service is not None]

@@ -1,6 +1,7 @@
 """`ModelService`: what the server offers, without HTTP. Requests become jobs, and an answer for their events."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -51,6 +52,7 @@ class ModelService:
         args, self.rescue, self.metrics = request.args, rescue, metrics
         self.name = short_name(args.model)
         self.users = self.last_used = 0  # requests that use it now, and when the last one did, as its pool counts
+        self.used_at = time.monotonic()
         self.nbytes = weights_nbytes(model) + (limits.memory or 0)  # that it may take
         self._tokenizer, self._plan = tokenizer, plan
         self.positions = position_limit(model)

@@ -68,6 +68,8 @@ def serve(
     ranks: Ranks,
 ) -> None:
     """Load the first model and serve all until a signal comes; of several ranks, this is the first."""
+    if request.args.idle_release and not ranks.is_alone:
+        raise ConfigError("--idle-release unloads the model of one process, and this one runs in several. Drop it.")
     rescue = ranks.run_on_first(lambda: open_client(request.rescue.service))
     salt = salt_of(api_key, shared=request.args.prefix_cache_share)
 
@@ -152,7 +154,7 @@ def _make_pool(
         nbytes = served.nbytes + (0 if request.config.is_off else cache_nbytes or 0)
         load = partial(make_service, of_model, metrics)
         models.append(PooledModel(served.name, load, metrics, nbytes, served.context_length))
-    return ModelPool(models, limit, args.max_queue)
+    return ModelPool(models, limit, args.max_queue, 60 * args.idle_release if args.idle_release else None)
 
 
 def _request_of(request: Request, served: ServedModel, cache_nbytes: int | None) -> Request:

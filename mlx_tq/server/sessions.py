@@ -83,6 +83,9 @@ class Sessions:
         metrics.sessions.set_function(lambda: len(self._sessions))
         metrics.session_bytes.set_function(lambda: self.nbytes)
 
+    def __len__(self) -> int:
+        return len(self._sessions)
+
     # A turn, on the web side.
 
     async def enter(self, name: str) -> ServerSession:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -13,6 +14,7 @@ from http_harness import polled, wait_for
 
 from mlx_tq.server.api_errors import UnavailableError
 from mlx_tq.server.model_pool import ModelPool, PooledModel
+from mlx_tq.server.sessions import HEADER
 
 from .conftest import ENDLESS, PACKED, QUESTION
 from .harness import read_first_text, running, together
@@ -120,6 +122,24 @@ def test_a_load_that_panics_blocks_no_other():
                 await asyncio.wait_for(pool.acquire(name), 10)
 
     asyncio.run(ask_for_both())
+
+
+def test_an_idle_model_is_unloaded_and_comes_back(start, models):
+    """Not while it has a session."""
+    server = start("--idle-release", "0.02", model=models / "alpha")
+    assert ask(server, "alpha") == "alpha"
+    wait_for(lambda: loaded(server) == [], 60)
+    assert server.http.get("/health").json() == {"status": "ok"}
+    assert "unloaded alpha" in server.log()
+    headers = {HEADER: "s"}
+    answer = server.http.post(
+        "/v1/chat/completions", json={"messages": [{"role": "user", "content": QUESTION}]}, headers=headers
+    )
+    assert answer.status_code == 200
+    time.sleep(3)
+    assert loaded(server) == ["alpha"]
+    assert server.http.delete("/v1/sessions/s").status_code == 204
+    wait_for(lambda: loaded(server) == [], 60)
 
 
 def test_the_least_recently_used_model_makes_room(start, models):
