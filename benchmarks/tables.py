@@ -348,8 +348,8 @@ def one_layer() -> str:
     for dtype, tokens in dict.fromkeys((t["dtype"], t["tokens"]) for t in timings):
         quantized, plain = (median[dtype, tokens, arm] for arm in ("kv-bits 4", "off"))
         ours = [median[dtype, tokens, arm] for arm in arms]
-        rows.append([dtype, f"{tokens:,}", *(f"{plain / each:.2g}" for each in ours)])
-        rows[-1] += [f"{quantized / each:.2g}" for each in ours]
+        ratios = [base / each for base in (plain, quantized) for each in ours]
+        rows.append([dtype, f"{tokens:,}", *(f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.1f}" for ratio in ratios)])
     columns = [
         "type",
         "tokens",

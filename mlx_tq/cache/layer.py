@@ -433,13 +433,13 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         self._last_view = None
         return rows
 
-    def free_room(self) -> None:
+    def release_capacity(self) -> None:
         """Free capacity that holds no tokens, and buffers of which few rows are in use. The next pass makes room."""
         if self._full is not None:
             stop = self.regions.full_index(self.offset, self._packed(self.offset))
             keys, values = (mx.contiguous(x[:, :, :stop]) for x in self._full)
             self._full = keys, values
-        self._rows.free_room(self._num_rows)
+        self._rows.release_capacity(self._num_rows)
 
     def shareable_buffers(self) -> SharedBuffers:
         """Return the packed rows that copies of this cache share while nothing is evicted, in whole steps."""

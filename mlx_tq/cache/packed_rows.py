@@ -144,7 +144,7 @@ class PackedRows:
         buffer[:, :, index:stop] = rows
         self._unshared.rows = buffer
 
-    def free_room(self, stop: int) -> None:
+    def release_capacity(self, stop: int) -> None:
         """Keep copies of the first `stop` rows where they are less than half of a buffer."""
         rest = stop - sum(count for _, count in self._shared_before(stop))
         self._shared = [(self._shortened(buffer, count), count) for buffer, count in self._shared_before(stop)]

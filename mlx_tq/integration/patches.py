@@ -227,7 +227,7 @@ def _refuse_other_attention(model: Any, error: TypeError) -> None:
     """Raise UnsupportedModelError if another function than ours got the keys of a compressed cache."""
     if Handle.__name__ not in str(error):
         return
-    for module in (sys.modules[type(model).__module__], base):
+    for module in (sys.modules.get(type(model).__module__, base), base):
         function = vars(module).get(_mlx_lm_attention.__name__, scaled_dot_product_attention)
         if function is not scaled_dot_product_attention:
             raise UnsupportedModelError(

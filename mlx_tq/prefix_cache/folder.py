@@ -115,13 +115,14 @@ class Folder:
             return self._path(kind, key).lstat().st_size
         return 0
 
-    def write(self, kind: str, key: str, content: bytes, *, replace: bool = False) -> None:
+    def write(self, kind: str, key: str, content: bytes, *, verify: bool = False) -> None:
         """Write a record, inside `writing`, without waiting for the disk.
 
-        One that exists counts as used now, or is replaced, as it may be damaged.
+        One that exists counts as used now; with `verify`, it is replaced if it is damaged.
         """
-        if replace:
-            self.remove(kind, key)
+        old_nbytes = self.nbytes(kind, key)
+        if verify and self._read(self._path(kind, key))[1]:
+            self._nbytes -= old_nbytes
         if self.has(kind, key):
             self.touch([(kind, key)])
             return

@@ -34,10 +34,10 @@ from mlx_tq.kernels import backend, thresholds
 from mlx_tq.models import exact_fingerprint
 from mlx_tq.prefix_cache.folder import BLOCKS, CHECKPOINTS, Folder
 from mlx_tq.prompt_cache.cache_file import CacheState, join_caches, refuse_damaged, split_caches, try_out
+from mlx_tq.prompt_cache.capacity import with_trimmed_windows
 from mlx_tq.prompt_cache.compressed import check_caches
 from mlx_tq.prompt_cache.layer_group import cache_arrays, compressed_caches, layer_group_of
 from mlx_tq.prompt_cache.plan import Plan
-from mlx_tq.prompt_cache.room import with_trimmed_windows
 from mlx_tq.prompt_cache.statistics import tokens_seen
 
 FORMAT = 1  # of the records
@@ -202,7 +202,7 @@ class PrefixCache:
     def __init__(self, model: Any, plan: Plan, folder: Folder, warn: Callable[[str], None], salt: str = "") -> None:
         self.plan, self.folder, self._model, self._warn = plan, folder, model, warn
         self.root, self._environment = root_key(model, plan, salt), _environment()
-        self._has_failed = False
+        self._has_failed = self._has_seen_large = False
         self.live: WeakValueDictionary[str, RestoredCheckpoint] = WeakValueDictionary()
         self.continuations: dict[str, set[str]] = {}  # the next steps of prompts, by the key of a checkpoint
 
@@ -216,7 +216,7 @@ class PrefixCache:
         return _environment() == self._environment
 
     def check(self, caches: list[Any], tokens: int) -> None:
-        """Raise what tells that restored caches are not those of `tokens` tokens that the plan makes."""
+        """Raise CacheFormatError, or what a pass raises, unless restored caches match the plan and `tokens`."""
         check_caches(self._model, caches)
         layers = compressed_caches(caches)
         if [layer.spec for layer in layers] != [layer.spec for layer in self.plan.layers]:
@@ -229,14 +229,23 @@ class PrefixCache:
             raise CacheFormatError("it has values that are NaN or infinite")
         try_out(caches, self._model)
 
-    def report_store(self, fault: str | None) -> None:
-        """Warn of the first prompt that cannot be stored, for the reason `fault`."""
-        if fault is not None and not self._has_failed:
-            self._warn(
-                f"prompts cannot be stored in {self.folder.path} ({fault}), so they will be prefilled again. The "
-                "conversation continues."
-            )
-        self._has_failed = fault is not None
+    def report_write(self, error: OSError | None) -> None:
+        """Warn of the first write that fails."""
+        if error is not None and not self._has_failed:
+            self._warn_unstored(str(error.strerror))
+        self._has_failed = error is not None
+
+    def report_too_large(self, fault: str) -> None:
+        """Warn of the first prompt that takes more than the folder may hold."""
+        if not self._has_seen_large:
+            self._warn_unstored(fault)
+        self._has_seen_large = True
+
+    def _warn_unstored(self, fault: str) -> None:
+        self._warn(
+            f"prompts cannot be stored in {self.folder.path} ({fault}), so they will be prefilled again. The "
+            "conversation continues."
+        )
 
 
 class CachedPrompt:
@@ -253,6 +262,7 @@ class CachedPrompt:
         self._shared = system  # tokens that other prompts share
         self._limit = max(keys, default=0)  # checkpoints of more tokens are unusable, on some rank
         self._has_failed = False  # the disk may be full: the next prompt tries again
+        self._is_too_large = False  # for the folder
         self._met_damage = False  # the blocks of a damaged checkpoint are unknown, and may be damaged too
         self.cached_tokens = 0  # that `find` found
         self.restored = 0  # tokens
@@ -320,7 +330,7 @@ class CachedPrompt:
     def can_store(self, stop: int) -> bool:
         """Return whether a step ends after `stop` tokens that is not stored yet."""
         is_new = stop in self.keys and stop > self.last_checkpoint
-        return is_new and not self._has_failed and self._cache.is_usable
+        return is_new and not (self._has_failed or self._is_too_large) and self._cache.is_usable
 
     def store(self, stop: int, caches: list[Any]) -> None:
         """Store caches of exactly the first `stop` tokens if a step ends there and nothing was evicted or recalled."""
@@ -335,7 +345,7 @@ class CachedPrompt:
                     self._write(stop, Checkpoint(caches))
         except OSError as error:
             self._has_failed = True
-            self._cache.report_store(error.strerror)
+            self._cache.report_write(error)
 
     def _write(self, stop: int, checkpoint: Checkpoint) -> None:
         blocks = checkpoint.encode_blocks(len(self._block_keys))
@@ -344,19 +354,19 @@ class CachedPrompt:
         record = checkpoint.encode([*self._block_keys, *block_keys])
         nbytes = sum(map(len, (*blocks, record))) + sum(self._folder.nbytes(BLOCKS, key) for key in self._block_keys)
         if nbytes > self._folder.limit:  # whose parts would evict each other
-            self._has_failed = True
+            self._is_too_large = True
             fault = (
                 f"{stop:,} tokens take {nbytes / 1e6:,.1f} MB, more than the limit, {self._folder.limit / 1e6:,.1f} MB"
             )
-            self._cache.report_store(fault)
+            self._cache.report_too_large(fault)
             return
         for key, data in zip(block_keys, blocks, strict=True):
-            self._folder.write(BLOCKS, key, data, replace=self._met_damage)
+            self._folder.write(BLOCKS, key, data, verify=self._met_damage)
         self._folder.write(CHECKPOINTS, self.keys[stop], record)
         self._block_keys += block_keys
         self._checkpoint_keys.append(self.keys[stop])
         self._note_checkpoint(stop)
-        self._cache.report_store(None)
+        self._cache.report_write(None)
 
     def _note_checkpoint(self, stop: int) -> None:
         self.last_checkpoint = stop

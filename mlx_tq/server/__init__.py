@@ -68,8 +68,8 @@ def _add_limit_arguments(parser: CommandParser) -> None:
     size: Any = {"type": parse_size, "metavar": "SIZE"}
     add("--decode-concurrency", type=int, default=32, metavar="N", help="answers generated concurrently")
     add("--prompt-concurrency", type=int, default=8, metavar="N", help="prompts prefilled concurrently")
-    share = "share of the time that running answers keep while prompts are prefilled"
-    add("--decode-share", type=float, default=0.5, metavar="N", help=share)
+    share = "share of the time that is kept for running answers while prompts are prefilled"
+    add("--decode-share", type=float, default=0.5, metavar="SHARE", help=share)
     add("--prefill-step-size", type=int, default=2048, metavar="N", help="prompt tokens per prefill step")
     add("--max-queue", type=int, default=64, metavar="N", help="waiting requests; more are refused with status 429")
     add(
@@ -125,6 +125,8 @@ def run(args: argparse.Namespace) -> int:
     from mlx_tq.server.served_models import find_models  # loads mlx
 
     ranks = join_ranks(request)
+    if args.idle_release and not ranks.is_alone:
+        raise ConfigError("--idle-release unloads the model of one process, and this one runs in several. Drop it.")
     served_models = find_models(request, ranks)
     folder = open_prefix_folder(request, ranks)
     log = logging.StreamHandler(sys.stderr)

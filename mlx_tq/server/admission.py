@@ -45,7 +45,7 @@ class Admission:
         # Asked for all jobs before each step while one waits, and milliseconds to compute.
         self._peak_of_tokens = None if plan is None else lru_cache(maxsize=1024)(plan.cache_peak_nbytes)
 
-    def obstacle(self, job: Job, running: Collection[RunningJob], admitted: Sequence[Job]) -> str | None:
+    def blocked_reason(self, job: Job, running: Collection[RunningJob], admitted: Sequence[Job]) -> str | None:
         """Return why `job` cannot join, or None. Alone it always can, which was checked when the request came."""
         if not running and not admitted:
             return None

@@ -19,7 +19,7 @@ from mlx_tq.session.transcript import SearchHits
 class Orders:
     """Jobs to admit, and batch uids of jobs to remove, before a step.
 
-    `stored_prompt_bytes` is the new limit of stored prompts, or None for no change; `prefills` is whether the step may
+    Stored prompts beyond `stored_prompt_bytes` are removed, if it is not None; `prefills` is whether the step may
     prefill.
     """
 

@@ -2,13 +2,13 @@
 
 
 class DecodeShare:
-    """Lets steps without prefill follow one with it until answers had `share` of the seconds; 0 lets every one prefill.
+    """After a step with prefill, allows only steps without until answers had `share` of the time; 0 allows all.
 
     A step with prefill also decodes a token of each answer, whose seconds are those of the last step without.
     """
 
     def __init__(self, share: float) -> None:
-        self._owed_per_second = share / (1 - share)
+        self._ratio = share / (1 - share)  # seconds of decoding for each second of prefill
         self._owed = 0.0  # seconds
         self._decode_seconds = 0.0  # of a step without prefill
 
@@ -23,7 +23,9 @@ class DecodeShare:
         if not decoded:
             return
         if prefilled:
-            self._owed += max(0.0, seconds - self._decode_seconds) * self._owed_per_second - self._decode_seconds
+            self._owed += max(0.0, seconds - self._decode_seconds) * self._ratio
+            self._owed -= self._decode_seconds
         else:
             self._decode_seconds = seconds
             self._owed -= seconds
+        self._owed = max(0.0, self._owed)  # decoding while no prompt waits is no credit

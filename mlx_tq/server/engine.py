@@ -4,6 +4,7 @@ import asyncio
 import logging
 import secrets
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
@@ -81,8 +82,8 @@ class Engine:
         self._changed = Condition()  # guards the next four
         self._waiting: deque[Job] = deque()
         self._stopping = False
-        self._clears: list[asyncio.Event] = []  # set when stored prompts have been removed
-        self._obstacle: str | None = None  # to the first waiting job
+        self._clear_requests: list[asyncio.Event] = []  # set when stored prompts have been removed
+        self._blocked_reason: str | None = None  # of the first waiting job
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._step_started: float | None = None  # None while idle
@@ -152,15 +153,15 @@ class Engine:
         with self._changed:
             if not self.is_healthy:
                 return
-            self._clears.append(cleared)
+            self._clear_requests.append(cleared)
             self._changed.notify()
         await cleared.wait()
 
     def status(self) -> dict[str, Any]:
-        """Return what runs, as of the last step, and what waits, and why."""
+        """Return what runs, as last measured, and what waits, and why."""
         with self._changed:
-            waiting, obstacle = list(self._waiting), self._obstacle
-        reasons = [obstacle or "the current step", *["an earlier request waits"] * len(waiting)]
+            waiting, reason = list(self._waiting), self._blocked_reason
+        reasons = [reason or "the current step", *["an earlier request waits"] * len(waiting)]
         return {
             "running": self._jobs,
             "waiting": [
@@ -220,7 +221,7 @@ class Engine:
 
     def _report_cleared(self) -> None:
         with self._changed:
-            cleared, self._clears = self._clears, []
+            cleared, self._clear_requests = self._clear_requests, []
         for event in cleared:
             if self._loop is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(event.set)
@@ -261,7 +262,7 @@ class Engine:
     def _decide(self) -> Orders:
         """Wait until there is work; return which jobs to remove and which to admit."""
         with self._changed:
-            while not (self._stopping or self._waiting or self._running or self._suspended or self._clears):
+            while not (self._stopping or self._waiting or self._running or self._suspended or self._clear_requests):
                 self._step_started = None
                 self._changed.wait()
             self._step_started = time.monotonic()
@@ -275,11 +276,12 @@ class Engine:
             remaining = [job for uid, job in self._running.items() if uid not in leaving]
             joining = [job for uid in leaving for job in self._running[uid].followers]
             num_orphans = len(joining)
+            self._blocked_reason = "an answer waits to go on after a memory error" if self._suspended else None
             while self._waiting and not self._suspended:
                 job = self._waiting[0]
                 with self._fail_on_admission_error(job):
-                    self._obstacle = self._admission.obstacle(job, remaining, joining)
-                    if self._obstacle is not None:
+                    self._blocked_reason = self._admission.blocked_reason(job, remaining, joining)
+                    if self._blocked_reason is not None:
                         break
                     if job.cancelled.is_set():
                         self._emit(job, SessionResult())
@@ -287,8 +289,9 @@ class Engine:
                         joining.append(job)
                 self._waiting.popleft()
             self.metrics.waiting.set(len(self._waiting))
-            is_cleared = bool(self._clears)
-        room = 0 if is_cleared else self._admission.room_for_stored_prompts(remaining, joining)
+            is_cleared = bool(self._clear_requests)
+        room = self._admission.room_for_stored_prompts(remaining, joining)
+        room = 0 if is_cleared else room
         prefills = self._decode_share.may_prefill(decodes=any(job.is_decoding for job in remaining))
         return Orders(joining[num_orphans:], finished, cancelled, failed, room, prefills)
 
@@ -384,7 +387,8 @@ class Engine:
     # A step: one token for each job that decodes, one prefill step for the others.
 
     def _step(self, *, prefills: bool) -> None:
-        with self._on_error("a step of the batch failed", self._recover_batch):
+        errors: list[Exception] = []
+        with self._on_error("a step of the batch failed", errors.append):
             decoding, started = any(job.is_decoding for job in self._running.values()), time.monotonic()
             self._batch.completion_batch_size = self._batch_size if prefills else 0  # mlx-lm then only decodes
             prefilled, generated = self._batch.next()
@@ -399,6 +403,8 @@ class Engine:
                     self._forget(response.uid)
             self.metrics.generated_tokens.inc(len(generated))
             self._fail_jobs_with_sampling_errors()
+        if errors:
+            self._recover_batch(errors[0])
         self._recorded_model.passes.clear()
         self._measure()
         self._send_events()
@@ -572,7 +578,10 @@ class Engine:
         self._running = {}
         self._finished.clear()
         self._batch.close()
+        traceback.clear_frames(error.__traceback__)  # which hold the arrays of the failed step
+        self._recorded_model.passes.clear()
         self._open_batch()
+        self._stored_prompts.memory.trim_to(0)
         mx.clear_cache()
         for job in running:
             if job is not largest:
@@ -606,7 +615,7 @@ class Engine:
         if self._running and time.monotonic() - self._measured_at < self.limits.metrics_interval_s:
             return
         self._measured_at = time.monotonic()
-        tokens = [running.prefilled + running.generated for running in self._running.values()]
+        tokens = [running.prefilled + running.generated - running.resumed for running in self._running.values()]
         self._jobs = [running.describe() for running in self._running.values()]
         held = self._batch.prompt_cache_nbytes
         self.metrics.running.set(len(self._running))

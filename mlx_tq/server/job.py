@@ -153,6 +153,7 @@ class RunningJob:
         self.job, self.prompt_ids = job, job.prompt.ids  # with the quotation once that is made
         self.cached_tokens = self.prefilled = cached_tokens
         self.tokens: list[int] = []  # generated
+        self.resumed = 0  # of these, those that were prefilled after a memory error
         self.cached_kinds = cached_kinds[::-1]  # of the segments at whose ends the cache is stored, the next one last
         self.stored = stored  # the prompt in the prefix cache, while it is prefilled
         self.restored_checkpoint = None if stored is None else stored.checkpoint  # keeps its shared rows alive
@@ -188,6 +189,7 @@ class RunningJob:
         """Return prompt and answer so far, which are to be prefilled as a prompt."""
         self.close_stored()
         self.prompt_ids, self.prefilled = [*self.job.prompt.ids, *self.tokens], 0
+        self.cached_tokens, self.resumed, self.restored_checkpoint = 0, len(self.tokens), None
         self.cached_kinds, self.step_ends, self.shared = [], [], []
         return self.prompt_ids
 
@@ -199,7 +201,7 @@ class RunningJob:
     def describe(self) -> dict[str, int]:
         """Return numbers of tokens."""
         return {
-            "prompt_tokens": len(self.prompt_ids),
+            "prompt_tokens": len(self.prompt_ids) - self.resumed,
             "cached_tokens": self.cached_tokens,
             "prefilled": self.prefilled,
             "generated": self.generated,

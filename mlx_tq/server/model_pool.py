@@ -282,11 +282,7 @@ class ModelPool:
             await asyncio.sleep(seconds / _IDLE_CHECKS)
             for model in self.models:
                 async with self._turn:
-                    service = model.service
-                    if service is None or service.users or len(service.sessions) or model.has_waiting:
-                        continue
-                    if time.monotonic() - service.used_at >= seconds:
-                        del service  # or its memory would not be freed
+                    if _is_idle(model, seconds):
                         await self._unload(model)
 
     async def _unload(self, model: PooledModel) -> None:
@@ -326,6 +322,14 @@ class ModelPool:
         for request in model.waiting:
             if not request.done():
                 request.set_exception(UnavailableError(message))
+
+
+def _is_idle(model: PooledModel, seconds: float) -> bool:
+    """Return whether a loaded model has no sessions, and was not used for some seconds."""
+    service = model.service
+    if service is None or service.users or len(service.sessions) or model.has_waiting:
+        return False
+    return time.monotonic() - service.used_at >= seconds
 
 
 def _close(services: list[ModelService]) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,7 +19,7 @@ import uvicorn
 from http_limits.connections import server_config, url_of
 from mlx_tq.cli.loading import check_memory, free_memory, load_model
 from mlx_tq.cli.options import Request
-from mlx_tq.cli.runner import DONE, INTERRUPTED
+from mlx_tq.cli.runner import DONE, FAILED, INTERRUPTED
 from mlx_tq.cli.screen import show_plan, stderr
 from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import ConfigError
@@ -68,8 +69,6 @@ def serve(
     ranks: Ranks,
 ) -> None:
     """Load the first model and serve all until a signal comes; of several ranks, this is the first."""
-    if request.args.idle_release and not ranks.is_alone:
-        raise ConfigError("--idle-release unloads the model of one process, and this one runs in several. Drop it.")
     rescue = ranks.run_on_first(lambda: open_client(request.rescue.service))
     salt = salt_of(api_key, shared=request.args.prefix_cache_share)
 
@@ -91,8 +90,13 @@ def _exit_while_loading(pool: ModelPool) -> Iterator[None]:
     except KeyboardInterrupt:
         code = INTERRUPTED
         raise
+    except BaseException:
+        code = FAILED
+        raise
     finally:
         if pool.is_busy:
+            if code == FAILED:
+                traceback.print_exc()
             sys.stderr.flush()
             os._exit(code)
 
@@ -180,7 +184,7 @@ def _load(
     salt = ranks.broadcast(lambda: salt)
     stored_nbytes = args.prompt_cache_bytes
     if stored_nbytes is None:
-        stored_nbytes = free_memory() // _STORED_PART if request.config.is_off else sys.maxsize
+        stored_nbytes = ranks.min(free_memory() // _STORED_PART) if request.config.is_off else sys.maxsize
     limits = EngineLimits(
         concurrency=args.decode_concurrency,
         prompt_concurrency=args.prompt_concurrency,

@@ -20,7 +20,8 @@ from mlx_tq.session.text import TEMPLATE_ERRORS, PlainText, PromptLengthLimit, i
 Message = dict[str, Any]  # as templates expect it
 
 _TAIL = 11  # the last tokens of a template, among which it may open the model's reasoning
-_FIRST = ("type", "function", "name", "description", "parameters", "properties", "items", "enum", "required")
+_LEADING_KEYS = ("type", "function", "name", "description", "parameters", "properties", "items", "enum", "required")
+_KEY_RANKS = {key: rank for rank, key in enumerate(_LEADING_KEYS)}
 _RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 
 
@@ -119,7 +120,7 @@ class PromptBuilder:
         if wrong := sorted(set(kwargs) & _RESERVED):
             raise InvalidRequestError(f"chat_template_kwargs may not set {', '.join(wrong)}", "chat_template_kwargs")
         messages = [_template_message(message, index) for index, message in enumerate(request.messages)]
-        tools = _in_one_order(request.callable_tools)
+        tools = _with_sorted_keys(request.callable_tools)
         if tools and not self._shows_tools:
             advice = "leave tools out, or start the server with a --chat-template that shows them"
             raise InvalidRequestError(f"{self._template_name} does not show tools to the model; {advice}", "tools")
@@ -202,14 +203,14 @@ class PromptBuilder:
         return "reasoning" if is_open else self.tokenizer.response_initial_state or "normal"
 
 
-def _in_one_order(value: Any) -> Any:
+def _with_sorted_keys(value: Any) -> Any:
     """Sort the keys of JSON objects: clients send schemas in other orders, with which no prefix would be shared."""
     if isinstance(value, list):
-        return [_in_one_order(item) for item in value]
+        return [_with_sorted_keys(item) for item in value]
     if not isinstance(value, dict):
         return value
-    keys = sorted(value, key=lambda key: (_FIRST.index(key) if key in _FIRST else len(_FIRST), key))
-    return {key: _in_one_order(value[key]) for key in keys}
+    keys = sorted(value, key=lambda key: (_KEY_RANKS.get(key, len(_KEY_RANKS)), key))
+    return {key: _with_sorted_keys(value[key]) for key in keys}
 
 
 def _template_message(message: schemas.Message, index: int) -> Message:

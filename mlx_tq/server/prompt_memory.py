@@ -1,4 +1,4 @@
-"""`PromptMemory`: prompts whose caches stay in memory, limited by the bytes that they really hold."""
+"""`PromptMemory`: prompts whose caches stay in memory, up to a limit of bytes, of which shared rows count once."""
 
 import copy
 import logging
@@ -12,7 +12,8 @@ import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
 from mlx_tq.errors import CacheFormatError
-from mlx_tq.prompt_cache.room import all_arrays, free_room
+from mlx_tq.prompt_cache.capacity import all_arrays, release_capacity
+from mlx_tq.prompt_cache.layer_group import compressed_caches
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +48,10 @@ class PromptMemory:
 
     def insert(self, ids: Sequence[int], caches: list[Any]) -> None:
         """Store caches that hold `ids`, and belong to this memory from now on."""
-        free_room(caches)
-        tokens, is_trimmable = np.array(ids, np.int64), can_trim_prompt_cache(caches)
+        release_capacity(caches)
+        tokens = np.array(ids, np.int64)
+        has_evicted = any(layer.regions.evicted for layer in compressed_caches(caches))
+        is_trimmable = can_trim_prompt_cache(caches) and not has_evicted
         for other in self._prompts[:]:
             common = _common_prefix(other.ids, tokens)
             if common == len(other.ids) and (is_trimmable or common == len(tokens)):  # which these caches can become
@@ -59,13 +62,16 @@ class PromptMemory:
         self._prompts.append(_Stored(tokens, caches, arrays, self._next_use()))
         self.trim_to(self._limit)
 
-    def find(self, ids: Sequence[int], most: int) -> tuple[list[Any] | None, int]:
-        """Return a copy of the caches that hold the longest prefix of `ids`, at most `most` tokens, and its length."""
+    def find(self, ids: Sequence[int], most: int, *, notes_use: bool = True) -> tuple[list[Any] | None, int]:
+        """Return a copy of the caches that hold the longest prefix of `ids`, at most `most` tokens, and its length.
+
+        Without `notes_use`, nothing changes, and nothing is logged.
+        """
         tokens = np.array(ids, np.int64)
         lengths = [(_common_prefix(stored.ids, tokens), stored) for stored in self._prompts]
         lengths = [(length, stored) for length, stored in lengths if length]
         lengths.sort(key=lambda found: (-min(found[0], most), len(found[1].ids)))
-        if lengths:
+        if lengths and notes_use:
             self._log_divergence(tokens, *lengths[0])
         for length, stored in lengths:
             count = min(length, most)
@@ -77,7 +83,8 @@ class PromptMemory:
                 trim_prompt_cache(caches, excess)
             except CacheFormatError:  # the shared prefix lost tokens that are not archived
                 continue
-            stored.last_use = self._next_use()
+            if notes_use:
+                stored.last_use = self._next_use()
             return caches, count
         return None, 0
 

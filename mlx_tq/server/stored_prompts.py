@@ -50,7 +50,9 @@ class StoredPrompts:
         """
         if job.session is not None and job.session.caches is not None:
             return PromptSource(job.session.caches, job.session.cached_tokens)
-        caches, cached_tokens = self.memory.find(job.prompt.ids, len(job.prompt.ids) - num_remaining)
+        caches, cached_tokens = self.memory.find(
+            job.prompt.ids, len(job.prompt.ids) - num_remaining, notes_use=not alone
+        )
         if self._prefix_cache is not None:
             # A prompt that continues from memory does not follow the prefix cache's steps, so it is not stored.
             stored = _stored_prompt(self._prefix_cache, job.prompt, num_remaining, self._step)

@@ -16,8 +16,8 @@ from mlx_tq.models import load
 from mlx_tq.prefix_cache.folder import Folder
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache, reuse_prefix
 from mlx_tq.prompt_cache.build import build_caches
+from mlx_tq.prompt_cache.capacity import with_trimmed_windows
 from mlx_tq.prompt_cache.compressed import compressed_attention, plan_caches
-from mlx_tq.prompt_cache.room import with_trimmed_windows
 
 STEP, LENGTH = 200, 560
 SMALL = KVConfig(key="q8", value="tq4", sinks=16, window=32)

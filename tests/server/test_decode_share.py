@@ -26,6 +26,16 @@ def test_answers_get_their_share_of_the_seconds(share, prefill_seconds):
     assert decoding / (decoding + prefilling) == pytest.approx(max(share, least), abs=0.06)
 
 
+def test_decoding_while_no_prompt_waits_is_no_credit():
+    shares, prefills = DecodeShare(0.5), []
+    for _ in range(1000):
+        shares.count(0.05, prefilled=False, decoded=True)
+    for _ in range(100):
+        prefills.append(shares.may_prefill(decodes=True))
+        shares.count(0.05 + prefills[-1], prefilled=prefills[-1], decoded=True)
+    assert 4 <= sum(prefills) <= 6
+
+
 def test_without_answers_every_step_prefills():
     shares = DecodeShare(0.5)
     shares.count(5.0, prefilled=True, decoded=True)

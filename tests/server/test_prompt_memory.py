@@ -15,7 +15,7 @@ from zoo import build
 
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.prompt_cache import compressed as api
-from mlx_tq.prompt_cache.room import free_room
+from mlx_tq.prompt_cache.capacity import release_capacity
 from mlx_tq.server.prompt_memory import PromptMemory
 
 UNLIMITED = 2**60
@@ -113,7 +113,7 @@ def test_what_follows_does_not_depend_on_room(name, count):
     model = build(name)
     roomy = prefilled(PROMPT[:count], model, step=300)
     small = copy.deepcopy(roomy)
-    free_room(small)
+    release_capacity(small)
     assert sum(cache.nbytes for cache in small) <= sum(cache.nbytes for cache in roomy)
     start = count
     for following in (1, 5, 40, 1, 200, 1):
@@ -123,8 +123,8 @@ def test_what_follows_does_not_depend_on_room(name, count):
                 outputs.append(model(mx.array([PROMPT[start : start + following]]), cache=caches))
         start += following
         assert mx.array_equal(*outputs)
-    free_room(roomy)
-    free_room(small)
+    release_capacity(roomy)
+    release_capacity(small)
     assert digest(roomy) == digest(small)
 
 
@@ -150,11 +150,27 @@ def test_of_prompts_of_one_length_the_least_recently_used_leaves():
 
 
 def test_what_eviction_took_is_not_found():
+    """So a prefix from which nothing was evicted stays."""
     config = KVConfig(key="q8", sinks=16, window=32, evict=EvictConfig("knorm:trigger=32:granularity=1", 80, "off"))
+    memory = PromptMemory(UNLIMITED)
+    memory.insert(PROMPT[:70], prefilled(PROMPT[:70], config=config, step=64))
+    memory.insert(PROMPT[:400], prefilled(PROMPT[:400], config=config, step=64))
+    assert [memory.find(PROMPT[:count], count)[1] for count in (60, 300, 500)] == [60, 70, 400]
     memory = PromptMemory(UNLIMITED)
     memory.insert(PROMPT[:400], prefilled(PROMPT[:400], config=config, step=64))
     assert memory.find(PROMPT[:60], 60) == (None, 0)
-    assert memory.find(PROMPT[:500], 499)[1] == 400
+
+
+def test_a_look_changes_nothing(caplog):
+    memory = PromptMemory(UNLIMITED)
+    for first in range(3):
+        memory.insert([first, 7, 8], plain([first, 7, 8]))
+    with caplog.at_level(logging.DEBUG, "mlx_tq.server.prompt_memory"):
+        for _ in range(100):
+            assert memory.find([0, 7, 9], 3, notes_use=False)[1] == 2
+    assert not caplog.records
+    memory.trim_to(memory.nbytes // 2)
+    assert memory.find([0, 7, 8], 3)[1] == 0, "the oldest one has left"
 
 
 def test_the_place_where_prompts_diverge_is_logged(caplog):

@@ -10,11 +10,11 @@ from mlx_tq.cache.layer import CompressedKVCache, cache_parts
 from mlx_tq.prompt_cache.layer_group import cache_arrays
 
 
-def free_room(caches: list[Any]) -> None:
+def release_capacity(caches: list[Any]) -> None:
     """Free what caches have no tokens in, or will not read again; the next pass makes room anew."""
     for part in cache_parts(caches):
         if isinstance(part, CompressedKVCache):
-            part.free_room()
+            part.release_capacity()
         elif type(part) is KVCache and part.keys is not None:
             part.keys, part.values = (mx.contiguous(rows[:, :, : part.offset]) for rows in (part.keys, part.values))
         elif type(part) is RotatingKVCache:
