@@ -778,7 +778,7 @@ def ramp() -> str:
 FACTS = {
     "evict_facts.json": "facts in WikiText-2",
     "evict_facts_code.json": "facts in code",
-    "evict_facts_dialogue.json": "facts in dialogue",
+    "evict_facts_conversations.json": "facts in conversations",
     "evict_facts_tables.json": "facts in tables",
     "evict_facts_german.json": "facts in German text",
     "evict_topics.json": "topics of a conversation",
