@@ -31,7 +31,7 @@ class Guard:
     def __init__(self, api_key: str | None, origins: list[str], max_body: int, max_bodies: int) -> None:
         self._api_key = api_key.encode() if api_key else None
         self._origins = set(origins)
-        self._max_body, self._max_bodies = max_body, max_bodies
+        self.max_body, self._max_bodies = max_body, max_bodies
         self._uploads = Uploads(max_bodies)
 
     def check_caller(self, request: Request) -> None:
@@ -54,11 +54,11 @@ class Guard:
 
     async def read_body(self, request: Request) -> bytes:
         """Read a body. Only requests whose body has arrived count in the queue: slow clients block no one."""
-        message = f"the body is over {self._max_body} bytes; shorten it, or raise --max-body"
+        message = f"the body is over {self.max_body} bytes; shorten it, or raise --max-body"
         too_large = InvalidRequestError(message, status=413)
         slow = f"took longer than {BODY_TIMEOUT_S:.0f} s to arrive, or was the slowest of {self._max_bodies}"
         too_slow = InvalidRequestError(f"the body {slow}; send it without pauses", status=408)
-        return await read_body(request, self._max_body, too_large=too_large, too_slow=too_slow, uploads=self._uploads)
+        return await read_body(request, self.max_body, too_large=too_large, too_slow=too_slow, uploads=self._uploads)
 
 
 class LargeRequests:

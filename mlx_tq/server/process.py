@@ -111,13 +111,18 @@ def _serve_pool(
             super().handle_exit(sig, frame)
 
     slots = args.max_queue + args.decode_concurrency
-    max_body = args.max_body or max(default_max_body(model.positions) for model in pool.models)
-    api = Api(pool, Guard(api_key, args.allowed_origins, max_body, slots), rescue)
+
+    def max_body() -> int:
+        return args.max_body or max(default_max_body(model.positions) for model in pool.models)
+
+    guard = Guard(api_key, args.allowed_origins, max_body(), slots)
+    api = Api(pool, guard, rescue)
     failures: list[Exception] = []
 
     async def load() -> None:
         try:
             await pool.start()
+            guard.max_body = max_body()  # the context length is known now
             if pool.is_ready:
                 stderr.print(f"listening on {url_of(listener)} (chat page; API at /v1)")
         except Exception as error:  # noqa: BLE001  raised below

@@ -130,7 +130,7 @@ def test_an_idle_model_is_unloaded_and_comes_back(start, models):
     assert ask(server, "alpha") == "alpha"
     wait_for(lambda: loaded(server) == [], 60)
     assert server.http.get("/health").json() == {"status": "ok"}
-    assert "unloaded alpha" in server.log()
+    wait_for(lambda: "unloaded alpha" in server.log(), 60)
     headers = {HEADER: "s"}
     answer = server.http.post(
         "/v1/chat/completions", json={"messages": [{"role": "user", "content": QUESTION}]}, headers=headers
