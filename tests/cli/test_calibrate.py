@@ -131,7 +131,7 @@ def test_on_a_cpu_nothing_is_calibrated_unless_it_is_asked_for(cli, start, tmp_p
     log = read_until(server.stderr.fileno(), "listening on").splitlines()
     title = "Calibrating eviction for tiny (first run only)"
     first, *shares = (line for line in log if line.startswith(title))
-    assert log[0] == "loading tiny; requests are answered when it is ready"
+    assert re.fullmatch(r"loading tiny; requests to http://127\.0\.0\.1:\d+ are answered when it is ready", log[0])
     assert first == title
     assert len(shares) > 5
     assert all(re.fullmatch(r": \d+%, about \d+ s left", line.removeprefix(title)) for line in shares)
