@@ -1,4 +1,4 @@
-"""What caches hold beyond their tokens, and how to free it before they are kept."""
+"""Free the memory that caches hold beyond their tokens, before they are stored."""
 
 import copy
 from typing import Any
@@ -11,7 +11,7 @@ from mlx_tq.prompt_cache.layer_group import cache_arrays
 
 
 def release_capacity(caches: list[Any]) -> None:
-    """Free what caches have no tokens in, or will not read again; the next pass makes room anew."""
+    """Free what has no tokens, or will not be read again; the next pass allocates what it needs."""
     for part in cache_parts(caches):
         if isinstance(part, CompressedKVCache):
             part.release_capacity()

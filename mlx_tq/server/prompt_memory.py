@@ -70,7 +70,7 @@ class PromptMemory:
         tokens = np.array(ids, np.int64)
         lengths = [(_common_prefix(stored.ids, tokens), stored) for stored in self._prompts]
         lengths = [(length, stored) for length, stored in lengths if length]
-        lengths.sort(key=lambda found: (-min(found[0], most), len(found[1].ids)))
+        lengths.sort(key=lambda pair: (-min(pair[0], most), len(pair[1].ids)))
         if lengths and notes_use:
             self._log_divergence(tokens, *lengths[0])
         for length, stored in lengths:
