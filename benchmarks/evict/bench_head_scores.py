@@ -22,7 +22,7 @@ from benchmarks.evict.bench_facts import PLAIN, answer, scenes
 from benchmarks.evict.everyday_facts import Scene
 from benchmarks.reports import ALL_NAMES, named_model, save
 from mlx_tq.cache.headwise import HeadwiseKVCache
-from mlx_tq.cli.head_calibration import SINKS, WINDOW, combine, share_of_best, watch_repetition
+from mlx_tq.cli.head_calibration import SINKS, WINDOW, mean_ranks, share_of_best, watch_repetition
 from mlx_tq.cli.inputs import load_text
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed_attention, plan_caches
@@ -106,7 +106,7 @@ def measure(name: str, tokens: int, texts: int) -> Iterator[dict[str, Any]]:
         for share in SHARES if number == 0 else SHARES[1:2]:
             yield row(f"{label}, best {share:.0%} of rows", share_of_best(weights, share), RETRIEVAL, WINDOW)
         yield row(f"{label}, change of the output", changes, RETRIEVAL, WINDOW)
-        both = combine(share_of_best(weights), changes)
+        both = mean_ranks(share_of_best(weights), changes)
         yield row(f"{label}, both", both, RETRIEVAL, WINDOW)
         if number == 0:
             yield from (row(f"{label}, both", both, *varied) for varied in VARIED)

@@ -17,7 +17,7 @@ from mlx_tq.errors import KernelUnavailableError
 
 CACHES, MOST_CACHES = 8, 64  # at least and at most, that calls take turns among
 COLD_NBYTES = 192 << 20  # of all caches of an arm together, more than any chip's cache holds
-LEAST_CALLS, MAX_CALLS = 2, 256  # of a chain; between two chains of an arm, those of others read other caches
+LEAST_CALLS, MAX_CALLS = 2, 256  # of a chain; with few, caches are cold too: chains of other arms came between
 
 
 class Timing(NamedTuple):

@@ -434,7 +434,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         return rows
 
     def release_capacity(self) -> None:
-        """Free capacity that holds no tokens, and buffers of which few rows are in use. The next pass makes room."""
+        """Free capacity without tokens, and buffers of which few rows are in use; the next pass allocates again."""
         if self._full is not None:
             stop = self.regions.full_index(self.offset, self._packed(self.offset))
             keys, values = (mx.contiguous(x[:, :, :stop]) for x in self._full)

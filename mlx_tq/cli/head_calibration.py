@@ -45,7 +45,7 @@ def measure_head_scores(
 ) -> HeadScores:
     """Return the scores of all KV heads of the layers that can be compressed, on the first `tokens` of a text."""
     weights, changes = watch_repetition(model, tokenizer, text, tokens, progress=progress)
-    scores = combine(share_of_best(weights), changes)
+    scores = mean_ranks(share_of_best(weights), changes)
     return HeadScores(tuple(tuple(layer.tolist()) for layer in scores), weights[0].shape[1])
 
 
@@ -60,8 +60,8 @@ def watch_repetition(
     """Let a model repeat a text, and return for each layer what its KV heads read.
 
     - weights: fp32 [H, tokens], the largest weight that any query of the repetition gives each row of the text
-    - changes: fp32 [H], how much the output changes if a head sees sinks and window only: the square of the change,
-      over the squared outputs of this layer and those before it, to which the next layer would add
+    - changes: fp32 [H], how much the output changes if a head sees sinks and window only: the squared change, divided
+      by the summed squares of the outputs of this layer and all before it
     """
     ids = list(tokenizer.encode(text, add_special_tokens=False, verbose=False))[:tokens]
     repeat = repetition(model, tokenizer, ids)
@@ -108,7 +108,7 @@ def share_of_best(weights: list[np.ndarray], best: float = BEST) -> list[np.ndar
     return [(layer >= threshold).mean(axis=1) for layer in weights]
 
 
-def combine(*measures: list[np.ndarray]) -> list[np.ndarray]:
+def mean_ranks(*measures: list[np.ndarray]) -> list[np.ndarray]:
     """Return for each head the mean of its ranks, where a rank is the share of heads that measure less."""
     flat = [np.concatenate(measure) for measure in measures]
     ranks = [(measure[:, None] > measure).mean(axis=1) for measure in flat]

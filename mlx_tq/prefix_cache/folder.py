@@ -120,9 +120,10 @@ class Folder:
 
         One that exists counts as used now; with `verify`, it is replaced if it is damaged.
         """
-        old_nbytes = self.nbytes(kind, key)
-        if verify and self._read(self._path(kind, key))[1]:
-            self._nbytes -= old_nbytes
+        if verify:
+            nbytes = self.nbytes(kind, key)
+            _, is_damaged = self._read(self._path(kind, key))
+            self._nbytes -= nbytes if is_damaged else 0
         if self.has(kind, key):
             self.touch([(kind, key)])
             return

@@ -28,15 +28,15 @@ import numpy as np
 from mlx_lm.models.cache import CacheList
 
 from mlx_tq import __version__
-from mlx_tq.cache.layer import CompressedKVCache, cache_parts
+from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.errors import CacheFormatError
 from mlx_tq.kernels import backend, thresholds
 from mlx_tq.models import exact_fingerprint
 from mlx_tq.prefix_cache.folder import BLOCKS, CHECKPOINTS, Folder
 from mlx_tq.prompt_cache.cache_file import CacheState, join_caches, refuse_damaged, split_caches, try_out
-from mlx_tq.prompt_cache.capacity import with_trimmed_windows
+from mlx_tq.prompt_cache.capacity import all_arrays, with_trimmed_windows
 from mlx_tq.prompt_cache.compressed import check_caches
-from mlx_tq.prompt_cache.layer_group import cache_arrays, compressed_caches, layer_group_of
+from mlx_tq.prompt_cache.layer_group import compressed_caches, layer_group_of
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.statistics import tokens_seen
 
@@ -88,7 +88,7 @@ def decode_checkpoint(data: bytes, read_block: Callable[[str], bytes | None]) ->
     """Return the caches of a checkpoint and its block keys; raise CacheFormatError if a part is damaged or missing."""
     try:
         arrays, header = _from_bytes(data)
-        contents = [read_block(key) for key in header["blocks"]]  # all: damaged ones are removed, and written again
+        contents = [read_block(key) for key in header["blocks"]]  # reading removes damaged ones: all
         blocks = [_from_bytes(content or b"")[0] for content in contents]
         for name in header["growing"] if blocks else ():
             arrays[name] = mx.concatenate([*(block[name] for block in blocks), arrays[name]], axis=2)
@@ -216,15 +216,14 @@ class PrefixCache:
         return _environment() == self._environment
 
     def check(self, caches: list[Any], tokens: int) -> None:
-        """Raise CacheFormatError, or what a pass raises, unless restored caches match the plan and `tokens`."""
+        """Raise CacheFormatError, or the error of a trial pass, unless restored caches match the plan and `tokens`."""
         check_caches(self._model, caches)
         layers = compressed_caches(caches)
         if [layer.spec for layer in layers] != [layer.spec for layer in self.plan.layers]:
             raise CacheFormatError("its layers are stored in other formats than those of the plan")
         if any(layer.offset != tokens for layer in layers):
             raise CacheFormatError(f"it holds {layers[0].offset} tokens, not {tokens}")
-        arrays = [array for part in cache_parts(caches) for array in cache_arrays(part)]
-        finite = [mx.isfinite(array).all() for array in arrays if mx.issubdtype(array.dtype, mx.floating)]
+        finite = [mx.isfinite(array).all() for array in all_arrays(caches) if mx.issubdtype(array.dtype, mx.floating)]
         if not all(is_finite.item() for is_finite in finite):
             raise CacheFormatError("it has values that are NaN or infinite")
         try_out(caches, self._model)

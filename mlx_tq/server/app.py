@@ -154,7 +154,7 @@ class Api:
         return JSONResponse({"models": models})
 
     async def _clear_stored_prompts(self, request: Request) -> Response:
-        """Remove the prompts in memory of all models. The field is the one that other servers have."""
+        """Remove the prompts in memory of all models, and answer as benchmark clients (mlx_chronos) expect."""
         for service in self._pool.services:
             await _run_until_disconnect(request, service.engine.clear_stored_prompts())
         return JSONResponse({"scheduler_cache_cleared": True})

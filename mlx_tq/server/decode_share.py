@@ -2,15 +2,16 @@
 
 
 class DecodeShare:
-    """After a step with prefill, allows only steps without until answers had `share` of the time; 0 allows all.
+    """After a step that prefills, lets the batch only decode until answers have had `share` of the time.
 
-    A step with prefill also decodes a token of each answer, whose seconds are those of the last step without.
+    With share 0, every step may prefill. A step that prefills also decodes one token of each answer, which is taken to
+    last as long as the last step that only decoded.
     """
 
     def __init__(self, share: float) -> None:
         self._ratio = share / (1 - share)  # seconds of decoding for each second of prefill
         self._owed = 0.0  # seconds
-        self._decode_seconds = 0.0  # of a step without prefill
+        self._decode_seconds = 0.0  # of the last step that only decoded
 
     def may_prefill(self, *, decodes: bool) -> bool:
         """Return whether the next step may prefill; always, if it has no answer to decode."""

@@ -291,7 +291,8 @@ class Engine:
             self.metrics.waiting.set(len(self._waiting))
             is_cleared = bool(self._clear_requests)
         room = self._admission.room_for_stored_prompts(remaining, joining)
-        room = 0 if is_cleared else room
+        if is_cleared:
+            room = 0
         prefills = self._decode_share.may_prefill(decodes=any(job.is_decoding for job in remaining))
         return Orders(joining[num_orphans:], finished, cancelled, failed, room, prefills)
 
@@ -556,42 +557,48 @@ class Engine:
 
         return self._on_error("a request could not join the batch", fail)
 
-    def _fail_batch(self, error: Exception) -> None:
-        """Fail all running jobs, because the state of the batch is unknown, and open a new batch."""
-        failed, self._running = self._running, {}
-        for running in failed.values():
-            self._fail(running.job, _model_failed(error))
+    def _reopen_batch(self) -> list[RunningJob]:
+        """Open a new batch, because the state of the old one is unknown; return the jobs of that."""
+        begun, self._running = list(self._running.values()), {}
         self._finished.clear()
         self._batch.close()
         self._open_batch()
-        for follower in [job for running in failed.values() for job in running.followers]:
-            self._admit(follower)
+        return begun
+
+    def _admit_followers(self, leaders: list[RunningJob]) -> None:
+        for leader in leaders:
+            followers, leader.followers = leader.followers, {}
+            for follower in followers:
+                self._admit(follower)
+
+    def _fail_batch(self, error: Exception) -> None:
+        """Fail all running jobs, and open a new batch."""
+        failed = self._reopen_batch()
+        for running in failed:
+            self._fail(running.job, _model_failed(error))
+        self._admit_followers(failed)
 
     def _recover_batch(self, error: Exception) -> None:
         """Fail all running jobs; after a memory error, go on with all but the largest, which waits until one ends."""
-        running = [job for uid, job in self._running.items() if uid not in self._finished and not job.failed]
+        resumed = [job for uid, job in self._running.items() if uid not in self._finished and not job.failed]
         evicts = self._plan is not None and self._plan.eviction is not None
-        if not is_out_of_memory(error) or len(running) < 2 or evicts or not all(job.can_resume for job in running):
+        if not is_out_of_memory(error) or len(resumed) < 2 or evicts or not all(job.can_resume for job in resumed):
             self._fail_batch(error)
             return
-        largest = max(running, key=lambda job: len(job.job.prompt.ids) + job.generated)
-        self._running = {}
-        self._finished.clear()
-        self._batch.close()
-        traceback.clear_frames(error.__traceback__)  # which hold the arrays of the failed step
         self._recorded_model.passes.clear()
-        self._open_batch()
+        traceback.clear_frames(error.__traceback__)  # like the passes, they hold arrays of the failed step
+        begun = self._reopen_batch()
         self._stored_prompts.memory.trim_to(0)
         mx.clear_cache()
-        for job in running:
-            if job is not largest:
+        largest = max(resumed, key=lambda job: len(job.job.prompt.ids) + job.generated)
+        for job in begun:
+            if job not in resumed:  # its client has the answer, or an error
+                self._emit(job.job, SessionResult())
+            elif job is not largest:
                 self._insert(job, [job.resume()], None, [])
         self._suspended.append(largest)
         self._resume_below = len(self._running)
-        for other in running:
-            followers, other.followers = other.followers, {}
-            for follower in followers:
-                self._admit(follower)
+        self._admit_followers(begun)
 
     def _resume_suspended(self) -> None:
         """Go on with a job that waits since a memory error, once fewer others run."""

@@ -182,8 +182,8 @@ class RunningJob:
 
     @property
     def can_resume(self) -> bool:
-        """Whether prompt and answer so far are all that the rest of the answer depends on."""
-        return self.job.session is None and self.job.constraint is None and not self.failed
+        """Whether the rest of the answer depends on nothing but the prompt and the answer so far."""
+        return self.job.session is None and self.job.constraint is None
 
     def resume(self) -> list[int]:
         """Return prompt and answer so far, which are to be prefilled as a prompt."""

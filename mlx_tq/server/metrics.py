@@ -43,10 +43,6 @@ class Metrics:
             "mlx_tq_first_token_seconds", "Time to first token", registry=registry, buckets=_SECONDS
         )
 
-    def value(self, metric: Counter | Gauge) -> float:
-        """Return the value of a counter or a gauge without labels."""
-        return next(iter(metric.collect())).samples[0].value
-
     def clear_gauges(self) -> None:
         """Reset the gauges of an unloaded model; counters keep their values."""
         for gauge in (self.waiting, self.running, self.kv_bytes, self.kv_native_bytes):
@@ -55,6 +51,11 @@ class Metrics:
         self.prompt_cache_entries.set(0)
         self.sessions.set_function(float)
         self.session_bytes.set_function(float)
+
+
+def value_of(metric: Counter | Gauge) -> float:
+    """Return the value of a metric without labels."""
+    return next(iter(metric.collect())).samples[0].value
 
 
 class ServerMetrics(Collector):

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -77,7 +76,6 @@ class ModelPool:
         self.created = int(time.time())
         self._turn = asyncio.Lock()  # of the models that wait to be loaded
         self._changed = asyncio.Event()  # a model is used by one request less, or one less waits
-        self._uses = count(1)
         self._thread: Thread | None = None  # loads or unloads
         self._is_stopping = False
         self.is_ready = False  # whether the first model was loaded
@@ -175,15 +173,12 @@ class ModelPool:
     def retain(self, service: ModelService) -> None:
         """Keep a loaded model that a request uses; call `release` afterwards."""
         service.users += 1
-        self._note_use(service)
+        service.last_used = time.monotonic()
 
     def release(self, service: ModelService) -> None:
         service.users -= 1
-        self._note_use(service)
+        service.last_used = time.monotonic()
         self._changed.set()
-
-    def _note_use(self, service: ModelService) -> None:
-        service.last_used, service.used_at = next(self._uses), time.monotonic()
 
     async def _wait_for(self, model: PooledModel) -> ModelService:
         if sum(len(other.waiting) for other in self.models) >= self._max_waiting:
@@ -329,7 +324,7 @@ def _is_idle(model: PooledModel, seconds: float) -> bool:
     service = model.service
     if service is None or service.users or len(service.sessions) or model.has_waiting:
         return False
-    return time.monotonic() - service.used_at >= seconds
+    return time.monotonic() - service.last_used >= seconds
 
 
 def _close(services: list[ModelService]) -> None:

@@ -25,7 +25,7 @@ from mlx_tq.server.answers import Answer, Choice
 from mlx_tq.server.api_errors import ContextLengthError, InvalidRequestError
 from mlx_tq.server.engine import Engine
 from mlx_tq.server.job import Event, Job, SessionResult
-from mlx_tq.server.metrics import Metrics
+from mlx_tq.server.metrics import Metrics, value_of
 from mlx_tq.server.prompt_builder import PromptBuilder
 from mlx_tq.server.response_formats import ResponseFormats
 from mlx_tq.server.sampling import Sampling, logits_processors
@@ -51,8 +51,7 @@ class ModelService:
     ) -> None:
         args, self.rescue, self.metrics = request.args, rescue, metrics
         self.name = short_name(args.model)
-        self.users = self.last_used = 0  # requests that use it now, and when the last one did, as its pool counts
-        self.used_at = time.monotonic()
+        self.users, self.last_used = 0, time.monotonic()  # requests that use it now, and when the last one did
         self.nbytes = weights_nbytes(model) + (limits.memory or 0)  # that it may take
         self._tokenizer, self._plan = tokenizer, plan
         self.positions = position_limit(model)
@@ -190,16 +189,16 @@ class ModelService:
 
     def status(self) -> dict[str, Any]:
         """Return what runs and waits, and how many prompt tokens did not have to be prefilled, for /status."""
-        value, metrics = self.metrics.value, self.metrics
-        prompt, cached = value(metrics.prompt_tokens), value(metrics.cached_tokens)
+        metrics = self.metrics
+        prompt, cached = value_of(metrics.prompt_tokens), value_of(metrics.cached_tokens)
         return {
             **self.engine.status(),
             "prompt_tokens": int(prompt),
             "cached_tokens": int(cached),
-            "restored_tokens": int(value(metrics.restored_tokens)),
+            "restored_tokens": int(value_of(metrics.restored_tokens)),
             "hit_rate": round(cached / prompt, 4) if prompt else None,
-            "stored_prompts": int(value(metrics.prompt_cache_entries)),
-            "stored_bytes": int(value(metrics.prompt_cache_bytes)),
+            "stored_prompts": int(value_of(metrics.prompt_cache_entries)),
+            "stored_bytes": int(value_of(metrics.prompt_cache_bytes)),
         }
 
     def session_report(self, result: SessionResult) -> dict[str, Any]:
