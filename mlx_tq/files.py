@@ -1,6 +1,7 @@
 """Atomic file writes that replace only files of their own kind, and the user's cache folder."""
 
 import errno
+import fcntl
 import json
 import os
 import secrets
@@ -77,4 +78,14 @@ def atomic_write(path: str | Path, suffix: str = "", *, sync: bool = True) -> It
 def sync_file(path: Path) -> None:
     """Wait until the data of a file is on the disk."""
     with path.open("rb") as file:
-        os.fsync(file.fileno())
+        sync_descriptor(file.fileno())
+
+
+def sync_descriptor(descriptor: int) -> None:
+    """Wait until the data of an open file is on the disk, and not only in the drive's own memory, as macOS's fsync."""
+    full_sync = getattr(fcntl, "F_FULLFSYNC", None)  # macOS alone has it
+    if full_sync is not None:
+        with suppress(OSError):  # network drives refuse it
+            fcntl.fcntl(descriptor, full_sync)
+            return
+    os.fsync(descriptor)

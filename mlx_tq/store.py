@@ -59,11 +59,10 @@ def run(args: argparse.Namespace) -> int:
         blocks, checkpoints = report["blocks"], report["checkpoints"]
         counts = f"{human_bytes(report['nbytes'])}, {blocks:,} blocks, {len(checkpoints):,} checkpoints"
         sys.stdout.write(f"{report['folder']}: {counts}\n")
-        rows = table("", "tokens", "blocks", "own bytes", "last used", "key", "")
+        rows = table("", "tokens", "blocks", "own bytes", "last used", "key")
         for entry in checkpoints:
             size = human_bytes(entry["nbytes"])
-            shared = "shared" if entry["protected"] else ""
-            rows.add_row(f"{entry['tokens']:,}", str(entry["blocks"]), size, entry["used"], entry["key"][:12], shared)
+            rows.add_row(f"{entry['tokens']:,}", str(entry["blocks"]), size, entry["used"], entry["key"][:12])
         if checkpoints:
             stdout.print(rows)
     else:
@@ -72,17 +71,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(folder: "Folder") -> dict[str, Any]:
-    from mlx_tq.prefix_cache.folder import BLOCKS, CHECKPOINTS  # loads mlx, which --help does without
-    from mlx_tq.prefix_cache.prefix_cache import describe_checkpoint  # likewise
+    from mlx_tq.prefix_cache.folder import BLOCKS  # loads mlx, which --help does without
 
-    records = folder.records()
+    records, summaries = folder.records(), folder.checkpoints()
     checkpoints = []
     for record in reversed(records):
-        is_checkpoint = record.path.parent.name == CHECKPOINTS
-        if is_checkpoint and (data := folder.read(CHECKPOINTS, record.path.name, touch=False)) is not None:
-            used = datetime.fromtimestamp(record.last_used / 1e9, UTC).isoformat(timespec="seconds")
-            entry = {"key": record.path.name, "used": used, "nbytes": record.size, "protected": record.is_protected}
-            checkpoints.append({**entry, **describe_checkpoint(data)})
+        if (summary := summaries.get(record.path.name)) is not None:
+            used = datetime.fromtimestamp(record.time / 1e9, UTC).isoformat(timespec="seconds")
+            entry = {"key": record.path.name, "used": used, "nbytes": record.size}
+            checkpoints.append({**entry, "tokens": len(summary.tokens), "blocks": len(summary.block_keys)})
     blocks = sum(record.path.parent.name == BLOCKS for record in records)
     nbytes = sum(record.size for record in records)
     return {"folder": str(folder.path), "nbytes": nbytes, "blocks": blocks, "checkpoints": checkpoints}

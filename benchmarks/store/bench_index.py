@@ -1,9 +1,9 @@
-"""Measure a prefix cache of 100,000 records: start, lookup of a prompt of 32K tokens, eviction, start after a crash.
+"""Measure a prefix cache of 100,000 records: first and later lookups of a prompt of 32K tokens, removal, a crash.
 
     python -m benchmarks.store.bench_index
 
-Records are files of 64 bytes, because their number is what costs. Lookups are of a prompt whose first 24K tokens are
-stored, and of one that is not.
+One record in twenty is a checkpoint of 2K to 32K tokens, the others are blocks, which checkpoints name. Blocks are
+files of 64 bytes, because their number is what costs. The prompt shares 24K tokens with one of the checkpoints.
 """
 
 import argparse
@@ -17,9 +17,12 @@ import numpy as np
 
 from benchmarks.reports import save
 from mlx_tq.prefix_cache.folder import BLOCKS, CHECKPOINTS, Folder
-from mlx_tq.prefix_cache.prefix_cache import step_keys
+from mlx_tq.prefix_cache.prefix_cache import common_prefix
+from mlx_tq.prefix_cache.summary import Summary
 
-RECORDS, TOKENS, STEP, TIMES = 100_000, 32_768, 512, 5
+RECORDS, TOKENS, STEP, TIMES = 100_000, 32_768, 2048, 5
+PARTS = TOKENS // STEP
+BLOCKS_OF_A_PROMPT = 19 * PARTS
 
 
 def timed(work, times=TIMES):
@@ -31,55 +34,55 @@ def timed(work, times=TIMES):
     return round(median(seconds), 4), found
 
 
+def write_prompts(folder):
+    """Write prompts, each with a checkpoint at the end of each step; return the tokens of one."""
+    chance = np.random.default_rng(0)
+    with folder.writing():
+        for prompt in range(RECORDS // (20 * PARTS)):
+            tokens = chance.integers(0, 50_000, TOKENS).astype(np.int32)
+            blocks = tuple(f"{prompt * BLOCKS_OF_A_PROMPT + number:064x}" for number in range(BLOCKS_OF_A_PROMPT))
+            for block in blocks:
+                folder.write(BLOCKS, block, bytes(64))
+            for part in range(1, PARTS + 1):
+                summary = Summary("root", tokens[: part * STEP], blocks[: part * 19], 32, has_prefixes=True)
+                folder.write(CHECKPOINTS, f"{prompt * PARTS + part:064x}", summary.to_bytes())
+    return tokens
+
+
 def main():
     argparse.ArgumentParser(description=__doc__).parse_args()  # --help alone; it has no flags
-    prompt = np.random.default_rng(0).integers(0, 50_000, TOKENS).tolist()
-    keys = list(step_keys("begin", [prompt], STEP).values())
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "store"
         folder = Folder(path)
-        with folder.writing():
-            for number in range(RECORDS - len(keys)):
-                kind = CHECKPOINTS if number % 5 == 0 else BLOCKS
-                folder.write(kind, f"{number:064x}", bytes(64))
-            for key in keys[: 3 * len(keys) // 4]:
-                folder.write(CHECKPOINTS, key, bytes(64))
+        prompt = write_prompts(folder)
+        prompt[3 * TOKENS // 4 :] = -1
 
-        def look(begin):
-            ends = step_keys(begin, [prompt], STEP)
-            return next((stop for stop, key in reversed(ends.items()) if folder.has(CHECKPOINTS, key)), 0)
-
-        def start():
-            opened = Folder(path)
-            with opened.writing() as may:
-                assert may
-                return opened.read(CHECKPOINTS, keys[0])
+        def look(opened):
+            return max(common_prefix(summary.tokens, prompt) for summary in opened.checkpoints().values())
 
         def after_a_crash():
             (path / "lock").write_bytes(b"")
-            return start()
+            with Folder(path).writing() as may:
+                assert may
 
-        found, there = timed(lambda: look("begin"))
-        missed, nothing = timed(lambda: look("another"))
-        assert (there, nothing) == (STEP * (3 * len(keys) // 4), 0)
-        begun, _ = timed(start)
+        first, there = timed(lambda: look(Folder(path)))
+        look(folder)
+        later, _ = timed(lambda: look(folder))
+        assert there == 3 * TOKENS // 4
         counted, _ = timed(after_a_crash)
-        listed, records = timed(folder.records)
-        folder.limit = sum(record.size for record in records) // 2
+        folder.limit = sum(record.size for record in folder.records()) // 2
 
         def shrink():
             with folder.writing():
-                folder.write(BLOCKS, "f" * 64, bytes(64))
+                folder.make_room(0, [])
 
         left, _ = timed(shrink, 1)
         assert sum(record.size for record in folder.records()) <= folder.limit
     figures = {
-        "lookup, there": found,
-        "lookup, not there": missed,
-        "start": begun,
-        "start after a crash": counted,
-        "list": listed,
-        "half of it leaves": left,
+        "first lookup": first,
+        "later lookup": later,
+        "first write after a crash": counted,
+        "half of it is removed": left,
     }
     print(json.dumps(figures))
     sizes = {"records": RECORDS, "tokens": TOKENS, "step": STEP}

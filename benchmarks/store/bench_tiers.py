@@ -23,8 +23,9 @@ from benchmarks.reports import save
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.config import Budget, EvictConfig, KVConfig
-from mlx_tq.prefix_cache.folder import BLOCKS, Folder
-from mlx_tq.prefix_cache.prefix_cache import Checkpoint, decode_checkpoint, derive_key
+from mlx_tq.prefix_cache.checkpoint import Checkpoint, decode_checkpoint
+from mlx_tq.prefix_cache.folder import BLOCKS, CHECKPOINTS, Folder
+from mlx_tq.prefix_cache.prefix_cache import derive_key
 from mlx_tq.prompt_cache.layer_group import EvictionPlan, LayerGroup
 
 LAYERS, HEADS, DIM, BLOCK = 36, 8, 128, 16
@@ -86,16 +87,19 @@ def through_store(caches, folder):
     names = []
 
     def spill():
-        point = Checkpoint(caches)
+        checkpoint = Checkpoint(caches, range(caches[0].offset))
         with folder.writing():
-            for data in point.encode_blocks(0):
+            for number in range(checkpoint.num_blocks):
+                data = checkpoint.block(number)
                 names.append(derive_key("", data))
                 folder.write(BLOCKS, names[-1], data)
-            folder.sync(BLOCKS, names[-1])
-        return point.encode(names)
+            key = "0" * 64
+            folder.write(CHECKPOINTS, key, record := checkpoint.record("root", names))
+            folder.sync(key)
+        return record
 
     def warm():
-        found, _ = decode_checkpoint(record, lambda name: folder.read(BLOCKS, name))
+        found, _ = decode_checkpoint(record, folder.read_block)
         mx.eval([cache.state for cache in found])
         return found
 

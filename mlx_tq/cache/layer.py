@@ -17,6 +17,7 @@ from mlx_tq.cache.batch import BatchCompressedKVCache
 from mlx_tq.cache.blocks import LayerRows, LayerShape
 from mlx_tq.cache.normalizer import KeyNormalizer
 from mlx_tq.cache.packed_rows import (
+    BLOCK_ROWS,
     PackedRows,
     Pair,
     SharedBuffers,
@@ -72,6 +73,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
     def __init__(self, spec: CacheSpec, number: int = 0, group: Group | None = None) -> None:
         self.spec, self.number, self.group = spec, number, group
         self.regions = RegionMap.empty(spec)
+        self.block_keys: tuple[str, ...] = ()  # of the first rows in the prefix cache, BLOCK_ROWS for each
         self.saved_part: dict[str, Any] | None = None  # of the group, in a state, until the next pass restores it
         # Sinks and window lie next to each other, [B, H, capacity, D]; the slack is [B, H, packed - originals, D].
         self._full: Pair | None = None
@@ -171,6 +173,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         if self._full is not None and self._packed(length) < packed:
             originals = self._originals(self._full, before.originals, packed, before.length)
             self._lay_out(self._full, originals, before.originals)
+        self.block_keys = self.block_keys[: self._num_rows // BLOCK_ROWS]
         return n
 
     @classmethod
@@ -208,6 +211,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         self._check_state(state)
         self._rows, self._health = PackedRows(state.get("rows")), state["health"]
         self._full = self._slack = self._fitted = self._last_view = self.on_queries = None
+        self.block_keys = ()
         if "keys" in state:
             full, sinks = (state["keys"], state["values"]), self.spec.sinks
             self._lay_out(full, (full[0][:, :, sinks:], full[1][:, :, sinks:]), self.regions.originals)
@@ -429,7 +433,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         self.regions = self.regions.with_packed(positions, packed)
         self._normalizer = self._normalizer.with_blocks(before, self._mean_map.mean_blocks(packed), means or {})
         self._mean_index = self._make_mean_index()
-        self._rows = PackedRows(rows)
+        self._rows, self.block_keys = PackedRows(rows), ()
         self._last_view = None
         return rows
 

@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx_tq.config import BLOCK
 from mlx_tq.kernels.regions import SharedRows, rows_between
 
+BLOCK_ROWS = 256  # rows that the prefix cache stores together
 STEP = 256  # rows by which the buffer grows once it has as many; a shorter one grows by blocks
 MIN_SHARED = STEP  # fewer shared rows are copied, as they are not worth a buffer of their own
 MAX_SHARED_BUFFERS = 4  # attention reads each shared buffer by itself

@@ -6,8 +6,8 @@
     rank-R-of-N/                   such a folder, of rank R where N ranks run a model together
 
 A file appears whole, by rename, and is read only if its checksum is right: a power cut, a full disk or a changed byte
-makes a record missing, never wrong. Each use sets a file's time; beyond the limit the least recently used are evicted.
-Protected records count as used a week later (their time is in the future), up to half of the limit.
+makes a record missing, never wrong. Each use sets the time of a checkpoint. Beyond the limit, checkpoints are removed
+by worth, and with each the blocks that no other one names.
 
 Others may put anything into the folder. Only regular files are opened, and only what has the name and the first letters
 of a record is deleted.
@@ -20,45 +20,38 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from http_limits.process_checks import is_disk_full
 from mlx_tq.distributed.group import ALONE, Ranks
-from mlx_tq.errors import ConfigError, one_line
-from mlx_tq.files import atomic_write, cache_folder, open_regular
+from mlx_tq.errors import CacheFormatError, ConfigError, one_line
+from mlx_tq.files import atomic_write, cache_folder, open_regular, sync_descriptor
+from mlx_tq.prefix_cache.summary import KEY, Summary, read_summary
 
 AUTO, OFF = "auto", "off"
 LIMIT = 50 * 10**9
+HOURLY_LIMIT = 128 * 2**30  # bytes written in an hour, so that the drive does not wear out
 BLOCKS, CHECKPOINTS = KINDS = "blocks", "checkpoints"
 RANK = "rank-"
 _MARKER, _LOCK = "mlx_tq_prefix_cache", "lock"
 _MAGIC = b"TQR1"
 _IGNORED = {".DS_Store", ".localized"}  # which macOS puts into folders
-_KEY, _TEMPORARY = re.compile(r"[0-9a-f]{64}"), re.compile(r"\.[0-9a-f]{64}\.[0-9a-f]{8}")
+_TEMPORARY = re.compile(rf"\.{KEY.pattern}\.[0-9a-f]{{8}}")
 _DIGEST_SIZE = hashlib.sha256().digest_size
-_AHEAD = 7 * 86_400 * 10**9  # nanoseconds that protected records are ahead
-# Times that are less or further ahead are of a clock that was wrong, and protect nothing.
-_MIN_AHEAD, _MAX_AHEAD = _AHEAD // 2, 2 * _AHEAD
+_HEAD_SIZE = len(_MAGIC) + _DIGEST_SIZE
+_MAX_PARTS = 1024  # of one read, on all systems
+_HALF_LIFE = 64  # checkpoints used later, after which one is worth half
+_FREED = 20  # a removal frees this share of the limit more than is needed, so that few are due
 
 
 class Record(NamedTuple):
-    time: int  # of the last use in nanoseconds; `_AHEAD` more if the record is protected
-    size: int
+    time: int  # of the last use in nanoseconds
+    size: int  # bytes that it takes of the disk
     path: Path
-
-    @property
-    def is_protected(self) -> bool:
-        return _is_protected(self.time)
-
-    @property
-    def last_used(self) -> int:
-        """The time of the last use; 0, so that it is evicted first, if the clock was far ahead."""
-        if self.time > time.time_ns() + _MAX_AHEAD:
-            return 0
-        return self.time - _AHEAD * self.is_protected
 
 
 class Folder:
@@ -68,11 +61,13 @@ class Folder:
     holds other files.
     """
 
-    def __init__(self, path: Path, limit: int = LIMIT) -> None:
-        self.path, self.limit = path, limit
+    def __init__(self, path: Path, limit: int = LIMIT, hourly_limit: int = HOURLY_LIMIT) -> None:
+        self.path, self.limit, self.hourly_limit = path, limit, hourly_limit
         self._nbytes = 0  # of all records, while this process writes
-        self._to_evict: list[Record] = []  # the next one last
-        self._frees_disk = True  # False if a full disk stayed full after an eviction, as with snapshots, until a write
+        self._kept: set[str] = set()  # keys of blocks whose checkpoint is being written
+        self._allowance, self._allowed_at = float(hourly_limit), time.monotonic()  # bytes that may be written
+        self._summaries: dict[str, tuple[int, Summary | None]] = {}  # of checkpoints, with their inodes
+        self._frees_disk = True  # False if a full disk stayed full after a removal, as with snapshots, until a write
         try:
             self._make()
         except OSError as error:
@@ -98,65 +93,109 @@ class Folder:
         for kind in KINDS:
             (self.path / kind).mkdir(mode=0o700, exist_ok=True)
 
-    def read(self, kind: str, key: str, *, touch: bool = True) -> bytes | None:
-        """Return a record, which then counts as used, or None if it is missing. A damaged one is removed."""
-        content, _ = self._read(self._path(kind, key))
-        if content is not None and touch:
-            self.touch([(kind, key)])
-        return content
+    def read(self, key: str) -> bytes | None:
+        """Return a checkpoint, or None if it is missing. A damaged one is removed."""
+        return self._read(self._path(CHECKPOINTS, key))[0]
+
+    def read_block(self, key: str, parts: Sequence[memoryview]) -> bool:
+        """Read a block into writable parts; return whether it was there. A damaged one is removed."""
+        with suppress(OSError), open_regular(self._path(BLOCKS, key)) as file:
+            status, head = os.fstat(file.fileno()), file.read(_HEAD_SIZE)
+            is_whole = status.st_size == _HEAD_SIZE + sum(part.nbytes for part in parts)
+            if is_whole and head[: len(_MAGIC)] == _MAGIC:
+                for start in range(0, len(parts), _MAX_PARTS):
+                    os.readv(file.fileno(), parts[start : start + _MAX_PARTS])
+                if head[len(_MAGIC) :] == _digest(key, parts):
+                    return True
+            _remove(self._path(BLOCKS, key), status)
+        return False
+
+    def checkpoints(self) -> dict[str, Summary]:
+        """Return the summaries of all checkpoints, by key. They are not verified until a checkpoint is read."""
+        summaries: dict[str, tuple[int, Summary | None]] = {}
+        with suppress(OSError), os.scandir(self.path / CHECKPOINTS) as entries:
+            for entry in entries:
+                inode, known = entry.inode(), self._summaries.get(entry.name)
+                if known is not None and known[0] == inode:
+                    summaries[entry.name] = known
+                elif KEY.fullmatch(entry.name):
+                    summaries[entry.name] = inode, self._read_summary(Path(entry.path))
+        self._summaries = summaries
+        return {key: summary for key, (_, summary) in summaries.items() if summary is not None}
+
+    def _read_summary(self, path: Path) -> Summary | None:
+        with suppress(OSError, CacheFormatError), open_regular(path) as file:
+            file.seek(_HEAD_SIZE)
+            return read_summary(file)
+        return None
 
     def has(self, kind: str, key: str) -> bool:
         """Return whether a record exists, damaged or not."""
         return os.path.lexists(self._path(kind, key))
 
     def nbytes(self, kind: str, key: str) -> int:
-        """Return the size of a record, damaged or not; 0 if it is missing."""
+        """Return the bytes that a record takes of the disk, damaged or not; 0 if it is missing."""
         with suppress(OSError):
-            return self._path(kind, key).lstat().st_size
+            return disk_bytes(self._path(kind, key).lstat())
         return 0
+
+    def make_room(self, nbytes: int, kept: Iterable[str]) -> None:
+        """Remove what is worth least, inside `writing`, so that `nbytes` more are within the limit.
+
+        The blocks `kept` stay until `writing` ends, as those that are written do.
+        """
+        self._kept.update(kept)
+        if self._nbytes + nbytes > self.limit:
+            self._remove_until(self.limit - nbytes - self.limit // _FREED)
+
+    def may_write(self, nbytes: int) -> bool:
+        """Return whether `nbytes` more are within what may be written in an hour."""
+        now = time.monotonic()
+        earned = (now - self._allowed_at) / 3600 * self.hourly_limit
+        self._allowance, self._allowed_at = min(self._allowance + earned, float(self.hourly_limit)), now
+        return nbytes <= self._allowance
 
     def write(self, kind: str, key: str, content: bytes, *, verify: bool = False) -> None:
         """Write a record, inside `writing`, without waiting for the disk.
 
-        One that exists counts as used now; with `verify`, it is replaced if it is damaged.
+        One that exists stays, but with `verify` only if it is not damaged.
         """
+        if kind == BLOCKS:
+            self._kept.add(key)
+        path, parts = self._path(kind, key), (_MAGIC, _digest(key, [content]), content)
         if verify:
-            nbytes = self.nbytes(kind, key)
-            _, is_damaged = self._read(self._path(kind, key))
-            self._nbytes -= nbytes if is_damaged else 0
+            before = self.nbytes(kind, key)
+            self._nbytes -= before if self._read(path)[1] else 0
         if self.has(kind, key):
-            self.touch([(kind, key)])
             return
-        path, parts = self._path(kind, key), (_MAGIC, _digest(key, content), content)
-        size = sum(map(len, parts))
         try:
             _write(path, parts)
         except OSError as error:
+            size = sum(map(len, parts))
             if not is_disk_full(error) or not self._frees_disk or size > self._nbytes:
                 raise
             self._frees_disk = False
-            self._evict(self._nbytes - size)
+            self._remove_until(self._nbytes - size)
             _write(path, parts)
         self._frees_disk = True
+        size = self.nbytes(kind, key)
         self._nbytes += size
-        self._evict(self.limit)
+        self._allowance -= size
+        self._summaries.pop(key, None)
 
     def remove(self, kind: str, key: str) -> None:
         _remove(self._path(kind, key))
+        self._summaries.pop(key, None)
 
-    def touch(self, records: list[tuple[str, str]], *, protect: bool = False) -> None:
-        """Let records (kind, key) count as used now. Protected ones stay so, and all are protected if `protect`."""
-        for kind, key in records:
-            path, now = self._path(kind, key), time.time_ns()
-            with suppress(OSError):
-                if protect or _is_protected(path.lstat().st_mtime_ns):
-                    now += _AHEAD
-                os.utime(path, ns=(now, now), follow_symlinks=False)
+    def touch(self, key: str) -> None:
+        """Let a checkpoint count as used now."""
+        with suppress(OSError):
+            os.utime(self._path(CHECKPOINTS, key), follow_symlinks=False)
 
-    def sync(self, kind: str, key: str) -> None:
-        """Wait until a record, and so what was written before it, is on the disk."""
-        with suppress(OSError), open_regular(self._path(kind, key)) as file:
-            os.fsync(file.fileno())
+    def sync(self, key: str) -> None:
+        """Wait until a checkpoint, and so what was written before it, is on the disk."""
+        with suppress(OSError), open_regular(self._path(CHECKPOINTS, key)) as file:
+            sync_descriptor(file.fileno())
 
     @contextmanager
     def writing(self) -> Iterator[bool]:
@@ -170,11 +209,12 @@ class Folder:
                 return
             nbytes = lock.read(64)
             lock.truncate(0)  # if this process is killed, the next one counts
+            self._kept.clear()
             if nbytes.isdigit():
                 self._nbytes = int(nbytes)
             else:
                 self._remove_temporaries()
-                self._count()
+                self._remove_until(self.limit)  # also blocks whose checkpoint was not written any more
             yield True
             os.pwrite(lock.fileno(), str(self._nbytes).encode(), 0)
 
@@ -187,15 +227,16 @@ class Folder:
 
     def records(self) -> list[Record]:
         """Return all records, the least recently used first."""
-        records = []
+        records, now = [], time.time_ns()
         for kind in KINDS:
             with os.scandir(self.path / kind) as entries:
                 for entry in entries:
-                    with suppress(OSError):  # evicted meanwhile
+                    with suppress(OSError):  # removed meanwhile
                         status = entry.stat(follow_symlinks=False)
-                        if _KEY.fullmatch(entry.name) and stat.S_ISREG(status.st_mode):
-                            records.append(Record(status.st_mtime_ns, status.st_size, Path(entry.path)))
-        return sorted(records, key=lambda record: (record.last_used, record))
+                        if KEY.fullmatch(entry.name) and stat.S_ISREG(status.st_mode):
+                            used = status.st_mtime_ns if status.st_mtime_ns <= now else 0  # the clock was wrong
+                            records.append(Record(used, disk_bytes(status), Path(entry.path)))
+        return sorted(records)
 
     def check(self) -> tuple[int, int]:
         """Read all records; return how many there are, and how many were damaged and are removed now."""
@@ -207,7 +248,7 @@ class Folder:
         return sum(record.size for record in self.records() if _remove(record.path))
 
     def _path(self, kind: str, key: str) -> Path:
-        if not _KEY.fullmatch(key):  # a forged record may name anything
+        if not KEY.fullmatch(key):  # a forged record may name anything
             raise ValueError(f"{key[:80]!r} is not the key of a record")
         return self.path / kind / key
 
@@ -217,45 +258,42 @@ class Folder:
             status = os.fstat(file.fileno())
             if status.st_size <= self.limit and file.read(len(_MAGIC)) == _MAGIC:
                 digest, content = file.read(_DIGEST_SIZE), file.readall()
-                if digest == _digest(path.name, content):
+                if digest == _digest(path.name, [content]):
                     return content, False
             return None, _remove(path, status)
         return None, False
 
-    def _count(self) -> list[Record]:
-        records = self.records()
-        self._nbytes, self._to_evict = sum(record.size for record in records), []
-        return records
+    def _remove_until(self, limit: int) -> None:
+        """Remove blocks that no checkpoint names, then checkpoints by worth, until the others are within `limit`."""
+        records = {kind: {r.path.name: r for r in self.records() if r.path.parent.name == kind} for kind in KINDS}
+        self._nbytes = sum(record.size for named in records.values() for record in named.values())
+        blocks, summaries = records[BLOCKS], self.checkpoints()
+        holders = Counter(key for summary in summaries.values() for key in {*summary.block_keys})
 
-    def _evict(self, limit: int) -> None:
-        """Evict records until the others are within `limit`; one that was used since it was listed stays."""
-        has_evicted = True
-        while self._nbytes > limit:
-            if self._to_evict:
-                record = self._to_evict.pop()
-                with suppress(OSError):
-                    if record.path.lstat().st_mtime_ns == record.time and _remove(record.path):
-                        self._nbytes -= record.size
-                        has_evicted = True
-            elif has_evicted:
-                records = self._count()
-                self._to_evict = self._eviction_order(records)[len(records) // 10 :: -1]  # then they are listed again
-                has_evicted = False
-            else:  # nothing that was listed could be removed
+        def remove(record: Record) -> None:
+            if _remove(record.path):
+                self._nbytes -= record.size
+
+        for key, record in blocks.items():
+            if not holders[key] and key not in self._kept:
+                remove(record)
+        worth = {
+            key: len(summaries[key].tokens) / (1 + later_uses / _HALF_LIFE) if key in summaries else 0.0
+            for later_uses, key in enumerate(reversed(records[CHECKPOINTS]))
+        }
+        for key in sorted(worth, key=lambda key: worth[key]):
+            if self._nbytes <= limit:
                 return
-
-    def _eviction_order(self, records: list[Record]) -> list[Record]:
-        """Sort by time, except that protected records beyond half of the limit are sorted by their last use."""
-        nbytes, order = 0, []
-        for record in reversed(records):
-            nbytes += record.size * record.is_protected
-            counts_fully = record.is_protected and nbytes <= self.limit / 2
-            order.append((record.time if counts_fully else record.last_used, record))
-        return [record for _, record in sorted(order)]
+            remove(records[CHECKPOINTS][key])
+            for block in {*summaries[key].block_keys} if key in summaries else ():
+                holders[block] -= 1
+                if not holders[block] and block in blocks and block not in self._kept:
+                    remove(blocks[block])
 
 
-def _is_protected(time_ns: int) -> bool:
-    return _MIN_AHEAD < time_ns - time.time_ns() <= _MAX_AHEAD
+def disk_bytes(status: os.stat_result) -> int:
+    """Return the bytes that a file takes of the disk, also before they are written there."""
+    return max(status.st_blocks * 512, status.st_size)
 
 
 def _write(path: Path, parts: Iterable[bytes]) -> None:
@@ -294,7 +332,8 @@ def _remove(path: Path, status: os.stat_result | None = None) -> bool:
     return False
 
 
-def _digest(key: str, content: bytes) -> bytes:
+def _digest(key: str, parts: Iterable[bytes | memoryview]) -> bytes:
     digest = hashlib.sha256(key.encode())
-    digest.update(content)
+    for part in parts:
+        digest.update(part)
     return digest.digest()

@@ -1,122 +1,46 @@
-"""`PrefixCache`: a prompt continues from the longest prefix that was prefilled before, bit for bit as if prefilled now.
+"""`PrefixCache`: a prompt continues from the longest prefix that it shares with an earlier one.
 
-A checkpoint is the state of all layers at the end of a prefill step. Its key is a digest of all that its bits depend
-on: the model, how its caches are stored, what computes, and the steps so far. The same tokens in other steps have
-another key, as what a step sees unpacked depends on where it begins.
-
-It is written as records: blocks of ROWS packed tokens of all layers, which the checkpoints of a prompt share, and one
-record with the rest of the state and the block keys. A layer with two key formats stays in that record.
+A checkpoint is the state of all layers after some tokens: at the end of a prefill step, of a prompt, of an answer. Its
+key is a digest of these tokens and of all else that its bits depend on: the model, how its caches are stored, and what
+computes. A prompt that shares all tokens of a checkpoint continues from exactly that state. One that shares the first
+ones continues at the last block of 32 of which no full-precision row would be missing, as the caches would that were
+stored and are trimmed there: the window of these tokens is prefilled again. Layers of another kind than packed rows,
+such as recurrent states, continue from whole checkpoints only.
 """
 
 import copy
 import hashlib
-import io
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import version
-from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import CacheList
+from mlx_lm.models.cache import trim_prompt_cache
 
 from mlx_tq import __version__
-from mlx_tq.cache.layer import CompressedKVCache
+from mlx_tq.cache.packed_rows import BLOCK_ROWS
+from mlx_tq.config import BLOCK
 from mlx_tq.errors import CacheFormatError
 from mlx_tq.kernels import backend, thresholds
 from mlx_tq.models import exact_fingerprint
+from mlx_tq.prefix_cache.checkpoint import Checkpoint, decode_checkpoint
 from mlx_tq.prefix_cache.folder import BLOCKS, CHECKPOINTS, Folder
-from mlx_tq.prompt_cache.cache_file import CacheState, join_caches, refuse_damaged, split_caches, try_out
-from mlx_tq.prompt_cache.capacity import all_arrays, with_trimmed_windows
+from mlx_tq.prefix_cache.summary import Summary
+from mlx_tq.prompt_cache.cache_file import refuse_damaged, try_out
+from mlx_tq.prompt_cache.capacity import all_arrays
 from mlx_tq.prompt_cache.compressed import check_caches
 from mlx_tq.prompt_cache.layer_group import compressed_caches, layer_group_of
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.statistics import tokens_seen
 
 FORMAT = 1  # of the records
-_SHARED_BY = 4  # continuations that protect a checkpoint; with fewer, much is kept that is never requested again
-_MAX_REMEMBERED = 100_000  # checkpoints whose continuations are counted
-ROWS = 256  # packed tokens of a block
-
-
-class Checkpoint:
-    """The state of caches from which nothing was evicted. The caches may go on; the checkpoint stays."""
-
-    def __init__(self, caches: list[Any]) -> None:
-        self._parts, self._tokens = split_caches([with_trimmed_windows(cache) for cache in caches]), tokens_seen(caches)
-        layers: dict[str, Any] = {}  # by their paths in the states of all caches
-        for index, cache in enumerate(caches):
-            if isinstance(cache, CacheList):
-                layers |= {f"{index}.{place}.0": part for place, part in enumerate(cache.caches)}
-            else:
-                layers[str(index)] = cache
-        self._growing = {  # the arrays that grow along axis 2, and the tokens of an entry
-            array: tokens
-            for path, cache in layers.items()
-            if isinstance(cache, CompressedKVCache) and cache.packed_tokens
-            for name, tokens in cache.growing_state.items()
-            if (array := f"{path}.{name}") in self._parts.arrays
-        }
-
-    def encode_blocks(self, start: int) -> list[bytes]:
-        """Return the full blocks from number `start` on."""
-        lengths = [self._parts.arrays[name].shape[2] * tokens for name, tokens in self._growing.items()]
-        count = min(lengths, default=0) // ROWS
-        return [_to_bytes(self._slices(number * ROWS, (number + 1) * ROWS), {}) for number in range(start, count)]
-
-    def _slices(self, start: int, stop: int | None = None) -> dict[str, mx.array]:
-        return {
-            name: self._parts.arrays[name][:, :, start // tokens : stop and stop // tokens]
-            for name, tokens in self._growing.items()
-        }
-
-    def encode(self, block_keys: list[str]) -> bytes:
-        """Return the checkpoint's own record: all but the first blocks, whose keys are given."""
-        header = {"classes": self._parts.classes, "scalars": self._parts.scalars, "growing": list(self._growing)}
-        arrays = self._parts.arrays | self._slices(len(block_keys) * ROWS)
-        return _to_bytes(arrays, header | {"blocks": block_keys, "tokens": self._tokens})
-
-
-def decode_checkpoint(data: bytes, read_block: Callable[[str], bytes | None]) -> tuple[list[Any], list[str]]:
-    """Return the caches of a checkpoint and its block keys; raise CacheFormatError if a part is damaged or missing."""
-    try:
-        arrays, header = _from_bytes(data)
-        contents = [read_block(key) for key in header["blocks"]]  # reading removes damaged ones: all
-        blocks = [_from_bytes(content or b"")[0] for content in contents]
-        for name in header["growing"] if blocks else ():
-            arrays[name] = mx.concatenate([*(block[name] for block in blocks), arrays[name]], axis=2)
-        return join_caches(CacheState(header["classes"], header["scalars"], arrays)), header["blocks"]
-    except Exception as error:
-        raise CacheFormatError(f"a checkpoint is incomplete ({error!r}). Its tokens are prefilled again.") from error
-
-
-def describe_checkpoint(data: bytes) -> dict[str, int]:
-    """Return how many tokens and blocks the record of a checkpoint has; raise CacheFormatError if it is damaged."""
-    try:
-        _, header = _from_bytes(data)
-        return {"tokens": int(header["tokens"]), "blocks": len(header["blocks"])}
-    except Exception as error:
-        raise CacheFormatError(f"a checkpoint is damaged ({error!r}). Run mlx_tq.store clear.") from error
-
-
-def _to_bytes(arrays: dict[str, mx.array], header: dict[str, Any]) -> bytes:
-    file = io.BytesIO()
-    mx.save_safetensors(file, arrays, {"header": json.dumps(header)})
-    return file.getvalue()
-
-
-def _from_bytes(data: bytes) -> tuple[dict[str, mx.array], dict[str, Any]]:
-    arrays: Any
-    metadata: Any
-    arrays, metadata = mx.load(io.BytesIO(data), format="safetensors", return_metadata=True)
-    return arrays, json.loads(metadata["header"])
 
 
 def derive_key(parent: str, content: bytes) -> str:
@@ -144,23 +68,30 @@ def _environment() -> list[str]:
     return [platform.machine(), str(mx.default_device()), str(device), backend.current(), thresholds.fingerprint()]
 
 
-def step_keys(root: str, segments: list[list[int]], step: int) -> dict[int, str]:
-    """Return the key of each prefill step by the number of tokens before its end; each segment begins a step."""
-    keys, key, stop = {}, root, 0
-    for ids in segments:
-        for start in range(0, len(ids), step):
-            tokens = np.array(ids[start : start + step], "<i8")
-            stop += len(tokens)
-            keys[stop] = key = derive_key(key, tokens.tobytes())
-    return keys
-
-
 @dataclass(frozen=True, eq=False)
 class RestoredCheckpoint:
     """A checkpoint from the disk. While somebody has it, prompts that restore it share its rows."""
 
     caches: list[Any]  # never prefilled into
-    block_keys: list[str]
+
+
+class _State(NamedTuple):
+    """The state of the first tokens of a checkpoint: of all, or of those whose rows are all packed."""
+
+    key: str
+    tokens: int
+
+
+class _Place(NamedTuple):
+    """Where a prompt can continue: `tokens` tokens from the beginning, by a trim of that state."""
+
+    tokens: int
+    state: _State
+    is_whole: bool  # whether the state is the checkpoint's own
+
+    def rank(self) -> tuple[int, bool, int]:
+        """Most tokens first; then whole states, then the smallest."""
+        return self.tokens, self.is_whole, -self.state.tokens
 
 
 class ReusedPrefix(NamedTuple):
@@ -172,22 +103,22 @@ class ReusedPrefix(NamedTuple):
 
 
 @contextmanager
-def reuse_prefix(
-    prefix_cache: "PrefixCache | None", caches: list[Any], ids: list[int], step: int
-) -> Iterator[ReusedPrefix]:
+def reuse_prefix(prefix_cache: "PrefixCache | None", caches: list[Any], ids: list[int]) -> Iterator[ReusedPrefix]:
     """Replace empty caches, in their list, by those of the longest cached prefix, and store what is prefilled next.
 
-    `ids` are the tokens that are prefilled in steps of `step`: with mlx-lm all but the prompt's last one.
+    `ids` are the tokens that are prefilled: with mlx-lm all but the prompt's last one.
     """
     if prefix_cache is None:
         yield ReusedPrefix()
         return
-    prompt = prefix_cache.prompt([ids], step)
+    prompt = CachedPrompt(prefix_cache, ids)
     try:
         started = time.perf_counter()
         caches[:] = prompt.restore() or caches
         prompt.checkpoint = None  # these caches alone have the rows
-        yield ReusedPrefix(prompt.restored, time.perf_counter() - started, lambda stop: prompt.store(stop, caches))
+        yield ReusedPrefix(
+            prompt.restored, time.perf_counter() - started, lambda stop: prompt.store(ids[:stop], caches)
+        )
     finally:
         prompt.close()
 
@@ -202,18 +133,29 @@ class PrefixCache:
     def __init__(self, model: Any, plan: Plan, folder: Folder, warn: Callable[[str], None], salt: str = "") -> None:
         self.plan, self.folder, self._model, self._warn = plan, folder, model, warn
         self.root, self._environment = root_key(model, plan, salt), _environment()
-        self._has_failed = self._has_seen_large = False
-        self.live: WeakValueDictionary[str, RestoredCheckpoint] = WeakValueDictionary()
-        self.continuations: dict[str, set[str]] = {}  # the next steps of prompts, by the key of a checkpoint
-
-    def prompt(self, segments: list[list[int]], step: int, system: int = 0) -> "CachedPrompt":
-        """Return a prompt whose segments are prefilled in steps of `step` tokens; the first `system` are shared."""
-        return CachedPrompt(self, step_keys(self.root, segments, step), step, system)
+        self._has_failed = self._has_refused = False
+        self.live: WeakValueDictionary[_State, RestoredCheckpoint] = WeakValueDictionary()
 
     @property
     def is_usable(self) -> bool:
         """Whether what computes is what it was; a kernel that fails on the way changes it."""
         return _environment() == self._environment
+
+    def summaries(self) -> dict[str, Summary]:
+        """Return the checkpoints under this root, by their keys."""
+        return {key: summary for key, summary in self.folder.checkpoints().items() if summary.root == self.root}
+
+    def place(self, key: str, summary: Summary, shared: int, limit: int) -> _Place | None:
+        """Return where a prompt that shares so many first tokens with a checkpoint can continue, at most at `limit`."""
+        held, tokens = len(summary.tokens), min(shared, limit)
+        if tokens and held - tokens <= summary.slack:
+            return _Place(tokens, _State(key, held), is_whole=True)
+        if not summary.has_prefixes:
+            return None
+        sizes = [layer.spec for layer in self.plan.layers]
+        tokens = min([limit // BLOCK * BLOCK, *(spec.packed_until(shared) for spec in sizes)])
+        is_packed = tokens > max((spec.sinks for spec in sizes), default=0)
+        return _Place(tokens, _State(key, tokens), is_whole=False) if is_packed else None
 
     def check(self, caches: list[Any], tokens: int) -> None:
         """Raise CacheFormatError, or the error of a trial pass, unless restored caches match the plan and `tokens`."""
@@ -234,11 +176,11 @@ class PrefixCache:
             self._warn_unstored(str(error.strerror))
         self._has_failed = error is not None
 
-    def report_too_large(self, fault: str) -> None:
-        """Warn of the first prompt that takes more than the folder may hold."""
-        if not self._has_seen_large:
+    def report_refusal(self, fault: str) -> None:
+        """Warn of the first prompt that may not be stored."""
+        if not self._has_refused:
             self._warn_unstored(fault)
-        self._has_seen_large = True
+        self._has_refused = True
 
     def _warn_unstored(self, fault: str) -> None:
         self._warn(
@@ -248,67 +190,72 @@ class PrefixCache:
 
 
 class CachedPrompt:
-    """The checkpoints of one prompt."""
+    """The checkpoints of one sequence, which begins with the prompt `ids`; of these, `known` are not to be stored."""
 
-    def __init__(self, prefix_cache: PrefixCache, keys: dict[int, str], step: int, system: int) -> None:
+    def __init__(self, prefix_cache: PrefixCache, ids: Sequence[int], known: int = 0) -> None:
         self._cache, self._folder, self._ranks = prefix_cache, prefix_cache.folder, prefix_cache.plan.ranks
-        self.keys = keys  # of the steps, by the tokens before their ends
-        # The last step may be shorter; a conversation continues with a longer one there.
-        steps = pairwise(keys.items())
-        self._next_keys = {stop: key for (stop, _), (next_stop, key) in steps if next_stop - stop == step}
-        self._block_keys: list[str] = []  # of the stored blocks
-        self._checkpoint_keys: list[str] = []  # of the checkpoints restored and stored
-        self._shared = system  # tokens that other prompts share
-        self._limit = max(keys, default=0)  # checkpoints of more tokens are unusable, on some rank
+        self._ids = np.array(ids, np.int32)
+        self._block_keys: tuple[str, ...] = ()  # of the stored blocks
+        self._used: list[str] = []  # keys of the checkpoints restored and stored
         self._has_failed = False  # the disk may be full: the next prompt tries again
-        self._is_too_large = False  # for the folder
-        self._met_damage = False  # the blocks of a damaged checkpoint are unknown, and may be damaged too
-        self.cached_tokens = 0  # that `find` found
+        self._is_refused = False  # it takes more than the folder may hold, or than may be written now
+        self._damaged: set[str] = set()  # keys of checkpoints; their blocks are unknown, and may be damaged too
+        self._place: _Place | None = None  # that `find` found
         self.restored = 0  # tokens
-        self.last_checkpoint = 0  # tokens before the last one that was restored or stored
+        self.last_checkpoint = known  # tokens before the last one that was restored or stored
         self.checkpoint: RestoredCheckpoint | None = None
 
     def find(self, *, alone: bool = False) -> int:
-        """Return the tokens before the last checkpoint on this rank `alone`, or on all, which search together."""
+        """Return after how many tokens the prompt can continue: on this rank `alone`, or on all, which then search."""
+        summaries = self._cache.summaries() if self._cache.is_usable else {}
+        shared = [
+            (key, summary, common_prefix(summary.tokens, self._ids))
+            for key, summary in summaries.items()
+            if key not in self._damaged
+        ]
 
         def find_last(limit: int) -> int:
-            keys = self.keys if self._cache.is_usable else {}
-            stops = (stop for stop in reversed(keys) if stop <= limit)
-            live = self._cache.live
-            return next((stop for stop in stops if keys[stop] in live or self._folder.has(CHECKPOINTS, keys[stop])), 0)
+            places = (self._cache.place(key, summary, count, limit) for key, summary, count in shared)
+            self._place = max(filter(None, places), key=_Place.rank, default=None)
+            return 0 if self._place is None else self._place.tokens
 
-        self.cached_tokens = find_last(self._limit) if alone else self._ranks.largest_common(find_last, self._limit)
-        return self.cached_tokens
+        return find_last(len(self._ids)) if alone else self._ranks.largest_common(find_last, len(self._ids))
 
     @property
     def live_caches(self) -> list[Any] | None:
         """The caches that `restore` would copy, or None if it would read them from the disk."""
-        checkpoint = self._cache.live.get(self.keys.get(self.cached_tokens, ""))
+        checkpoint = None if self._place is None else self._cache.live.get(self._place.state)
         return None if checkpoint is None else checkpoint.caches
 
     def restore(self) -> list[Any] | None:
-        """Return caches of the last checkpoint that all ranks can use, or None if there is none."""
-        while stop := self.find():
-            key = self.keys[stop]
-            checkpoint = self._cache.live.get(key) or self._read(key, stop)
+        """Return caches of the longest prefix that all ranks can use, or None if there is none."""
+        while (stop := self.find()) and (place := self._place):
+            checkpoint = self._cache.live.get(place.state) or self._read(place, stop)
             (is_damaged,) = self._ranks.any([checkpoint is None])
             if checkpoint is not None and not is_damaged:
-                self._cache.live[key] = self.checkpoint = checkpoint
-                self._block_keys, self._checkpoint_keys = list(checkpoint.block_keys), [key]
-                self.restored = stop
-                self._note_checkpoint(stop)
-                return copy.deepcopy(checkpoint.caches)
-            self._limit, self._met_damage = stop - 1, True
+                self._cache.live[place.state] = self.checkpoint = checkpoint
+                self._folder.touch(place.state.key)
+                self._used = [place.state.key]
+                self.restored = self.last_checkpoint = stop
+                caches = copy.deepcopy(checkpoint.caches)
+                trim_prompt_cache(caches, place.state.tokens - stop)
+                self._block_keys = _block_keys(caches)
+                return caches
+            if checkpoint is None:
+                self._damaged.add(place.state.key)
         return None
 
-    def _read(self, key: str, stop: int) -> RestoredCheckpoint | None:
-        data = self._folder.read(CHECKPOINTS, key)
+    def _read(self, place: "_Place", stop: int) -> RestoredCheckpoint | None:
+        key, held = place.state
+        data = self._folder.read(key)
         if data is None:
             return None
         try:
-            caches, block_keys = decode_checkpoint(data, partial(self._folder.read, BLOCKS))
+            caches, summary = decode_checkpoint(data, self._folder.read_block, None if place.is_whole else held)
             with refuse_damaged(key):
-                self._cache.check(caches, stop)
+                if summary.root != self._cache.root or not np.array_equal(summary.tokens[:stop], self._ids[:stop]):
+                    raise CacheFormatError("it is of other tokens")
+                self._cache.check(caches, held)
             sequence = layer_group_of(caches)
             if sequence is not None:
                 sequence.ranks = self._ranks  # which no file has
@@ -316,24 +263,17 @@ class CachedPrompt:
         except CacheFormatError:
             self._folder.remove(CHECKPOINTS, key)
             return None
-        return RestoredCheckpoint(caches, block_keys)
-
-    def follow(self, other: "CachedPrompt", stop: int) -> bool:
-        """Continue after the first `stop` tokens of another prompt, if it prefilled them in the steps of this one."""
-        if stop not in self.keys or self.keys[stop] != other.keys.get(stop):
-            return False
-        self._block_keys, self._checkpoint_keys = list(other._block_keys), other._checkpoint_keys[-1:]
-        self._note_checkpoint(other.last_checkpoint)
-        return True
+        _set_block_keys(caches, summary.block_keys)
+        return RestoredCheckpoint(caches)
 
     def can_store(self, stop: int) -> bool:
-        """Return whether a step ends after `stop` tokens that is not stored yet."""
-        is_new = stop in self.keys and stop > self.last_checkpoint
-        return is_new and not (self._has_failed or self._is_too_large) and self._cache.is_usable
+        """Return whether the first `stop` tokens are more than those stored, and may be stored."""
+        is_refused = self._has_failed or self._is_refused
+        return stop > self.last_checkpoint and not is_refused and self._cache.is_usable
 
-    def store(self, stop: int, caches: list[Any]) -> None:
-        """Store caches of exactly the first `stop` tokens if a step ends there and nothing was evicted or recalled."""
-        if not self.can_store(stop) or tokens_seen(caches) != stop:
+    def store(self, tokens: Sequence[int], caches: list[Any]) -> None:
+        """Store caches of exactly these tokens, if nothing was evicted or recalled."""
+        if not self.can_store(len(tokens)) or tokens_seen(caches) != len(tokens):
             return
         sequence = layer_group_of(caches)
         if sequence is not None and (sequence.stats.rounds or sequence.archived or sequence.pinned):
@@ -341,50 +281,68 @@ class CachedPrompt:
         try:
             with self._folder.writing() as may_write:
                 if may_write:
-                    self._write(stop, Checkpoint(caches))
+                    self._write(Checkpoint(caches, tokens), max(self._block_keys, _block_keys(caches), key=len))
         except OSError as error:
             self._has_failed = True
             self._cache.report_write(error)
+        _set_block_keys(caches, self._block_keys)
 
-    def _write(self, stop: int, checkpoint: Checkpoint) -> None:
-        blocks = checkpoint.encode_blocks(len(self._block_keys))
-        # Under the root, so that the time to store tells nothing of what prompts with another salt have stored.
-        block_keys = [derive_key(self._cache.root, data) for data in blocks]
-        record = checkpoint.encode([*self._block_keys, *block_keys])
-        nbytes = sum(map(len, (*blocks, record))) + sum(self._folder.nbytes(BLOCKS, key) for key in self._block_keys)
-        if nbytes > self._folder.limit:  # whose parts would evict each other
-            self._is_too_large = True
-            fault = (
-                f"{stop:,} tokens take {nbytes / 1e6:,.1f} MB, more than the limit, {self._folder.limit / 1e6:,.1f} MB"
-            )
-            self._cache.report_too_large(fault)
+    def _write(self, checkpoint: Checkpoint, stored: tuple[str, ...]) -> None:
+        count, key = len(checkpoint.tokens), derive_key(self._cache.root, checkpoint.tokens.tobytes())
+        keys = [*stored[: checkpoint.num_blocks]]
+        missing = [number for number, block in enumerate(keys) if not self._folder.has(BLOCKS, block)]
+        missing += range(len(keys), checkpoint.num_blocks)
+        nbytes = checkpoint.nbytes - (checkpoint.num_blocks - len(missing)) * checkpoint.block_nbytes
+        if (fault := self._fault(count, checkpoint.nbytes, nbytes)) is not None:
+            self._is_refused = True
+            self._cache.report_refusal(fault)
             return
-        for key, data in zip(block_keys, blocks, strict=True):
-            self._folder.write(BLOCKS, key, data, verify=self._met_damage)
-        self._folder.write(CHECKPOINTS, self.keys[stop], record)
-        self._block_keys += block_keys
-        self._checkpoint_keys.append(self.keys[stop])
-        self._note_checkpoint(stop)
+        self._folder.make_room(nbytes, keys)
+        for number in missing:
+            block = checkpoint.block(number)
+            # Under the root, so that the time to store tells nothing of what prompts with another salt have stored.
+            keys[number:] = [derive_key(self._cache.root, block), *keys[number + 1 :]]
+            self._folder.write(BLOCKS, keys[number], block, verify=bool(self._damaged))
+        self._folder.write(CHECKPOINTS, key, checkpoint.record(self._cache.root, keys))
+        self._block_keys, self.last_checkpoint = tuple(keys), count
+        self._used.append(key)
         self._cache.report_write(None)
 
-    def _note_checkpoint(self, stop: int) -> None:
-        self.last_checkpoint = stop
-        if stop not in self._next_keys:
-            return
-        if len(self._cache.continuations) > _MAX_REMEMBERED:
-            self._cache.continuations.clear()
-        next_keys = self._cache.continuations.setdefault(self.keys[stop], set())
-        if len(next_keys) < _SHARED_BY:
-            next_keys.add(self._next_keys[stop])
-        if len(next_keys) == _SHARED_BY:
-            self._shared = max(self._shared, stop)
+    def _fault(self, count: int, nbytes: int, new_nbytes: int) -> str | None:
+        """Return why `count` tokens of `nbytes` bytes, of which `new_nbytes` are to be written, cannot be stored."""
+        if nbytes > self._folder.limit:  # its parts would remove each other
+            limit = self._folder.limit / 1e6
+            return f"{count:,} tokens take {nbytes / 1e6:,.1f} MB, more than the limit, {limit:,.1f} MB"
+        if not self._folder.may_write(new_nbytes):
+            return f"{self._folder.hourly_limit / 2**30:,.0f} GiB were written in an hour, which is the limit"
+        return None
+
+    def mark(self, caches: list[Any]) -> None:
+        """Note in copies of this sequence's caches which blocks are stored, for prompts that continue from them."""
+        _set_block_keys(caches, self._block_keys)
 
     def close(self) -> None:
-        """Wait for the disk after the prefill. Blocks count as used after the checkpoints that name them."""
-        blocks = [(BLOCKS, key) for key in self._block_keys]
-        self._folder.touch([*((CHECKPOINTS, key) for key in self._checkpoint_keys), *blocks])
-        if self._shared in self.keys:
-            count = max(0, self._shared - self._cache.plan.config.sinks) // ROWS
-            self._folder.touch([(CHECKPOINTS, self.keys[self._shared]), *blocks[:count]], protect=True)
-        if self._checkpoint_keys and not self._has_failed:
-            self._folder.sync(CHECKPOINTS, self._checkpoint_keys[-1])
+        """Wait for the disk."""
+        for key in self._used:
+            self._folder.touch(key)
+        if self._used and not self._has_failed:
+            self._folder.sync(self._used[-1])
+
+
+def _block_keys(caches: list[Any]) -> tuple[str, ...]:
+    """Return the keys of the stored blocks, which the first layer of those that have any knows."""
+    return next((layer.block_keys for layer in compressed_caches(caches) if layer.growing_state), ())
+
+
+def _set_block_keys(caches: list[Any], keys: tuple[str, ...]) -> None:
+    for layer in compressed_caches(caches):
+        if layer.growing_state:
+            layer.block_keys = keys[: layer.packed_tokens // BLOCK_ROWS]
+            return
+
+
+def common_prefix(ids: np.ndarray, others: np.ndarray) -> int:
+    """Return the number of first tokens that are equal."""
+    count = min(len(ids), len(others))
+    differ = ids[:count] != others[:count]
+    return int(differ.argmax()) if differ.any() else count

@@ -78,7 +78,7 @@ class Admission:
         """
         if self._plan is None or self._plan.recalls or job.continues_session:
             return None
-        ends = set(self.step_ends(job.prompt.remaining_segments(cached_tokens)[0], cached_tokens))
+        ends = set(self.step_ends(job.prompt.remaining_segments(cached_tokens), cached_tokens))
         best = None
         for candidate in running:
             shortest = max(candidate.prefilled, best[1] if best else 0)
@@ -133,7 +133,9 @@ class Admission:
         source = self._stored_prompts.find(job, 1, alone=True)
         if (leader := self.find_leader(job, source.cached_tokens, running)) is not None:
             return self.shared_nbytes(job, leader[1])
-        caches = source.caches if source.stored is None else source.stored.live_caches
+        caches = source.caches
+        if caches is None and source.stored is not None:
+            caches = source.stored.live_caches
         buffers = {buffer for other in running for buffer, _ in other.shared}
         return sum(nbytes for buffer, nbytes in self.shared_rows(job, caches) if buffer in buffers)
 

@@ -95,7 +95,7 @@ class Engine:
         self._resume_below = 0
         self._stop_sequences = make_stop_sequences(tokenizer)
         step = limits.prefill_step_size
-        self._stored_prompts = StoredPrompts(limits.prompt_cache_bytes, tokenizer.decode, prefix_cache, step)
+        self._stored_prompts = StoredPrompts(limits.prompt_cache_bytes, tokenizer.decode, prefix_cache)
         self._admission = Admission(plan, limits, self._stored_prompts, sessions)
         self._samplers: MutableMapping[int, ErrorGuard] = WeakValueDictionary()  # by id of the job's sampler
         self._decode_share = DecodeShare(limits.decode_share)
@@ -199,6 +199,7 @@ class Engine:
                     self._step(prefills=orders.prefills)
             finally:
                 self.stop()  # nothing is added to the queue after this
+                self._store_running()
                 begun = [*self._running.values(), *self._suspended]
                 running = [job for other in begun for job in (other.job, *other.followers)]
                 for job in (*running, *self._waiting):
@@ -309,7 +310,6 @@ class Engine:
         removed = [self._running[uid] for uid in leaving]
         for uid, running in zip(leaving, removed, strict=True):
             with self._fail_job_on_error(uid):
-                running.close_stored()
                 caches, tokens = extracted.get(uid, (None, []))
                 if running.job.session is not None and uid in orders.cancelled:
                     self._emit(running.job, SessionResult())  # half an answer: the session stays as it was
@@ -334,9 +334,8 @@ class Engine:
         if caches is None and stored is not None:
             caches, cached_tokens = stored.restore(), stored.restored
         self._ranks.check_equal("the cached prompts", np.array([cached_tokens, self._stored_prompts.memory.nbytes]))
-        segments, kinds = job.prompt.remaining_segments(cached_tokens)
-        # A session stores its own caches.
-        running = self._new_running(job, cached_tokens, kinds if job.session is None else [], stored)
+        segments = job.prompt.remaining_segments(cached_tokens)
+        running = self._new_running(job, cached_tokens, stored)
         if not job.continues_session:
             running.step_ends = self._admission.step_ends(segments, cached_tokens)
             running.shared = self._admission.shared_rows(job, caches)
@@ -350,14 +349,12 @@ class Engine:
         self.metrics.cached_tokens.inc(cached_tokens)
         self.metrics.restored_tokens.inc(0 if stored is None else stored.restored)
 
-    def _new_running(
-        self, job: Job, cached_tokens: int, kinds: list[str], stored: CachedPrompt | None = None
-    ) -> RunningJob:
+    def _new_running(self, job: Job, cached_tokens: int, stored: CachedPrompt | None = None) -> RunningJob:
         sampler = self._samplers.get(id(job.sampler))
         if sampler is None:
             # mlx-lm samples rows that have the same sampler together, so jobs that share a sampler share its guard.
             sampler = self._samplers[id(job.sampler)] = ErrorGuard(job.sampler, partial(mx.argmax, axis=-1))
-        return RunningJob(job, cached_tokens, kinds, self._tokenizer.detokenizer, sampler, stored)
+        return RunningJob(job, cached_tokens, self._tokenizer.detokenizer, sampler, stored)
 
     def _insert(
         self, running: RunningJob, segments: list[list[int]], caches: list[Any] | None, tokens: list[int]
@@ -379,7 +376,7 @@ class Engine:
 
     def _take_others(self, running: RunningJob) -> list[RunningJob]:
         """Return the other answers to a prompt that is prefilled except for its last token."""
-        others = [self._new_running(job, len(running.prompt_ids) - 1, []) for job in running.pending]
+        others = [self._new_running(job, len(running.prompt_ids) - 1) for job in running.pending]
         for other in others:
             other.recalled = running.recalled
         running.pending = []
@@ -433,15 +430,14 @@ class Engine:
         is_at_question = running.question and num_remaining == len(running.question)
         stored, prefilled = running.stored, running.prefilled
         if stored is not None and prefilled - stored.last_checkpoint >= MIN_STORED and stored.can_store(prefilled):
-            stored.store(prefilled, self._extract(uid)[0])
+            stored.store(running.prompt_ids[:prefilled], self._extract(uid)[0])
         if any(stop <= running.prefilled for stop in running.followers.values()):
             self._release_followers(running, self._extract(uid)[0])
-        stores = running.cached_kinds and not (is_at_question and running.splits_segment)
+        stores = running.stores_segments and not (is_at_question and running.splits_segment)
         if stores and response.end_of_segment and not response.end_of_prompt:
             caches, tokens = self._extract(uid)
             running.shared = self._admission.shared_rows(running.job, caches)
-            running.cached_kinds.pop()
-            self._stored_prompts.insert(tokens, caches)
+            self._stored_prompts.insert(tokens, caches, stored)
         if is_at_question:
             self._recall_for_question(uid, running)
         if num_remaining == 1 and running.pending and uid in self._running:
@@ -456,6 +452,8 @@ class Engine:
     def _release_followers(self, running: RunningJob, caches: list[Any]) -> None:
         """Let followers whose shared prefix is prefilled continue from copies of the leader's caches."""
         running.shared = self._admission.shared_rows(running.job, caches)
+        if running.stored is not None:
+            running.stored.mark(caches)
         followers, running.followers = running.followers, {}
         for job, stop in followers.items():
             if stop > running.prefilled:
@@ -464,8 +462,7 @@ class Engine:
                 self._admit(job)
             else:
                 with self._fail_on_admission_error(job):
-                    stored = self._stored_prompts.follow(job.prompt, running.stored, stop)
-                    self._begin(job, [], PromptSource(caches, stop, stored))
+                    self._begin(job, [], self._stored_prompts.continued(job, caches, stop))
 
     def _recall_for_question(self, uid: int, running: RunningJob) -> None:
         """Recall evicted tokens before the question, which alone remains of the prompt, and insert the job again."""
@@ -482,7 +479,6 @@ class Engine:
             self._emit(running.job, Quoted(len(running.quotation.ids)))
 
     def _process_token(self, running: RunningJob, response: Any) -> None:
-        running.close_stored()
         finish_reason = response.finish_reason
         # All ranks search, even for a job that will end.
         if finish_reason is None and running.decode_recall is not None:
@@ -511,13 +507,29 @@ class Engine:
     def _store_answer(self, running: RunningJob, tokens: list[int], caches: list[Any]) -> None:
         """Store the caches of an answer: for its session, or for prompts that share the prefix."""
         job = running.job
+        self._store_on_disk(running, tokens, caches)
         if job.session is None:
-            self._stored_prompts.insert(tokens, caches)
+            self._stored_prompts.insert(tokens, caches, running.stored)
             return
         release(caches)  # evicts recalled rows again
         stats, registered = cache_stats(caches, self._plan), self._broadcast.register(caches)
         recalled, quotation = running.total_recalled, running.quotation
         self._emit(job, SessionResult(registered, list(tokens), stats, recalled, quotation, running.quotation_start))
+
+    def _store_on_disk(self, running: RunningJob, tokens: list[int], caches: list[Any]) -> None:
+        """Store caches of prompt and answer, unless less than `MIN_STORED` tokens of them are not stored yet."""
+        stored = running.stored
+        if stored is not None and len(tokens) - stored.last_checkpoint >= MIN_STORED:
+            stored.store(tokens, caches)
+
+    def _store_running(self) -> None:
+        """Store on disk what running jobs have prefilled and generated; the server is stopping."""
+        for uid, running in self._running.items():
+            if running.stored is not None and not running.failed:
+                with self._on_error("an answer could not be stored", lambda _: None):
+                    caches, tokens = self._extract(uid)
+                    self._store_on_disk(running, tokens, caches)
+                    running.stored.close()
 
     # Errors: of one job, of the whole batch, and of a job that cannot join it.
 
@@ -533,6 +545,7 @@ class Engine:
     def _forget(self, uid: int) -> None:
         """Forget a job that is out of the batch. If it failed, release its session unchanged."""
         running = self._running.pop(uid)
+        running.close_stored()
         if running.failed:
             self._emit(running.job, SessionResult())
 

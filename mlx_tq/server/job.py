@@ -145,7 +145,6 @@ class RunningJob:
         self,
         job: Job,
         cached_tokens: int,
-        cached_kinds: list[str],
         detokenizer: Any,
         sampler: ErrorGuard,
         stored: CachedPrompt | None,
@@ -154,8 +153,8 @@ class RunningJob:
         self.cached_tokens = self.prefilled = cached_tokens
         self.tokens: list[int] = []  # generated
         self.resumed = 0  # of these, those that were prefilled after a memory error
-        self.cached_kinds = cached_kinds[::-1]  # of the segments at whose ends the cache is stored, the next one last
-        self.stored = stored  # the prompt in the prefix cache, while it is prefilled
+        self.stores_segments = job.session is None  # caches at the ends of segments; a session stores its own
+        self.stored = stored  # the sequence in the prefix cache
         self.restored_checkpoint = None if stored is None else stored.checkpoint  # keeps its shared rows alive
         self.step_ends: list[int] = []  # positions where prefill steps end
         self.pending = list(job.others)  # other answers, which wait for the prefill
@@ -190,7 +189,7 @@ class RunningJob:
         self.close_stored()
         self.prompt_ids, self.prefilled = [*self.job.prompt.ids, *self.tokens], 0
         self.cached_tokens, self.resumed, self.restored_checkpoint = 0, len(self.tokens), None
-        self.cached_kinds, self.step_ends, self.shared = [], [], []
+        self.stores_segments, self.step_ends, self.shared = False, [], []
         return self.prompt_ids
 
     @property
@@ -210,7 +209,7 @@ class RunningJob:
         }
 
     def close_stored(self) -> None:
-        """Finish storing the prompt, in a thread of its own: no answer waits for the disk."""
+        """Finish storing, in a thread of its own: no answer waits for the disk."""
         if self.stored is not None:
             threading.Thread(target=self.stored.close, name="store").start()
             self.stored = None

@@ -14,7 +14,7 @@ from mlx_tq.cli.sampling_settings import choose_sampling
 from mlx_tq.cli.screen import note
 from mlx_tq.errors import ConfigError
 from mlx_tq.grammar.constraint import CompiledGrammar, Grammars
-from mlx_tq.integration.probe import position_limit
+from mlx_tq.integration.probe import native_caches, position_limit
 from mlx_tq.models import short_name
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.memory import weights_nbytes
@@ -56,7 +56,9 @@ class ModelService:
         self._tokenizer, self._plan = tokenizer, plan
         self.positions = position_limit(model)
         template = "the template of --chat-template" if args.chat_template else f"the chat template of {self.name}"
-        self._prompt_builder = PromptBuilder(tokenizer, args.chat_template_args, self.positions, template)
+        self._prompt_builder = PromptBuilder(
+            tokenizer, args.chat_template_args, self.positions, template, is_trimmable=_is_trimmable(model, plan)
+        )
         self.sessions = Sessions(request, self._prompt_builder, self.rescue, self.positions, self.metrics)
         self._grammars = Grammars(tokenizer)
         self.response_formats = ResponseFormats(self._grammars, args.max_queue, allow_lark=args.allow_lark)
@@ -226,3 +228,9 @@ class ModelService:
             "compressed_from": stats.compressed_from,
             "quoted": [{"start": start, "stop": stop, "text": text} for (start, stop), text in quoted],
         }
+
+
+def _is_trimmable(model: Any, plan: Plan | None) -> bool:
+    """Return whether the caches of any prompt can be cut to any of its prefixes."""
+    classes = [type(cache).__name__ for cache in native_caches(model)] if plan is None else plan.classes
+    return {*classes} == {"KVCache"} and (plan is None or plan.eviction is None)

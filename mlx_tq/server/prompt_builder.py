@@ -19,7 +19,6 @@ from mlx_tq.session.text import TEMPLATE_ERRORS, PlainText, PromptLengthLimit, i
 
 Message = dict[str, Any]  # as templates expect it
 
-_TAIL = 11  # the last tokens of a template, among which it may open the model's reasoning
 _LEADING_KEYS = ("type", "function", "name", "description", "parameters", "properties", "items", "enum", "required")
 _KEY_RANKS = {key: rank for rank, key in enumerate(_LEADING_KEYS)}
 _RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
@@ -29,30 +28,28 @@ _RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_t
 class Prompt:
     """Token ids, and their segments, at whose ends the cache is worth storing.
 
-    `kinds` of the segments are mlx-lm's "system", "user" or "assistant". `state` is "reasoning" where the template has
-    opened the model's reasoning, else "normal".
+    `state` is "reasoning" where the template has opened the model's reasoning, else "normal".
     """
 
     ids: list[int]
     segments: list[list[int]]
-    kinds: list[str]
     state: str = "normal"
 
-    def remaining_segments(self, cached_tokens: int) -> tuple[list[list[int]], list[str]]:
-        """Return what the segments hold after the first `cached_tokens`, and their kinds."""
-        segments, kinds = [], []
-        for segment, kind in zip(self.segments, self.kinds, strict=True):
+    def remaining_segments(self, cached_tokens: int) -> list[list[int]]:
+        """Return what the segments hold after the first `cached_tokens`."""
+        segments = []
+        for segment in self.segments:
             if len(segment) > cached_tokens:
                 segments.append(segment[cached_tokens:])
-                kinds.append(kind)
             cached_tokens = max(0, cached_tokens - len(segment))
-        return segments, kinds
+        return segments
 
 
 class PromptBuilder:
     """Renders and tokenizes prompts; thread-safe. `positions` is the model's context length, or None.
 
-    `template_name` says in errors which chat template is meant.
+    `template_name` says in errors which chat template is meant. With `is_trimmable`, a cache can be cut to any prefix,
+    so that fewer places are worth a segment's end.
     """
 
     def __init__(
@@ -61,9 +58,11 @@ class PromptBuilder:
         template_args: dict[str, Any],
         positions: int | None = None,
         template_name: str = "the model's chat template",
+        *,
+        is_trimmable: bool = False,
     ) -> None:
         self.tokenizer, self.plain = tokenizer, PlainText(tokenizer)
-        self._template_args, self._template_name = template_args, template_name
+        self._template_args, self._template_name, self._is_trimmable = template_args, template_name, is_trimmable
         self._limit = PromptLengthLimit(tokenizer, positions)
         # A fast tokenizer is thread-safe unless its truncation or padding changes, which the first call may do; hence
         # the `encode("")` below.
@@ -78,7 +77,7 @@ class PromptBuilder:
             raise InvalidRequestError("the prompt has no tokens", "prompt")
         if not 0 <= min(ids) <= max(ids) < self.vocabulary:
             raise InvalidRequestError(f"the prompt has tokens outside of 0 to {self.vocabulary - 1}", "prompt")
-        return Prompt(ids, [ids], ["assistant"])
+        return Prompt(ids, [ids])
 
     def chat_prompt(self, request: ChatRequest) -> Prompt:
         messages, options = self.render_input(request)
@@ -97,19 +96,12 @@ class PromptBuilder:
         ids = self._encode(text, "messages")
         if not ids:
             raise InvalidRequestError("the prompt has no tokens", "messages")
-        reasoning_start = len(ids)  # where the template opens the reasoning, which later turns leave out
-        if self.tokenizer.has_thinking:
-            start = int(self.tokenizer.rfind_think_start(ids, start=len(ids) - _TAIL))
-            reasoning_start = start if start > 0 else len(ids)
-        system_end = min(self._system_end(messages, ids, options), reasoning_start)
-        kinds = {system_end: "system", len(ids): "assistant", reasoning_start: "user"}  # by the segment's end
-        ends = sorted(kinds.keys() - {0})
-        return Prompt(
-            ids,
-            segments=[ids[start:end] for start, end in zip([0, *ends], ends, strict=False)],
-            kinds=[kinds[end] for end in ends],
-            state=self._state(ids),
-        )
+        # Later turns may show the answer without its reasoning, so they share what is before the answer.
+        answer_start = len(ids) if prefill or self._is_trimmable else self._answer_start(text, messages, ids, options)
+        first_end = min(self._first_end(messages, ids, options), answer_start)
+        ends = sorted({first_end, answer_start, len(ids)} - {0})
+        segments = [ids[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        return Prompt(ids, segments, self._state(ids))
 
     def render_input(self, request: ChatRequest) -> tuple[list[Message], dict[str, Any]]:
         if not self.tokenizer.has_chat_template:
@@ -186,13 +178,23 @@ class PromptBuilder:
             message = f"the model's chat template refuses this conversation: {unescape(str(error))}"
             raise InvalidRequestError(message, "messages") from error
 
-    def _system_end(self, messages: list[Message], ids: list[int], options: dict[str, Any]) -> int:
-        """Return how many tokens all conversations with these system messages share."""
-        count = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
-        if not 0 < count < len(messages):
-            return 0
+    def _answer_start(self, text: str, messages: list[Message], ids: list[int], options: dict[str, Any]) -> int:
+        """Return how many tokens of a prompt, whose text is given, are before what begins the answer."""
         try:
-            text = self._render([*messages[:count], {"role": "user", "content": ""}], options)
+            begins = text.removeprefix(self._render(messages, options))
+        except InvalidRequestError:
+            return len(ids)
+        count = len(self._encode(begins, "messages")) if begins != text else 0
+        return len(ids) - count
+
+    def _first_end(self, messages: list[Message], ids: list[int], options: dict[str, Any]) -> int:
+        """Return how many tokens all conversations share that begin with these system messages, or this message."""
+        count = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages)) or 1
+        if count == len(messages):
+            return 0
+        next_role = "user" if messages[0]["role"] == "system" else "assistant"
+        try:
+            text = self._render([*messages[:count], {"role": next_role, "content": ""}], options)
             other = self._encode(text, "messages")
         except InvalidRequestError:
             return 0

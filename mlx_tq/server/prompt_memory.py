@@ -12,6 +12,7 @@ import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
 from mlx_tq.errors import CacheFormatError
+from mlx_tq.prefix_cache.prefix_cache import common_prefix
 from mlx_tq.prompt_cache.capacity import all_arrays, release_capacity
 from mlx_tq.prompt_cache.layer_group import compressed_caches
 
@@ -53,7 +54,7 @@ class PromptMemory:
         has_evicted = any(layer.regions.evicted for layer in compressed_caches(caches))
         is_trimmable = can_trim_prompt_cache(caches) and not has_evicted
         for other in self._prompts[:]:
-            common = _common_prefix(other.ids, tokens)
+            common = common_prefix(other.ids, tokens)
             if common == len(other.ids) and (is_trimmable or common == len(tokens)):  # which these caches can become
                 self._remove(other)
         arrays = {id(array): array for array in all_arrays(caches)}
@@ -68,7 +69,7 @@ class PromptMemory:
         Without `notes_use`, nothing changes, and nothing is logged.
         """
         tokens = np.array(ids, np.int64)
-        lengths = [(_common_prefix(stored.ids, tokens), stored) for stored in self._prompts]
+        lengths = [(common_prefix(stored.ids, tokens), stored) for stored in self._prompts]
         lengths = [(length, stored) for length, stored in lengths if length]
         lengths.sort(key=lambda pair: (-min(pair[0], most), len(pair[1].ids)))
         if lengths and notes_use:
@@ -113,10 +114,3 @@ class PromptMemory:
             place = slice(max(0, common - _SHOWN), common + _SHOWN)
             texts = (self._decode(ids[place].tolist()) for ids in (tokens, closest.ids))
             log.debug("a prompt diverges from the closest stored one after %d tokens: %r, not %r", common, *texts)
-
-
-def _common_prefix(ids: np.ndarray, others: np.ndarray) -> int:
-    """Return the number of first tokens that are equal."""
-    count = min(len(ids), len(others))
-    differ = ids[:count] != others[:count]
-    return int(differ.argmax()) if differ.any() else count

@@ -137,7 +137,7 @@ class Sessions:
         if caches is not None:
             search_hits = transcript.search(user_message, live_positions(caches, len(transcript.ids)))
         ids = [*before, *self._plain.encode(user_message), *after]
-        prompt = Prompt([*transcript.ids, *ids], [transcript.ids, ids], ["assistant", "user"], state)
+        prompt = Prompt([*transcript.ids, *ids], [transcript.ids, ids], state)
         quote, max_quotation = partial(transcript.quote, search_hits), transcript.max_quotation_tokens(search_hits)
         start = SessionStart(caches, len(transcript.ids), len(before), search_hits, quote, max_quotation)
         return SessionTurn(session, transcript, messages, options, prompt, start)

@@ -122,7 +122,7 @@ class Turn:
         # Only the first rank knows of a rescue service, so it decides for all.
         document = self._ranks.broadcast(lambda: len(split_question(self._tokenizer, prompt)[0]) if split else 0)
         self._prefix = self._stack.enter_context(
-            reuse_prefix(self._prefix_cache, self._caches, prompt[: document or -1], self._step)
+            reuse_prefix(self._prefix_cache, self._caches, prompt[: document or -1])
         )
         cached = self._prefix.restored
         self._prefilled = max(document, cached)

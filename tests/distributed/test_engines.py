@@ -91,7 +91,7 @@ async def ask_all(engine, tokenizer):
     def job(lines, tokens=12, sampler=GREEDY, **fields):
         # Prompts share no beginning: which job continues from another's, and so what it evicts, depends on the time.
         ids = tokenizer.encode(f"{chr(97 + next(numbers))}. " + "".join(facts(lines)))
-        return job_of(ids, kinds=["assistant"], max_tokens=tokens, sampler=sampler, **fields)
+        return job_of(ids, max_tokens=tokens, sampler=sampler, **fields)
 
     calls = count()
 
@@ -112,7 +112,7 @@ async def ask_all(engine, tokenizer):
     session, tokens = SessionStart(None, 0), []
     for question in ("".join(facts(10)), "\nWhat is the access code?\n", "\nAnd the gate of house 3?\n"):
         ids = tokenizer.encode(question)
-        turn = job_of(tokens, ids, kinds=["assistant", "user"], max_tokens=8, session=session)
+        turn = job_of(tokens, ids, max_tokens=8, session=session)
         texts.append(texts_of(turn, await run_job(engine, turn)))
         result = await turn.session_result.get()
         tokens, quoted = result.tokens, tokenizer.encode(" the gate")

@@ -26,6 +26,7 @@ EVICTS = KVConfig(
 )
 # A plain model, sliding windows, a hybrid, one whose layers have two caches each, and one that evicts on the way.
 CASES = {
+    "llama": ("llama", SMALL),
     "embedded": ("embedded", SMALL),
     "gemma3_text": ("gemma3_text", SMALL),
     "qwen3_next": ("qwen3_next", SMALL),
@@ -65,7 +66,7 @@ def run_prompt(model, config, ids, folder=None):
     caches = build_caches(plan)
     prefix_cache = PrefixCache(model, plan, Folder(Path(folder)), print) if folder else None
     before = []
-    with compressed_attention(model), reuse_prefix(prefix_cache, caches, ids[:-1], STEP) as prefix:
+    with compressed_attention(model), reuse_prefix(prefix_cache, caches, ids[:-1]) as prefix:
 
         def progress(processed, total):
             prefix.note(processed + prefix.restored)

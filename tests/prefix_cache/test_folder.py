@@ -1,4 +1,4 @@
-"""The folder of a prefix cache: whole records or none, for their owner only, the least recently used evicted first."""
+"""The folder of a prefix cache: whole records or none, for their owner only, and those of least worth are removed."""
 
 import errno
 import os
@@ -11,21 +11,27 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cli.tools import environment
 
 from mlx_tq.errors import ConfigError
 from mlx_tq.prefix_cache.folder import BLOCKS, CHECKPOINTS, Folder
+from mlx_tq.prefix_cache.summary import Summary
 
+SIZE = 4096  # bytes that a record takes of the disk here
 WRITES = """
 import sys
 from pathlib import Path
-from mlx_tq.prefix_cache.folder import BLOCKS, Folder
+import numpy as np
+from mlx_tq.prefix_cache.folder import CHECKPOINTS, Folder
+from mlx_tq.prefix_cache.summary import Summary
 folder, start = Folder(Path(sys.argv[1]), 10**7), int(sys.argv[2])
 with folder.writing() as may_write:
     print(may_write, flush=True)
     for number in range(start, start + 10_000):
-        folder.write(BLOCKS, f"{number:064x}", str(number).encode() * 30_000)
+        summary = Summary("root", np.arange(9, dtype=np.int32), (), 0, False).to_bytes()
+        folder.write(CHECKPOINTS, f"{number:064x}", summary + str(number).encode() * 30_000)
 """
 
 
@@ -38,23 +44,37 @@ def key_of(letter):
     return f"{ord(letter):064x}"
 
 
-def path_of(folder, letter, kind=BLOCKS):
-    return folder.path / kind / key_of(letter)
+def path_of(folder, letter):
+    return folder.path / CHECKPOINTS / key_of(letter)
 
 
-def write(folder, *letters):
+def content_of(letter, tokens=10, blocks=""):
+    keys = tuple(key_of(block) for block in blocks)
+    return Summary("root", np.arange(tokens, dtype=np.int32), keys, 0, has_prefixes=False).to_bytes() + letter.encode()
+
+
+def write(folder, *letters, tokens=10, blocks=""):
+    """Write checkpoints, each after the blocks that it names."""
     with folder.writing() as may_write:
         assert may_write
         for letter in letters:
-            folder.write(BLOCKS, key_of(letter), letter.encode() * 1000)
+            folder.make_room(SIZE * (1 + len(blocks)), [])
+            for block in blocks:
+                folder.write(BLOCKS, key_of(block), b"x" * 1000)
+            folder.write(CHECKPOINTS, key_of(letter), content_of(letter, tokens, blocks))
 
 
 def read(folder, letter):
-    return folder.read(BLOCKS, key_of(letter))
+    return folder.read(key_of(letter))
+
+
+def blocks_of(folder):
+    return "".join(sorted(chr(int(path.name, 16)) for path in (folder.path / BLOCKS).iterdir()))
 
 
 def letters(folder):
-    return [chr(int(record.path.name, 16)) for record in folder.records()]
+    names = [record.path.name for record in folder.records() if record.path.parent.name == CHECKPOINTS]
+    return [chr(int(name, 16)) for name in names]
 
 
 def set_time(folder, letter, time_):
@@ -66,9 +86,9 @@ def contents(folder):
 
 
 def test_only_the_owner_can_read_a_record(folder):
-    write(folder, "a")
-    assert read(folder, "a") == b"a" * 1000
-    assert folder.read(CHECKPOINTS, key_of("a")) is None
+    write(folder, "a", blocks="b")
+    assert read(folder, "a") == content_of("a", blocks="b")
+    assert read(folder, "b") is None
     paths = [folder.path, *folder.path.rglob("*")]
     assert {oct(path.stat().st_mode & 0o777) for path in paths if path.is_dir()} == {"0o700"}
     assert {oct(path.stat().st_mode & 0o777) for path in paths if path.is_file()} == {"0o600"}
@@ -89,43 +109,118 @@ def test_changed_truncated_and_exchanged_files_are_missing(folder):
     assert letters(folder) == ["b"]
 
 
-def test_the_least_recently_used_are_evicted_first(tmp_path):
-    folder = Folder(tmp_path / "store", limit=5 * 1100)
+def test_a_block_is_read_into_parts_and_is_removed_if_it_is_damaged(folder):
+    write(folder, "a", blocks="b")
+    path = folder.path / BLOCKS / key_of("b")
+    parts = [bytearray(400), bytearray(600)]
+
+    def read_block(*sizes):
+        return folder.read_block(
+            key_of("b"), [memoryview(part)[:size] for part, size in zip(parts, sizes, strict=True)]
+        )
+
+    assert read_block(400, 600)
+    assert b"".join(parts) == b"x" * 1000
+    data = bytearray(path.read_bytes())
+    for damage in (bytes(data[:-1]), bytes(data) + b"x", bytes(data[:500]) + b"y" + bytes(data[501:])):
+        path.write_bytes(damage)
+        assert not read_block(400, 600)
+        assert not path.exists()
+    assert not read_block(400, 600), "it is missing"
+    path.write_bytes(data)
+    assert not read_block(400, 599)
+
+
+def test_what_was_used_least_recently_is_removed_first(tmp_path):
+    folder = Folder(tmp_path / "store", limit=5 * SIZE)
     write(folder, *"abcde")
     for time_, letter in enumerate("abcde"):
         set_time(folder, letter, time_)
-    assert read(folder, "a")
+    folder.touch(key_of("a"))
     write(folder, "f")
-    assert letters(folder) == ["c", "d", "e", "a", "f"]
-    assert folder.clear() > 4000
+    assert letters(folder) == ["d", "e", "a", "f"], "a removal frees a twentieth of the limit more"
+    assert folder.clear() == 4 * SIZE
     assert letters(folder) == []
 
 
-def test_protected_records_stay_up_to_half_of_the_limit(tmp_path):
-    folder = Folder(tmp_path / "store", limit=10 * 1100)
-    write(folder, *"abcdefgh")
-    folder.touch([(BLOCKS, key_of(letter)) for letter in "abcdefgh"], protect=True)
-    assert all(record.is_protected for record in folder.records())
-    write(folder, *"ijk")
-    assert "".join(sorted(letters(folder))) == "bcdefghijk", "the oldest beyond half of the limit"
-    folder.touch([(BLOCKS, key_of(letter)) for letter in "bc"])
-    write(folder, *"lmnop")
-    assert "".join(sorted(letters(folder))) == "bcfghlmnop", "b and c were used last, so d and e are beyond it"
+def test_a_long_prompt_stays_longer(tmp_path):
+    folder = Folder(tmp_path / "store", limit=6 * SIZE)
+    write(folder, "a", tokens=1000)
+    write(folder, *"bcde")
+    for time_, letter in enumerate("abcde"):
+        set_time(folder, letter, time_)
+    write(folder, *"fgh")
+    assert {*letters(folder)} == {*"afgh"}
+
+
+def test_a_block_leaves_with_the_last_checkpoint_that_names_it(tmp_path):
+    folder = Folder(tmp_path / "store", limit=8 * SIZE)
+    write(folder, "a", blocks="stu")
+    write(folder, "b", blocks="stv")
+    for time_, letter in enumerate("ab"):
+        set_time(folder, letter, time_)
+    assert blocks_of(folder) == "stuv"
+    write(folder, "c", blocks="wx")
+    assert (letters(folder), blocks_of(folder)) == (["b", "c"], "stvwx")
+    folder.limit = 4 * SIZE
+    write(folder, "d")
+    assert (letters(folder), blocks_of(folder)) == (["d"], "")
+
+
+def test_blocks_without_a_checkpoint_are_removed(tmp_path):
+    """Those of a writer that was killed before it wrote their checkpoint."""
+    folder = Folder(tmp_path)
+    write(folder, "a", blocks="s")
+    with folder.writing():
+        for block in "tu":
+            folder.write(BLOCKS, key_of(block), b"x" * 1000)
+    (tmp_path / "lock").write_bytes(b"")  # as after its writer was killed
+    assert blocks_of(folder) == "stu"
+    write(Folder(tmp_path), "b")
+    assert blocks_of(folder) == "s"
+    folder.remove(CHECKPOINTS, key_of("a"))
+    folder.limit = 2 * SIZE
+    write(folder, *"cd")
+    assert blocks_of(folder) == ""
+
+
+def test_what_is_written_now_is_not_removed_for_room(tmp_path):
+    folder = Folder(tmp_path, limit=5 * SIZE)
+    write(folder, "a", blocks="st")
+    with folder.writing():
+        folder.make_room(3 * SIZE, [key_of("s")])
+        assert (letters(folder), blocks_of(folder)) == ([], "s")
+        folder.write(BLOCKS, key_of("u"), b"x" * 1000)
+        folder.make_room(4 * SIZE, [])
+        assert blocks_of(folder) == "su"
+        folder.write(CHECKPOINTS, key_of("c"), content_of("c", blocks="su"))
+    assert (letters(folder), blocks_of(folder)) == (["c"], "su")
+
+
+def test_the_bytes_of_an_hour_are_limited(tmp_path, monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    folder = Folder(tmp_path, hourly_limit=10 * SIZE)
+    write(folder, *"abcdef")
+    assert folder.may_write(4 * SIZE)
+    assert not folder.may_write(4 * SIZE + 1)
+    now += 1800
+    assert folder.may_write(9 * SIZE)
+    assert not folder.may_write(9 * SIZE + 1)
+    now += 10_000
+    assert not folder.may_write(10 * SIZE + 1)
 
 
 def test_a_clock_that_goes_back(tmp_path):
-    """Records of the future can be used; at the limit some are evicted, whichever they are."""
-    folder = Folder(tmp_path / "store", limit=5 * 1100)
-    write(folder, *"abcde")
-    later = time.time_ns() + 3600 * 10**9
-    for letter in "abcde":
-        set_time(folder, letter, later)
+    """Records of the future can be used, and are removed first."""
+    folder = Folder(tmp_path / "store", limit=5 * SIZE)
+    write(folder, *"abcd")
+    for letter in "abc":
+        set_time(folder, letter, time.time_ns() + 3600 * 10**9)
     assert read(folder, "a")
-    write(folder, *"fg")
-    records = folder.records()
-    assert sum(record.size for record in records) <= folder.limit
-    assert all(folder.read(BLOCKS, record.path.name) for record in records)
-    assert not any(record.is_protected for record in records)
+    write(folder, *"ef")
+    assert letters(folder)[-3:] == ["d", "e", "f"]
+    assert sum(record.size for record in folder.records()) <= folder.limit
 
 
 def test_one_process_writes_at_a_time(folder):
@@ -134,7 +229,7 @@ def test_one_process_writes_at_a_time(folder):
         assert not may_write
     with other.writing() as may_write:
         assert may_write
-        other.write(BLOCKS, key_of("t"), b"x" * 5000)
+        other.write(CHECKPOINTS, key_of("t"), content_of("t") + b"x" * 5000)
     write(folder, "o")
     nbytes = int((folder.path / "lock").read_text())
     assert nbytes == sum(record.size for record in folder.records()) > 5000
@@ -142,7 +237,7 @@ def test_one_process_writes_at_a_time(folder):
 
 def test_a_file_that_is_being_written_is_no_record(folder):
     write(folder, "a")
-    temporary = folder.path / BLOCKS / f".{key_of('b')}.0123abcd"
+    temporary = folder.path / CHECKPOINTS / f".{key_of('b')}.0123abcd"
     temporary.write_bytes(b"TQR1 half")
     assert folder.check() == (1, 0)
     assert folder.clear() > 1000
@@ -164,12 +259,11 @@ def test_a_process_that_is_killed_while_it_writes(folder, times):
         process.send_signal(signal.SIGKILL)
         process.wait()
         process.stdout.close()
-    with folder.writing():
-        folder.write(BLOCKS, "f" * 64, b"after")
+    write(folder, "f")
     names = {record.path.name for record in folder.records()}
     assert len(names) > 1
-    assert all(folder.read(BLOCKS, name) for name in names)
-    assert {path.name for path in (folder.path / BLOCKS).iterdir()} == names
+    assert all(folder.read(name) for name in names)
+    assert {path.name for path in (folder.path / CHECKPOINTS).iterdir()} == names
 
 
 @pytest.mark.parametrize("name", ["thesis.txt", "blocks/thesis.txt", "checkpoints/survey.csv", "lock", ".notes"])
@@ -213,22 +307,22 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
 
 def test_files_that_are_no_records_are_never_deleted(tmp_path):
     """Whatever their names are: records begin with four letters that are looked for before one is deleted."""
-    folder = Folder(tmp_path, limit=3000)
+    folder = Folder(tmp_path, limit=2 * SIZE)
     write(folder, "a")
     for name in ("survey.csv", ".notes", f".{key_of('d')}", key_of("e"), key_of("f")[1:]):
-        (folder.path / BLOCKS / name).write_bytes(b"x" * 5000)
+        (folder.path / CHECKPOINTS / name).write_bytes(b"x" * 5000)
     (folder.path / "thesis.txt").write_text("x")
     before = {path: data for path, data in contents(tmp_path).items() if data[:1] == b"x"}
     folder.check()
-    assert folder.read(BLOCKS, key_of("e")) is None
-    folder.remove(BLOCKS, key_of("e"))
+    assert read(folder, "e") is None
+    folder.remove(CHECKPOINTS, key_of("e"))
     (folder.path / "lock").write_bytes(b"")
     write(folder, *"bc")
     Folder(tmp_path).clear()
     assert before.items() <= contents(tmp_path).items()
     assert len(before) == 6
     with pytest.raises(ValueError, match="is not the key of a record"):
-        folder.read(BLOCKS, "../../thesis.txt")
+        folder.read("../../thesis.txt")
 
 
 # What somebody with the user's rights puts in place of a record.
@@ -249,12 +343,13 @@ def test_whatever_is_planted_is_a_miss(folder, plant):
     plant(path_of(folder, "a"))
     assert read(folder, "a") is None
     write(folder, "a")
-    folder.touch([(BLOCKS, key_of("a"))], protect=True)
-    folder.sync(BLOCKS, key_of("a"))
+    folder.touch(key_of("a"))
+    folder.sync(key_of("a"))
     assert folder.check()[1] <= 1
-    assert read(folder, "b") == b"b" * 1000
-    assert not (folder.path / BLOCKS / "nothing").exists()
-    assert folder.clear() < 5000
+    assert read(folder, "b") == content_of("b")
+    assert {*folder.checkpoints()} >= {key_of("b")}
+    assert not (folder.path / CHECKPOINTS / "nothing").exists()
+    assert folder.clear() <= 2 * SIZE
 
 
 @pytest.mark.parametrize("plant", [*PLANTED.values()][:5], ids=[*PLANTED][:5])
@@ -277,7 +372,7 @@ def test_a_record_that_vanishes_while_it_is_checked_is_not_damaged(folder):
     with ThreadPoolExecutor(1) as pool:
 
         def churn():
-            busy = Folder(folder.path, limit=20 * 1100)
+            busy = Folder(folder.path, limit=20 * SIZE)
             for _ in range(40):
                 write(busy, *(chr(code) for code in range(1000, 1100)))
 
@@ -314,20 +409,7 @@ def test_a_record_that_is_stored_while_an_old_one_is_read_stays(folder, monkeypa
 
     monkeypatch.setattr(os, "open", open_)
     assert finds_none(folder)
-    assert read(folder, "a") == b"a" * 1000
-
-
-def test_records_of_a_clock_that_was_years_ahead_are_evicted_first(tmp_path):
-    folder = Folder(tmp_path / "store", limit=10 * 1100)
-    write(folder, *"abcdefgh")
-    ahead = time.time_ns() + 10 * 365 * 86_400 * 10**9
-    for letter in "abcdefgh":
-        set_time(folder, letter, ahead)
-    assert read(folder, "a")
-    assert not any(record.is_protected for record in folder.records())
-    write(folder, *"ijklmnopq")
-    assert {*"ijklmnopq"} <= {*letters(folder)}
-    assert [letter for letter in letters(folder) if letter < "i"] in ([], ["a"])
+    assert read(folder, "a") == content_of("a")
 
 
 def test_a_full_disk_makes_room(folder, monkeypatch):
@@ -335,8 +417,8 @@ def test_a_full_disk_makes_room(folder, monkeypatch):
     opened = os.open
 
     def open_(path, flags, *args, **options):
-        used = sum(file.stat().st_size for file in (folder.path / BLOCKS).iterdir())
-        if flags & os.O_CREAT and Path(path).parent.name == BLOCKS and used > 4 * 1100:
+        used = sum(1 for file in (folder.path / CHECKPOINTS).iterdir())
+        if flags & os.O_CREAT and Path(path).parent.name == CHECKPOINTS and used > 4:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return opened(path, flags, *args, **options)
 
@@ -344,9 +426,10 @@ def test_a_full_disk_makes_room(folder, monkeypatch):
     write(folder, *"abcdefgh")
     assert letters(folder) == [*"defgh"]
     assert (folder.path / "lock").read_text() == str(sum(record.size for record in folder.records()))
-    for path in (folder.path / BLOCKS).iterdir():
+    for path in (folder.path / CHECKPOINTS).iterdir():
         path.unlink()
-    (folder.path / BLOCKS / "other").write_bytes(b"x" * 5000)
+    for number in range(5):
+        (folder.path / CHECKPOINTS / f"other{number}").touch()
     with pytest.raises(OSError, match="No space left"):
         write(folder, "i")
 
@@ -357,13 +440,13 @@ def test_a_disk_that_stays_full_costs_at_most_one_record(folder, monkeypatch):
     opened = os.open
 
     def open_(path, flags, *args, **options):
-        if flags & os.O_CREAT and Path(path).parent.name == BLOCKS:
+        if flags & os.O_CREAT and Path(path).parent.name == CHECKPOINTS:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return opened(path, flags, *args, **options)
 
     monkeypatch.setattr(os, "open", open_)
     with pytest.raises(OSError, match="No space left"), folder.writing():
-        folder.write(BLOCKS, key_of("d"), b"d" * 5000)
+        folder.write(CHECKPOINTS, key_of("d"), b"d" * 4 * SIZE)
     assert letters(folder) == [*"abc"], "they would not make room for it"
     for _ in range(3):
         with pytest.raises(OSError, match="No space left"):

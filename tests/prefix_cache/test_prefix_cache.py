@@ -1,5 +1,6 @@
-"""What a prefix cache restores has the bits of a fresh prefill; damaged files are at most a miss."""
+"""What a prefix cache restores has the bits of what was stored; damaged files are at most a miss."""
 
+import copy
 import io
 import json
 import random
@@ -8,16 +9,16 @@ import resource
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from cache.tools import same_bits
 from cli.tools import environment
-from mlx_lm.models.cache import RotatingKVCache
+from mlx_lm.models.cache import RotatingKVCache, trim_prompt_cache
 from zoo import build
 
 from mlx_tq.codec.formats import format_names, get_format
@@ -25,15 +26,10 @@ from mlx_tq.errors import CacheFormatError
 from mlx_tq.kernels import thresholds
 from mlx_tq.kernels.thresholds import HeadShape, KernelThresholds
 from mlx_tq.models import exact_fingerprint
+from mlx_tq.prefix_cache.checkpoint import Checkpoint, decode_checkpoint
 from mlx_tq.prefix_cache.folder import BLOCKS, CHECKPOINTS, Folder
-from mlx_tq.prefix_cache.prefix_cache import (
-    Checkpoint,
-    PrefixCache,
-    decode_checkpoint,
-    reuse_prefix,
-    root_key,
-    step_keys,
-)
+from mlx_tq.prefix_cache.prefix_cache import CachedPrompt, PrefixCache, derive_key, reuse_prefix, root_key
+from mlx_tq.prefix_cache.summary import read_summary
 from mlx_tq.prompt_cache.compressed import compressed_attention, make_prompt_cache, plan_caches
 from prefix_cache.runs import CASES, LENGTH, SMALL, STEP, digest, load_model, random_tokens, run_prompt
 
@@ -54,6 +50,26 @@ def run_in_a_process(folder, *names):
     env = environment()
     env["PYTHONPATH"] += f":{Path(__file__).parents[1]}"
     return json.loads(subprocess.run(words, env=env, capture_output=True, check=True).stdout)
+
+
+def key_of(model, ids, config=SMALL, salt=""):
+    """Return the key of the checkpoint that holds these tokens."""
+    return derive_key(root_key(model, plan_caches(model, config), salt), np.array(ids, np.int32).tobytes())
+
+
+def split_record(content):
+    """Return the summary of a checkpoint as bytes, its arrays and its header."""
+    file = io.BytesIO(content)
+    read_summary(file)
+    place = file.tell()
+    arrays, metadata = mx.load(io.BytesIO(content[place:]), format="safetensors", return_metadata=True)
+    return content[:place], arrays, json.loads(metadata["header"])
+
+
+def join_record(summary, arrays, metadata):
+    file = io.BytesIO()
+    mx.save_safetensors(file, arrays, metadata)
+    return summary + file.getvalue()
 
 
 def without_hits(result):
@@ -82,12 +98,60 @@ def test_a_longer_prompt_continues_from_the_last_step_that_it_shares(name, tmp_p
     assert without_hits(result) == without_hits(run_prompt(model, config, longer))
 
 
+OTHER = random_tokens(200, seed=11)
+
+
+@pytest.mark.parametrize(
+    ("shared", "restored"), [(30, 0), (150, 0), (180, 128), (250, 192), (380, 320), (LENGTH - 5, LENGTH - 5)]
+)
+def test_a_prompt_that_diverges_inside_a_step_continues_from_packed_rows(shared, restored, tmp_path):
+    """From the last block before the window of 32 tokens; the rows are those that were stored, also in memory."""
+    caches, prefix_cache = make_prompt_cache(LLAMA, SMALL), open_cache(Folder(tmp_path))
+    with compressed_attention(LLAMA), reuse_prefix(prefix_cache, caches, PROMPT) as prefix:
+        prefill(PROMPT, caches)
+        prefix.note(LENGTH)
+    ids = [*PROMPT[:shared], *OTHER]
+    prompts = [CachedPrompt(prefix_cache, ids) for _ in range(2)]
+    found = [prompt.restore() for prompt in prompts]
+    assert [prompt.restored for prompt in prompts] == [restored, restored]
+    if not restored:
+        return
+    trim_prompt_cache(caches, LENGTH - restored)
+    assert digest(found[0]) == digest(found[1]) == digest(caches)
+    assert found[0][0]._rows.arrays[0] is found[1][0]._rows.arrays[0], "both prompts share them"
+    with compressed_attention(LLAMA):
+        logits = [LLAMA(mx.array([ids[restored:]]), cache=states) for states in (found[0], caches)]
+    assert same_bits(*logits)
+    result = run_prompt(LLAMA, SMALL, ids, tmp_path)
+    assert result["restored"] == restored
+
+
+def test_a_prompt_continues_from_a_prompt_that_continued(tmp_path):
+    """Its rows come from three prompts; the blocks that they share are stored once."""
+    folder, one, two = Folder(tmp_path), random_tokens(600, seed=5), random_tokens(300, seed=6)
+    prompts = [random_tokens(1200), [*random_tokens(900), *one], [*random_tokens(900), *one[:500], *two]]
+    restored = [run_prompt(LLAMA, SMALL, prompt, tmp_path)["restored"] for prompt in prompts]
+    assert restored == [0, 864, 1344]
+    assert [run_prompt(LLAMA, SMALL, prompt, tmp_path)["restored"] for prompt in prompts] == [1199, 1499, 1699]
+    blocks = sum(record.path.parent.name == BLOCKS for record in folder.records())
+    assert blocks == 4 + (5 - 3) + (6 - 5)
+
+
+def test_an_entry_of_another_process_is_found(tmp_path):
+    prefix_cache = open_cache(Folder(tmp_path))
+    assert CachedPrompt(prefix_cache, PROMPT).find() == 0
+    run_in_a_process(tmp_path, "llama")
+    assert CachedPrompt(prefix_cache, PROMPT).find() == LENGTH - 1
+    Folder(tmp_path).clear()
+    assert CachedPrompt(prefix_cache, PROMPT).find() == 0
+
+
 def test_windows_are_stored_without_rows_that_no_token_sees(tmp_path):
     model = load_model("gemma3_text")
     run_prompt(model, SMALL, PROMPT[: STEP + 50], tmp_path)
     sizes = {cache.max_size for cache in model.make_cache() if isinstance(cache, RotatingKVCache)}
     for record in Folder(tmp_path).records():
-        arrays = mx.load(io.BytesIO(record.path.read_bytes()[36:]), format="safetensors")
+        _, arrays, _ = split_record(record.path.read_bytes()[36:])
         assert {array.shape[2] for name, array in arrays.items() if name.split(".")[-1] in ("0", "1")} == sizes
 
 
@@ -101,17 +165,30 @@ def test_a_checkpoint_of_every_format(key):
     with compressed_attention(LLAMA):
         caches = make_prompt_cache(LLAMA, config)
         prefill(random_tokens(330), caches)
-    checkpoint = Checkpoint(caches)
-    blocks = {str(number): data for number, data in enumerate(checkpoint.encode_blocks(0))}
-    assert len(blocks) == (0 if "~" in key else 1)
-    record = checkpoint.encode(list(blocks))
-    decoded, block_keys = decode_checkpoint(record, blocks.get)
+    checkpoint = Checkpoint(caches, range(330))
+    assert checkpoint.num_blocks == (0 if "~" in key else 1)
+    blocks = {str(number): checkpoint.block(number) for number in range(checkpoint.num_blocks)}
+
+    def read_block(name, parts):
+        file = io.BytesIO(blocks[name])
+        return all(file.readinto(part) == part.nbytes for part in parts) and not file.read()
+
+    record = checkpoint.record("root", [str(number).zfill(64) for number in range(len(blocks))])
+    blocks = {name.zfill(64): data for name, data in blocks.items()}
+    decoded, summary = decode_checkpoint(record, read_block)
     assert same_bits([cache.state for cache in caches], [cache.state for cache in decoded])
-    assert block_keys == list(blocks)
+    assert summary.block_keys == tuple(blocks)
+    assert summary.has_prefixes == bool(blocks)
     assert len(record) < 2 * sum(cache.nbytes for cache in caches)
-    if blocks:
-        with pytest.raises(CacheFormatError, match="incomplete"):
-            decode_checkpoint(record, {}.get)
+    if not blocks:
+        return
+    for count in (128, 224, 256):
+        prefix, _ = decode_checkpoint(record, read_block, count)
+        trimmed = copy.deepcopy(caches)
+        trim_prompt_cache(trimmed, 330 - count)
+        assert same_bits([cache.state for cache in trimmed], [cache.state for cache in prefix])
+    with pytest.raises(CacheFormatError, match="1 of 1 blocks are damaged or missing"):
+        decode_checkpoint(record, lambda name, parts: False)
 
 
 # The first block is in every checkpoint from 400 tokens on; that of 200 tokens has none.
@@ -119,8 +196,11 @@ def test_a_checkpoint_of_every_format(key):
 def test_a_damaged_record_is_a_miss_and_is_replaced(kind, restored, tmp_path):
     plain = run_prompt(LLAMA, SMALL, PROMPT)
     run_prompt(LLAMA, SMALL, PROMPT, tmp_path)
-    last = step_keys(root_key(LLAMA, plan_caches(LLAMA, SMALL)), [PROMPT[:-1]], STEP)[LENGTH - 1]
-    path = tmp_path / CHECKPOINTS / last if kind == CHECKPOINTS else next((tmp_path / BLOCKS).iterdir())
+    path = (
+        tmp_path / CHECKPOINTS / key_of(LLAMA, PROMPT[:-1])
+        if kind == CHECKPOINTS
+        else next((tmp_path / BLOCKS).iterdir())
+    )
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
@@ -147,11 +227,10 @@ FORGED = {
     "other fields": {"header": "{}"},
     "no JSON": {"header": "{"},
     "deep": {"header": "[" * 100_000},
-    "other blocks": {"blocks": ["../../../etc/passwd"]},
-    "a number of blocks": {"blocks": 7},
-    "a number for a name": {"blocks": [7]},
     "classes": {"classes": ["os", "os"]},
-    "arrays that grow": {"growing": ["nothing"]},
+    "arrays that grow": {"growing": {"nothing": [[1, 1, 256, 1], "uint32", 1]}},
+    "an endless array": {"growing": {"0.rows": [[1, 2**40, 256, 2**20], "uint32", 1]}},
+    "an array of objects": {"growing": {"0.rows": [[1, 1, 256, 1], "object", 1]}},
     "scalars": {"scalars": {"0.length": 2**62, "1.length": 2**62}},
 }
 
@@ -170,21 +249,49 @@ def shorter():
     return run_prompt(LLAMA, SMALL, PROMPT[:450])
 
 
-@pytest.mark.parametrize("forged", FORGED.values(), ids=FORGED)
-def test_a_forged_record_with_the_right_checksum_is_a_miss(tmp_path, stored, shorter, forged):
+SUMMARIES = {
+    "no JSON": b"\x05\0\0\0[[[[[",
+    "other blocks": {"block_keys": ["../../../etc/passwd"]},
+    "a number of blocks": {"block_keys": 7},
+    "a number for a name": {"block_keys": [7]},
+    "other tokens": {"tokens": 200},
+    "endless tokens": {"tokens": 2**40},
+    "no tokens": {"tokens": 0},
+    "another root": {"root": "0"},
+}
+
+
+def forge(content, forged):
+    """Return a checkpoint in whose header these fields are replaced, or that has this header or text."""
+    if isinstance(forged, bytes):
+        return forged
+    summary, arrays, header = split_record(content)
+    is_field = forged and "header" not in forged
+    return join_record(summary, arrays, {"header": json.dumps(header | forged)} if is_field else forged)
+
+
+def forge_summary(content, forged):
+    if isinstance(forged, bytes):
+        return forged + content
+    length = int.from_bytes(content[:4], "little")
+    text = json.dumps(json.loads(content[4 : 4 + length]) | forged).encode()
+    return len(text).to_bytes(4, "little") + text + content[4 + length :]
+
+
+@pytest.mark.parametrize(
+    ("change", "forged"),
+    [*((forge, forged) for forged in FORGED.values()), *((forge_summary, forged) for forged in SUMMARIES.values())],
+    ids=[*FORGED, *(f"summary: {name}" for name in SUMMARIES)],
+)
+def test_a_forged_record_with_the_right_checksum_is_a_miss(tmp_path, stored, shorter, change, forged):
+    """The longer one is removed, so that its first tokens are not restored."""
     shutil.copytree(stored, tmp_path, dirs_exist_ok=True)
-    folder, key = Folder(tmp_path), step_keys(root_key(LLAMA, plan_caches(LLAMA, SMALL)), [PROMPT[:-1]], STEP)[400]
-    content = folder.read(CHECKPOINTS, key)
-    if isinstance(forged, dict):
-        arrays, metadata = mx.load(io.BytesIO(content), format="safetensors", return_metadata=True)
-        is_field = forged and "header" not in forged
-        metadata = {"header": json.dumps({**json.loads(metadata["header"]), **forged})} if is_field else forged
-        file = io.BytesIO()
-        mx.save_safetensors(file, arrays, metadata)
-        forged = file.getvalue()
+    folder, key = Folder(tmp_path), key_of(LLAMA, PROMPT[:400])
+    content = change(folder.read(key), forged)
     folder.remove(CHECKPOINTS, key)
+    folder.remove(CHECKPOINTS, key_of(LLAMA, PROMPT[:-1]))
     with folder.writing():
-        folder.write(CHECKPOINTS, key, forged)
+        folder.write(CHECKPOINTS, key, content)
     result = run_prompt(LLAMA, SMALL, PROMPT[:450], tmp_path)
     assert result["restored"] == 200
     assert without_hits(result) == without_hits(shorter)
@@ -199,7 +306,7 @@ def drop_last_layer(arrays, header):
     arrays, scalars = (
         {n: x for n, x in part.items() if n.split(".")[0] != last} for part in (arrays, header["scalars"])
     )
-    growing = [name for name in header["growing"] if name in arrays]
+    growing = {name: kind for name, kind in header["growing"].items() if name in arrays}
     return arrays, {**header, "classes": header["classes"][:-1], "scalars": scalars, "growing": growing}
 
 
@@ -234,19 +341,16 @@ def test_a_stored_prompt_that_does_not_fit_the_model_is_a_miss_and_is_removed(na
     model, ids = load_model(name), PROMPT[: STEP + 50]
     plain = run_prompt(model, SMALL, ids)
     run_prompt(model, SMALL, ids, tmp_path)
-    folder, keys = Folder(tmp_path), step_keys(root_key(model, plan_caches(model, SMALL)), [ids[:-1]], STEP)
-    content = folder.read(CHECKPOINTS, keys[STEP])
-    arrays, metadata = mx.load(io.BytesIO(content), format="safetensors", return_metadata=True)
+    folder, key = Folder(tmp_path), key_of(model, ids[:STEP])
+    summary, arrays, header = split_record(folder.read(key))
     for what, change in CHANGED.items():
-        changed, header = change(arrays, json.loads(metadata["header"]))
+        changed, changed_header = change(arrays, header)
         if name == "llama" and "outside" in what:
             continue  # it has no other layers
-        file = io.BytesIO()
-        mx.save_safetensors(file, changed, {"header": json.dumps(header)})
         with folder.writing():
-            for key in keys.values():
-                folder.remove(CHECKPOINTS, key)
-            folder.write(CHECKPOINTS, keys[STEP], file.getvalue())
+            for record in folder.records():
+                folder.remove(record.path.parent.name, record.path.name)
+            folder.write(CHECKPOINTS, key, join_record(summary, changed, {"header": json.dumps(changed_header)}))
         result = run_prompt(model, SMALL, ids, tmp_path)
         assert result["restored"] == 0, what
         assert without_hits(result) == without_hits(plain), what
@@ -259,11 +363,11 @@ def test_changed_truncated_and_exchanged_files_are_at_most_a_miss(tmp_path, time
     prefix_cache = open_cache(folder)
     stored, caches = {}, make_prompt_cache(LLAMA, SMALL)
     with compressed_attention(LLAMA):
-        prompt = prefix_cache.prompt([PROMPT], STEP)
+        prompt = CachedPrompt(prefix_cache, PROMPT)
         for start, stop in pairwise([0, 200, 400, LENGTH]):
             prefill(PROMPT[start:stop], caches)
-            prompt.store(stop, caches)
-            stored[stop] = digest(caches)
+            prompt.store(PROMPT[:stop], caches)
+            stored[stop] = copy.deepcopy(caches)
     contents = {record.path: record.path.read_bytes() for record in folder.records()}
     misses = 0
     for number in range(times):
@@ -271,57 +375,19 @@ def test_changed_truncated_and_exchanged_files_are_at_most_a_miss(tmp_path, time
         changed, place = bytearray(contents[path]), chance.randrange(len(contents[path]))
         changed[place] ^= 1 << chance.randrange(8)
         path.write_bytes((changed, changed[:place], chance.choice([*contents.values()]))[number % 3])
-        prompt = prefix_cache.prompt([PROMPT], STEP)
+        prompt = CachedPrompt(prefix_cache, PROMPT)
         caches = prompt.restore()
         misses += prompt.restored < LENGTH
-        assert caches is None or digest(caches) == stored[prompt.restored]
+        if caches is not None:
+            length, states = min((length, states) for length, states in stored.items() if length >= prompt.restored)
+            expected = copy.deepcopy(states)
+            trim_prompt_cache(expected, length - prompt.restored)
+            assert digest(caches) == digest(expected)
         del prompt, caches
         for other, content in contents.items():
             if not other.exists() or other == path:
                 other.write_bytes(content)
     assert misses > 0.3 * times, "half of the files are of the last checkpoint"
-
-
-def test_shared_prefixes_stay_longest(tmp_path):
-    """Longer than records that were used later. A conversation that only continues shares nothing with itself."""
-    folder = Folder(tmp_path)
-    prefix_cache = open_cache(folder)
-    shared, checkpoints = random_tokens(400), {}
-
-    def run(ids, system=0):
-        caches = make_prompt_cache(LLAMA, SMALL)
-        prompt = prefix_cache.prompt([ids], 200, system)
-        checkpoints.update(prompt.keys)
-        with compressed_attention(LLAMA):
-            caches = prompt.restore() or caches
-            for start in range(prompt.restored, len(ids), 200):
-                prefill(ids[start : start + 200], caches)
-                prompt.store(min(start + 200, len(ids)), caches)
-        prompt.close()
-        return [record.path.name for record in folder.records() if record.is_protected]
-
-    assert run(shared + random_tokens(100, seed=1)) == []
-    assert run(shared + random_tokens(100, seed=1) + random_tokens(150, seed=2)) == []
-    assert run(shared + random_tokens(250, seed=4)) == run(shared + random_tokens(250, seed=5)) == []
-    protected = run(shared + random_tokens(250, seed=6))
-    shared_checkpoint = checkpoints[400]
-    assert protected[0] == shared_checkpoint, "before the block that it names"
-    assert len(protected) == 2
-    assert set(protected) <= set(run(random_tokens(450, seed=7), system=200))
-    system_message = checkpoints[200]
-    for number in range(8, 11):
-        run(random_tokens(600, seed=number))
-    before = folder.records()
-    folder.limit = sum(record.size for record in before) // 3
-    with folder.writing():
-        folder.write(BLOCKS, "f" * 64, b"a")
-    remaining = {record.path.name for record in folder.records()}
-    assert {system_message, *protected} <= remaining
-    assert len(remaining) < len(before) / 2
-    assert prefix_cache.prompt([shared], 200).restore()
-    (record,) = [record for record in folder.records() if record.path.name == shared_checkpoint]
-    assert record.is_protected, "also after it was used again"
-    assert abs(record.last_used - time.time_ns()) < 10**10
 
 
 def test_a_full_disk_warns_once_and_the_next_prompt_tries_again(tmp_path):
@@ -330,7 +396,7 @@ def test_a_full_disk_warns_once_and_the_next_prompt_tries_again(tmp_path):
 
     def run(max_file_size):
         caches = make_prompt_cache(LLAMA, SMALL)
-        with compressed_attention(LLAMA), reuse_prefix(prefix_cache, caches, PROMPT[:500], 200) as prefix:
+        with compressed_attention(LLAMA), reuse_prefix(prefix_cache, caches, PROMPT[:500]) as prefix:
             resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_size, limits[1]))
             try:
                 for start in (0, 200):
@@ -353,15 +419,15 @@ def test_a_prompt_beyond_the_limit_is_not_stored_and_says_so(tmp_path):
     warnings = []
     small = Folder(tmp_path / "small", 310_000)
     prefix_cache, caches = open_cache(small, warnings.append), make_prompt_cache(LLAMA, SMALL)
-    with compressed_attention(LLAMA), reuse_prefix(prefix_cache, caches, PROMPT, 100) as prefix:
+    with compressed_attention(LLAMA), reuse_prefix(prefix_cache, caches, PROMPT) as prefix:
         for start in range(0, 500, 100):
             prefill(PROMPT[start : start + 100], caches)
             prefix.note(start + 100)
     (warning,) = warnings
     stop = int(re.search(r"\((\d+) tokens take 0\.\d MB, more than the limit, 0\.3 MB\)", warning)[1])
     assert stop == 400
-    assert prefix_cache.prompt([PROMPT], 100).find() == stop - 100
-    assert prefix_cache.prompt([PROMPT], 100).restore()
+    assert CachedPrompt(prefix_cache, PROMPT).find() == stop - 100
+    assert CachedPrompt(prefix_cache, PROMPT).restore()
 
 
 def test_what_another_kernel_computes_is_not_stored(tmp_path):
@@ -370,7 +436,7 @@ def test_what_another_kernel_computes_is_not_stored(tmp_path):
     with (
         thresholds.using(before),
         compressed_attention(LLAMA),
-        reuse_prefix(open_cache(Folder(tmp_path)), caches, PROMPT[:100], 50) as prefix,
+        reuse_prefix(open_cache(Folder(tmp_path)), caches, PROMPT[:100]) as prefix,
     ):
         for stop, current in ((50, before), (100, replace(before, short_tokens=513))):
             with thresholds.using(current):
@@ -390,11 +456,9 @@ def test_thresholds_of_any_shape_are_part_of_the_key(monkeypatch, tmp_path):
     assert keys[0] == keys[2] != keys[1]
 
 
-def test_another_model_version_configuration_or_step_finds_nothing(monkeypatch):
-    plan = plan_caches(LLAMA, SMALL)
-
-    def keys_of(model, plan=plan, ids=PROMPT[:300], step=100, salt=""):
-        return set(step_keys(root_key(model, plan, salt), [ids], step).values())
+def test_another_model_version_or_configuration_finds_nothing(monkeypatch):
+    def keys_of(model, config=SMALL, ids=PROMPT[:300], salt=""):
+        return {key_of(model, ids, config, salt)}
 
     keys = keys_of(LLAMA)
     tuned, other_rope = build("llama"), build("llama")
@@ -405,10 +469,9 @@ def test_another_model_version_configuration_or_step_finds_nothing(monkeypatch):
         assert exact_fingerprint(model) != exact_fingerprint(LLAMA)
         assert not keys & keys_of(model)
     for config in (replace(SMALL, seed=1), replace(SMALL, window=64)):
-        assert not keys & keys_of(LLAMA, plan_caches(LLAMA, config))
-    assert not keys & keys_of(LLAMA, step=150)
+        assert not keys & keys_of(LLAMA, config)
     assert not keys & keys_of(LLAMA, salt="another API key")
-    assert len(keys & keys_of(LLAMA, ids=[*PROMPT[:250], 7])) == 2
+    assert not keys & keys_of(LLAMA, ids=[*PROMPT[:299], 7])
     for name, value in (("FORMAT", 2), ("__version__", "0.2.0"), ("version", lambda name: "9")):
         with monkeypatch.context() as changed:
             changed.setattr(f"mlx_tq.prefix_cache.prefix_cache.{name}", value)

@@ -37,16 +37,14 @@ def random_ids(length, seed=1):
     return [(7 * i * i + seed * i) % 4000 + 50 for i in range(length)]
 
 
-def job_of(*segments, max_tokens=4, sampler=GREEDY, processors=(), kinds=None, **fields):
+def job_of(*segments, max_tokens=4, sampler=GREEDY, processors=(), **fields):
     """Return a job whose prompt has these segments."""
-    prompt = Prompt(
-        [token for segment in segments for token in segment], list(segments), kinds or ["user"] * len(segments)
-    )
+    prompt = Prompt([token for segment in segments for token in segment], list(segments))
     return Job(prompt, max_tokens, sampler, list(processors), **fields)
 
 
 def make_job(length, seed=1, **fields):
-    return job_of(random_ids(length, seed), kinds=["assistant"], **fields)
+    return job_of(random_ids(length, seed), **fields)
 
 
 def with_others(job, count):

@@ -234,7 +234,7 @@ def test_eviction_in_a_batch(loaded, monkeypatch, rows, shared):
     )
     first = make_job(300)
     later = job_of([*first.prompt.ids[:60], *range(300, 340)])
-    unlike = job_of(random_ids(280, seed=9)[1:], kinds=["assistant"])
+    unlike = job_of(random_ids(280, seed=9)[1:])
     _, events = serve(engine, [first, unlike], then=lambda: run_job(engine, later))
     assert events[0] == Started(cached_tokens=shared)
     assert events[-1].finish_reason

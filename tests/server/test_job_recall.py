@@ -88,7 +88,7 @@ def session(loaded):
 
 def turn_of(result, user_start, ids, quote, max_quotation, **fields):
     start = SessionStart(result.caches, len(result.tokens), user_start, quote=quote, max_quotation=max_quotation)
-    return job_of(result.tokens, ids, kinds=["assistant", "user"], session=start, **fields)
+    return job_of(result.tokens, ids, session=start, **fields)
 
 
 def test_a_quotation_repeats_no_recalled_row(loaded, session):

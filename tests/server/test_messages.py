@@ -160,25 +160,31 @@ def test_completions_are_plain_text():
     assert answer.body()["choices"][0]["text"] == "<think>a"
 
 
-def prompt_of(tokenizer, *messages, **body):
+def prompt_of(tokenizer, *messages, is_trimmable=False, **body):
     request = parse(ChatRequest, json.dumps({"messages": messages, **body}).encode())
-    return PromptBuilder(tokenizer, {}).chat_prompt(request)
+    return PromptBuilder(tokenizer, {}, is_trimmable=is_trimmable).chat_prompt(request)
 
 
 def test_a_prompt_is_split_where_others_share_its_prefix(tokenizer):
-    """At the end of the system prompt, and before the reasoning, which later turns omit."""
+    """At the end of the first message, and where the answer begins, which later turns may show without reasoning."""
     system, user = {"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}
+    answer = {"role": "assistant", "content": "Hi!"}
+
+    def split(*messages, **options):
+        prompt = prompt_of(tokenizer, *messages, **options)
+        assert [token for segment in prompt.segments for token in segment] == prompt.ids
+        return [tokenizer.decode(segment) for segment in prompt.segments], prompt.state
+
+    first = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n"
+    message, begun = "Hello<|im_end|>\n", "<|im_start|>assistant\n"
+    assert split(system, user) == ([first, message, begun + "<think>\n"], "reasoning")
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert split(system, user, **off) == ([first, message, begun], "normal")
+    assert split(system, user, is_trimmable=True, **off) == ([first, message + begun], "normal")
+    turn = f"<|im_start|>user\n{message}"
+    assert split(user, **off)[0] == [turn, begun]
+    assert split(user, answer, user, **off)[0] == [turn + begun, "Hi!<|im_end|>\n" + turn, begun]
     prompt = prompt_of(tokenizer, system, user)
-    assert prompt.kinds == ["system", "user", "assistant"]
-    assert [token for segment in prompt.segments for token in segment] == prompt.ids
-    first, second, third = map(tokenizer.decode, prompt.segments)
-    assert first == "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n"
-    assert second.startswith("Hello")
-    assert third == "<think>\n"
-    assert prompt.state == "reasoning"
-    plain = prompt_of(tokenizer, system, user, chat_template_kwargs={"enable_thinking": False})
-    assert (plain.kinds, plain.state) == (["system", "user"], "normal")
-    assert prompt_of(tokenizer, user).kinds == ["user", "assistant"]
     assert prompt_of(tokenizer, {**system, "role": "developer"}, user).ids == prompt.ids
     parts = [{"type": "text", "text": text} for text in ("Be ", "kind.")]
     assert prompt_of(tokenizer, {**system, "content": parts}, user).ids == prompt.ids

@@ -233,8 +233,7 @@ def test_with_recall_the_document_is_stored_without_its_question(loaded, store):
         assert answers(make_engine(loaded, config, store), [job_of(ids, max_tokens=8)]) == (plain, [cached])
 
 
-def test_memory_is_preferred_unless_much_remains_to_prefill(loaded, store):
-    """A prompt that continues from memory is not stored; one with much to prefill is prefilled in steps instead."""
+def test_memory_is_preferred_and_its_prompts_are_stored_too(loaded, store):
     engine, ids = make_engine(loaded, folder=store), random_ids(300)
     other = [*ids[:20], *random_ids(280, seed=5)]
 
@@ -242,7 +241,7 @@ def test_memory_is_preferred_unless_much_remains_to_prefill(loaded, store):
         jobs = [job_of(prompt) for prompt in (ids, [*ids[:290], 77], other)]
         return [(await run_job(engine, job))[0].cached_tokens for job in jobs]
 
-    assert serve(engine, [job_of(ids)], then)[1] == [299, 290, 0]
+    assert serve(engine, [job_of(ids)], then)[1] == [299, 290, 20]
     assert metric(engine, "restored_tokens_total") == 0
     assert answers(make_engine(loaded, folder=store), [job_of(other)])[1] == [299]
 
