@@ -13,7 +13,14 @@ from mlx_tq.config import KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import position_limit
 from mlx_tq.models import dense_weights
-from mlx_tq.prompt_cache.memory import PREFILL_STEP, other_bytes, sequence_bytes, transient_bytes, weights_nbytes
+from mlx_tq.prompt_cache.memory import (
+    MAX_PREFILL_STEP,
+    PREFILL_STEP,
+    other_bytes,
+    sequence_bytes,
+    transient_bytes,
+    weights_nbytes,
+)
 
 _PROFILES = ("safe", "balanced", "small", "tiny")  # the best first
 _POLICY = "triattention"
@@ -40,7 +47,9 @@ def fit_memory(request: Request) -> Request:
         note(f"Memory {fit.memory}, weights {human_bytes(fit.weights)}: {line}")
     changes: dict[str, Any] = {"dequantize": fit.dequantize}
     if need.fits:
-        changes |= {"kv_memory_limit": fit.available - need.transient, "prefill_step_size": need.step}
+        changes["kv_memory_limit"] = fit.available - need.transient
+        if need.step < fit.largest_step:  # else a server's is measured
+            changes["prefill_step_size"] = need.step
     return replace(chosen, args=_change_args(chosen.args, **changes))
 
 
@@ -78,9 +87,10 @@ class _MemoryFit:
         self.available = args.memory - self.weights
         # A server prefills several prompts in one batch.
         self._rows = min(getattr(args, "prompt_concurrency", 1), getattr(args, "decode_concurrency", 1))
-        self._steps = [args.prefill_step_size]
+        self.largest_step = args.prefill_step_size or MAX_PREFILL_STEP
+        self._steps = [self.largest_step]
         if "--prefill-step-size" not in args.typed:
-            self._steps += [step for step in _STEPS if step < args.prefill_step_size]
+            self._steps += [step for step in _STEPS if step < self.largest_step]
         self.memory, self.context = human_bytes(args.memory), f"{self.tokens:,} tokens"
         self._request, self._model = request, model
         self._others = other_bytes(model)

@@ -41,6 +41,7 @@ from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.statistics import tokens_seen
 
 FORMAT = 1  # of the records
+_COMPARED_FIRST = 64  # tokens, among which most prompts differ
 
 
 def derive_key(parent: str, content: bytes) -> str:
@@ -278,33 +279,34 @@ class CachedPrompt:
         sequence = layer_group_of(caches)
         if sequence is not None and (sequence.stats.rounds or sequence.archived or sequence.pinned):
             return
+        self._block_keys = max(self._block_keys, _block_keys(caches), key=len)
         try:
             with self._folder.writing() as may_write:
                 if may_write:
-                    self._write(Checkpoint(caches, tokens), max(self._block_keys, _block_keys(caches), key=len))
+                    self._write(Checkpoint(caches, tokens))
         except OSError as error:
             self._has_failed = True
             self._cache.report_write(error)
-        _set_block_keys(caches, self._block_keys)
+        self.mark(caches)
 
-    def _write(self, checkpoint: Checkpoint, stored: tuple[str, ...]) -> None:
-        count, key = len(checkpoint.tokens), derive_key(self._cache.root, checkpoint.tokens.tobytes())
-        keys = [*stored[: checkpoint.num_blocks]]
-        missing = [number for number, block in enumerate(keys) if not self._folder.has(BLOCKS, block)]
-        missing += range(len(keys), checkpoint.num_blocks)
-        nbytes = checkpoint.nbytes - (checkpoint.num_blocks - len(missing)) * checkpoint.block_nbytes
+    def _write(self, checkpoint: Checkpoint) -> None:
+        root, count, numbers = self._cache.root, len(checkpoint.tokens), range(checkpoint.num_blocks)
+        keys = dict(zip(numbers, self._block_keys, strict=False))
+        keys = {number: key for number, key in keys.items() if self._folder.has(BLOCKS, key)}
+        nbytes = checkpoint.nbytes - len(keys) * checkpoint.block_nbytes
         if (fault := self._fault(count, checkpoint.nbytes, nbytes)) is not None:
             self._is_refused = True
             self._cache.report_refusal(fault)
             return
-        self._folder.make_room(nbytes, keys)
-        for number in missing:
+        self._folder.make_room(nbytes, keys.values())
+        for number in sorted({*numbers} - keys.keys()):
             block = checkpoint.block(number)
             # Under the root, so that the time to store tells nothing of what prompts with another salt have stored.
-            keys[number:] = [derive_key(self._cache.root, block), *keys[number + 1 :]]
+            keys[number] = derive_key(root, block)
             self._folder.write(BLOCKS, keys[number], block, verify=bool(self._damaged))
-        self._folder.write(CHECKPOINTS, key, checkpoint.record(self._cache.root, keys))
-        self._block_keys, self.last_checkpoint = tuple(keys), count
+        self._block_keys, self.last_checkpoint = tuple(keys[number] for number in numbers), count
+        key = derive_key(root, checkpoint.tokens.tobytes())
+        self._folder.write(CHECKPOINTS, key, checkpoint.record(root, self._block_keys))
         self._used.append(key)
         self._cache.report_write(None)
 
@@ -319,7 +321,7 @@ class CachedPrompt:
 
     def mark(self, caches: list[Any]) -> None:
         """Note in copies of this sequence's caches which blocks are stored, for prompts that continue from them."""
-        _set_block_keys(caches, self._block_keys)
+        _set_block_keys(caches, max(self._block_keys, _block_keys(caches), key=len))
 
     def close(self) -> None:
         """Wait for the disk."""
@@ -344,5 +346,7 @@ def _set_block_keys(caches: list[Any], keys: tuple[str, ...]) -> None:
 def common_prefix(ids: np.ndarray, others: np.ndarray) -> int:
     """Return the number of first tokens that are equal."""
     count = min(len(ids), len(others))
+    if count > _COMPARED_FIRST and (ids[:_COMPARED_FIRST] != others[:_COMPARED_FIRST]).any():
+        count = _COMPARED_FIRST
     differ = ids[:count] != others[:count]
     return int(differ.argmax()) if differ.any() else count

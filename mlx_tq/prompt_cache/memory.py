@@ -21,6 +21,7 @@ from mlx_tq.prompt_cache.plan import LayerPlan, Plan, budget_in_tokens, choose_f
 from mlx_tq.prompt_cache.transient import activation_nbytes, attention_nbytes, growth_nbytes
 
 PREFILL_STEP = 256  # tokens, the shortest that --memory chooses
+MAX_PREFILL_STEP = 2048  # tokens; longer steps prefill no prompt faster
 _PROBE_TOKENS = 8
 _DEFAULT_LIMIT = 1 << 20  # tokens, if a model's configuration names no limit
 

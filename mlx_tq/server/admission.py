@@ -8,7 +8,7 @@ import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, takewhile
+from itertools import takewhile
 from typing import Any
 
 from mlx_tq.cache.packed_rows import SharedBuffers
@@ -16,6 +16,7 @@ from mlx_tq.cli.screen import human_bytes
 from mlx_tq.prompt_cache.layer_group import compressed_caches
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.server.job import Job, RunningJob
+from mlx_tq.server.prefill_grid import PrefillGrid
 from mlx_tq.server.sessions import Sessions
 from mlx_tq.server.stored_prompts import StoredPrompts
 
@@ -27,7 +28,7 @@ class EngineLimits:
     concurrency: int  # answers generated concurrently
     prompt_concurrency: int  # prompts prefilled concurrently
     queue: int  # waiting jobs
-    prefill_step_size: int
+    prefill_grid: PrefillGrid
     prompt_cache_bytes: int = sys.maxsize
     memory: int | None = None
     decode_share: float = 0.5  # of the time that running answers keep while prompts are prefilled
@@ -78,9 +79,11 @@ class Admission:
         """
         if self._plan is None or self._plan.recalls or job.continues_session:
             return None
-        ends = set(self.step_ends(job.prompt.remaining_segments(cached_tokens), cached_tokens))
+        ends = set(self._limits.prefill_grid.ends(job.prompt.remaining_segments(cached_tokens), cached_tokens))
         best = None
         for candidate in running:
+            if candidate.job.continues_session:
+                continue
             shortest = max(candidate.prefilled, best[1] if best else 0)
             pairs = zip(job.prompt.ids, candidate.job.prompt.ids, strict=False)
             longest = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -89,17 +92,6 @@ class Admission:
             if stop and self.shared_nbytes(job, stop) and self.shared_nbytes(candidate.job, stop):
                 best = candidate, stop
         return best
-
-    def step_ends(self, segments: Sequence[Sequence[int]], cached_tokens: int) -> list[int]:
-        """Return the positions where prefill steps end. The last token of all is not prefilled."""
-        step = self._limits.prefill_step_size
-        *lengths, last = (len(segment) for segment in segments)
-        starts = accumulate([cached_tokens, *lengths])
-        return [
-            min(start + n, start + length)
-            for start, length in zip(starts, [*lengths, last - 1], strict=True)
-            for n in range(step, length + step, step)
-        ]
 
     def shared_rows(self, job: Job, caches: list[Any] | None) -> SharedBuffers:
         """Return the rows of `caches` that a job which continues from them will share."""
@@ -146,7 +138,7 @@ class Admission:
     def _answer_nbytes(self, job: Job) -> int:
         if self._peak_of_tokens is None:
             return 0
-        return self._peak_of_tokens(job.max_total_tokens, self._limits.prefill_step_size) + job.session_nbytes
+        return self._peak_of_tokens(job.max_total_tokens, self._limits.prefill_grid.first) + job.session_nbytes
 
     def _others_nbytes(self, jobs: Iterable[Job]) -> int:
         return sum(self._answer_nbytes(job) - self.shared_nbytes(job, len(job.prompt.ids) - 1) for job in jobs)

@@ -78,6 +78,7 @@ class Api:
             ("POST", "/v1/completions"): partial(self._complete, CompletionRequest),
             ("POST", "/v1/responses"): self._respond,
             ("POST", "/v1/embeddings"): self._embed,
+            ("POST", "/v1/estimate"): self._estimate,
             ("GET", "/v1/models"): self._list_models,
             ("GET", "/v1/models/{name:path}"): self._model,
             ("GET", "/v1/plan"): self._plan,
@@ -195,6 +196,18 @@ class Api:
     async def _embed(self, request: Request) -> Response:
         body = await self._parse_body(request, EmbeddingRequest)
         return JSONResponse(await embed(body, self._rescue, DEFAULT_MODEL))
+
+    async def _estimate(self, request: Request) -> Response:
+        """Return what an answer to a chat, or to a completion, would take, without generating it."""
+        content = await self._guard.read_body(request)
+        has_messages = b'"messages"' in content
+        kind: type[ChatRequest] | type[CompletionRequest] = ChatRequest if has_messages else CompletionRequest
+        body = await _run_until_disconnect(
+            request, self._large_requests.run(len(content), schemas.parse, kind, content)
+        )
+        async with self._acquire(request, body.model) as service:
+            work = self._large_requests.run(len(content), service.estimate, body)
+            return JSONResponse(await _run_until_disconnect(request, work))
 
     # Routes with generation.
 

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import count
 from threading import Condition, Thread
 from typing import Any
 from weakref import WeakValueDictionary
@@ -30,14 +31,27 @@ from mlx_tq.prompt_cache.run_summary import RunSummary
 from mlx_tq.prompt_cache.statistics import cache_stats
 from mlx_tq.server.admission import Admission, EngineLimits
 from mlx_tq.server.api_errors import ApiError, ModelFailedError, QueueFullError, UnavailableError
+from mlx_tq.server.awake import StayAwake
 from mlx_tq.server.broadcast import OrderBroadcast, Orders
 from mlx_tq.server.decode_share import DecodeShare
-from mlx_tq.server.job import Event, Job, Piece, PrefillProgress, Quoted, RunningJob, SessionResult, Started
+from mlx_tq.server.job import (
+    Event,
+    HeldCaches,
+    Job,
+    Piece,
+    PrefillProgress,
+    Quoted,
+    RunningJob,
+    SessionResult,
+    Started,
+)
 from mlx_tq.server.job_recall import JobRecall
 from mlx_tq.server.metrics import Metrics
+from mlx_tq.server.prefill_grid import segment_ends
+from mlx_tq.server.prefill_order import PrefillOrder, PromptToPrefill
 from mlx_tq.server.sampling import ErrorGuard
 from mlx_tq.server.sessions import Sessions
-from mlx_tq.server.stored_prompts import MIN_STORED, PromptSource, StoredPrompts
+from mlx_tq.server.stored_prompts import MIN_STORED, STORED_STEP, PromptSource, StoredPrompts
 from mlx_tq.session.restore import evict_before_question, release
 
 log = logging.getLogger(__name__)
@@ -88,20 +102,23 @@ class Engine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._step_started: float | None = None  # None while idle
         # Only the engine's thread uses what follows.
-        self._running: dict[int, RunningJob] = {}  # by mlx-lm's uid
+        self._running: dict[int, RunningJob] = {}  # by mlx-lm's uid; by a negative number while not in its batch
+        self._numbers = count(1)  # of jobs and of the times that one was held out of the batch
         self._events: list[tuple[Job, Event | SessionResult]] = []  # of this step
         self._finished: list[int] = []  # uids of jobs to remove before the next step
         self._suspended: list[RunningJob] = []  # after memory errors, until fewer than `_resume_below` jobs run
         self._resume_below = 0
         self._stop_sequences = make_stop_sequences(tokenizer)
-        step = limits.prefill_step_size
+        self._prefill_order = PrefillOrder()
         self._stored_prompts = StoredPrompts(limits.prompt_cache_bytes, tokenizer.decode, prefix_cache)
         self._admission = Admission(plan, limits, self._stored_prompts, sessions)
         self._samplers: MutableMapping[int, ErrorGuard] = WeakValueDictionary()  # by id of the job's sampler
         self._decode_share = DecodeShare(limits.decode_share)
-        self._recall = JobRecall(model, tokenizer, plan, step)
+        self._stay_awake = StayAwake()
+        self._recall = JobRecall(model, tokenizer, plan, limits.prefill_grid.first)
         self._measured_at = 0.0
         self._jobs: list[dict[str, Any]] = []  # what the web side may see of the running ones
+        self._prefilled = self._prefill_seconds = 0.0  # tokens, and the seconds of the steps that prefilled them
         self._has_logged_run = False
         self._native_nbytes = None if plan is None else sequence_bytes(model, PROFILES["off"], other_bytes(model))
 
@@ -157,6 +174,15 @@ class Engine:
             self._changed.notify()
         await cleared.wait()
 
+    def estimate(self, ids: list[int]) -> dict[str, Any]:
+        """Return how many tokens of a prompt are stored, and the seconds to prefill the others alone.
+
+        The seconds are of the steps so far; None before the first.
+        """
+        cached = self._stored_prompts.longest(ids)
+        seconds = (len(ids) - cached) * self._prefill_seconds / self._prefilled if self._prefilled else None
+        return {"cached_tokens": cached, "prefill_seconds": None if seconds is None else round(seconds, 3)}
+
     def status(self) -> dict[str, Any]:
         """Return what runs, as last measured, and what waits, and why."""
         with self._changed:
@@ -207,6 +233,7 @@ class Engine:
                 self._send_events()
                 self._report_cleared()
                 self._batch.close()
+                self._stay_awake.end()
                 self._stored_prompts.memory.trim_to(0)
 
     def _open_batch(self) -> None:
@@ -215,7 +242,7 @@ class Engine:
             self._recorded_model,
             completion_batch_size=self.limits.concurrency,
             prefill_batch_size=min(self.limits.prompt_concurrency, self.limits.concurrency),
-            prefill_step_size=self.limits.prefill_step_size,
+            prefill_step_size=self.limits.prefill_grid.first,
             stream=mx.default_stream(mx.default_device()) if self._ranks.is_alone else None,
         )
         self._batch_size = self._batch.completion_batch_size
@@ -265,8 +292,10 @@ class Engine:
         with self._changed:
             while not (self._stopping or self._waiting or self._running or self._suspended or self._clear_requests):
                 self._step_started = None
+                self._stay_awake.end()
                 self._changed.wait()
             self._step_started = time.monotonic()
+            self._stay_awake.begin()
             if self._stopping:
                 return Orders(keep_running=False)
             finished, self._finished = self._finished, []
@@ -305,7 +334,8 @@ class Engine:
         extracted = {}
         for uid in (*orders.finished, *orders.cancelled):
             with self._fail_job_on_error(uid):
-                extracted.update(self._batch.extract_cache([uid]))
+                if self._running[uid].has_progress:
+                    extracted[uid] = self._extract(uid)
         self._batch.remove(leaving)
         removed = [self._running[uid] for uid in leaving]
         for uid, running in zip(leaving, removed, strict=True):
@@ -336,8 +366,9 @@ class Engine:
         self._ranks.check_equal("the cached prompts", np.array([cached_tokens, self._stored_prompts.memory.nbytes]))
         segments = job.prompt.remaining_segments(cached_tokens)
         running = self._new_running(job, cached_tokens, stored)
+        if job.session is None:  # a session stores its own caches
+            running.segment_ends = segment_ends(segments, cached_tokens)
         if not job.continues_session:
-            running.step_ends = self._admission.step_ends(segments, cached_tokens)
             running.shared = self._admission.shared_rows(job, caches)
         if question:
             segments, caches = self._recall.split_question(running, question, segments, caches)
@@ -354,25 +385,55 @@ class Engine:
         if sampler is None:
             # mlx-lm samples rows that have the same sampler together, so jobs that share a sampler share its guard.
             sampler = self._samplers[id(job.sampler)] = ErrorGuard(job.sampler, partial(mx.argmax, axis=-1))
-        return RunningJob(job, cached_tokens, self._tokenizer.detokenizer, sampler, stored)
+        return RunningJob(next(self._numbers), job, cached_tokens, self._tokenizer.detokenizer, sampler, stored)
 
     def _insert(
         self, running: RunningJob, segments: list[list[int]], caches: list[Any] | None, tokens: list[int]
     ) -> None:
-        """Insert a job whose `caches` hold `tokens`; with the other answers, if only the last token remains."""
+        """Add a job whose `caches` hold `tokens`; with the other answers, if only the last token remains."""
         together = [running]
         if sum(map(len, segments)) == 1:
             together += self._take_others(running)
-        uids = self._batch.insert_segments(
-            segments=[list(segments) for _ in together],
-            max_tokens=[answer.job.max_tokens - answer.generated for answer in together],
-            caches=[caches] * len(together),
-            all_tokens=[list(tokens) for _ in together],
-            samplers=[self._ranks.share_sampler(answer.sampler) for answer in together],
-            logits_processors=[answer.processors for answer in together],
-            stop_sequences=[self._stop_sequences] * len(together),
+        for answer in together:
+            answer.step_ends = self.limits.prefill_grid.ends(segments, len(tokens))
+            answer.held = HeldCaches(caches, tokens)
+            self._running[-next(self._numbers)] = answer
+
+    def _choose_prompts(self) -> None:
+        """Let mlx-lm's batch have the prompts that the next prefill step is for, and no others."""
+        waiting = {key: running for key, running in self._running.items() if not running.is_decoding}
+        prompts = [
+            PromptToPrefill(
+                key, running.num_remaining, running.next_step, self.limits.prefill_grid.step(running.prefilled)
+            )
+            for key, running in sorted(waiting.items(), key=lambda item: item[1].number)
+        ]
+        chosen = self._prefill_order.choose(prompts)
+        for key, running in waiting.items():
+            if key not in chosen and running.held is None:
+                with self._fail_job_on_error(key):
+                    running.held = HeldCaches(*self._extract(key))
+                    self._batch.remove([key])
+                    del self._running[key]
+                    self._running[-next(self._numbers)] = running
+        for key in chosen:
+            if (held := waiting[key].held) is not None:
+                running = self._running.pop(key)
+                with self._fail_on_admission_error(running.job):
+                    self._move_into_batch(running, held)
+
+    def _move_into_batch(self, running: RunningJob, held: HeldCaches) -> None:
+        caches, tokens = held
+        (uid,) = self._batch.insert_segments(
+            segments=[running.remaining_steps],
+            max_tokens=[running.job.max_tokens - running.generated],
+            caches=[caches],
+            all_tokens=[list(tokens)],
+            samplers=[self._ranks.share_sampler(running.sampler)],
+            logits_processors=[running.processors],
+            stop_sequences=[self._stop_sequences],
         )
-        self._running.update(zip(uids, together, strict=True))
+        self._running[uid], running.held = running, None
 
     def _take_others(self, running: RunningJob) -> list[RunningJob]:
         """Return the other answers to a prompt that is prefilled except for its last token."""
@@ -388,9 +449,13 @@ class Engine:
         errors: list[Exception] = []
         with self._on_error("a step of the batch failed", errors.append):
             decoding, started = any(job.is_decoding for job in self._running.values()), time.monotonic()
+            if prefills:
+                self._choose_prompts()
             self._batch.completion_batch_size = self._batch_size if prefills else 0  # mlx-lm then only decodes
             prefilled, generated = self._batch.next()
-            self._decode_share.count(time.monotonic() - started, prefilled=bool(prefilled), decoded=decoding)
+            seconds = time.monotonic() - started
+            self._decode_share.count(seconds, prefilled=bool(prefilled), decoded=decoding)
+            self._prefill_seconds += seconds if prefilled else 0.0
             passes = self._recorded_model.passes
             # mlx-lm runs a pass of the jobs that decode, then the first decode pass of those that begin their answers.
             self._after_prefill(prefilled, passes[1:] if decoding else passes)
@@ -414,7 +479,9 @@ class Engine:
             running, (done, total) = self._running[response.uid], response.progress
             before, running.prefilled = running.prefilled, len(running.prompt_ids) - total + done
             self.metrics.prefill_tokens.inc(running.prefilled - before)
-            self._emit(running.job, PrefillProgress(done, total))
+            self._prefilled += running.prefilled - before
+            cached = running.cached_tokens
+            self._emit(running.job, PrefillProgress(running.prefilled - cached, len(running.prompt_ids) - cached))
             if response.end_of_prompt:
                 with self._fail_job_on_error(response.uid):
                     self._recall.begin_answer(running, batch_row(passes[0], begun))
@@ -426,15 +493,15 @@ class Engine:
     def _use_prefilled(self, response: Any) -> None:
         """Store what a job has prefilled, let others continue from it, and recall before the question."""
         uid, running = response.uid, self._running[response.uid]
-        num_remaining = len(running.prompt_ids) - running.prefilled
+        num_remaining, prefilled, stored = running.num_remaining, running.prefilled, running.stored
         is_at_question = running.question and num_remaining == len(running.question)
-        stored, prefilled = running.stored, running.prefilled
-        if stored is not None and prefilled - stored.last_checkpoint >= MIN_STORED and stored.can_store(prefilled):
+        is_segment_end = prefilled in running.segment_ends
+        least = MIN_STORED if is_segment_end or num_remaining == 1 else STORED_STEP
+        if stored is not None and prefilled - stored.last_checkpoint >= least and stored.can_store(prefilled):
             stored.store(running.prompt_ids[:prefilled], self._extract(uid)[0])
         if any(stop <= running.prefilled for stop in running.followers.values()):
             self._release_followers(running, self._extract(uid)[0])
-        stores = running.stores_segments and not (is_at_question and running.splits_segment)
-        if stores and response.end_of_segment and not response.end_of_prompt:
+        if is_segment_end and not response.end_of_prompt:
             caches, tokens = self._extract(uid)
             running.shared = self._admission.shared_rows(running.job, caches)
             self._stored_prompts.insert(tokens, caches, stored)
@@ -445,9 +512,10 @@ class Engine:
             for other in self._take_others(running):
                 self._insert(other, [running.prompt_ids[-1:]], caches, tokens)
 
-    def _extract(self, uid: int) -> tuple[list[Any], list[int]]:
-        caches, tokens = self._batch.extract_cache([uid])[uid]
-        return caches, tokens
+    def _extract(self, uid: int) -> tuple[Any, list[int]]:
+        """Return the caches of a job in the batch or out of it, None if nothing is prefilled, and their tokens."""
+        held = self._running[uid].held
+        return self._batch.extract_cache([uid])[uid] if held is None else held
 
     def _release_followers(self, running: RunningJob, caches: list[Any]) -> None:
         """Let followers whose shared prefix is prefilled continue from copies of the leader's caches."""
@@ -525,7 +593,7 @@ class Engine:
     def _store_running(self) -> None:
         """Store on disk what running jobs have prefilled and generated; the server is stopping."""
         for uid, running in self._running.items():
-            if running.stored is not None and not running.failed:
+            if running.stored is not None and running.has_progress and not running.failed:
                 with self._on_error("an answer could not be stored", lambda _: None):
                     caches, tokens = self._extract(uid)
                     self._store_on_disk(running, tokens, caches)
@@ -637,7 +705,7 @@ class Engine:
         self._measured_at = time.monotonic()
         tokens = [running.prefilled + running.generated - running.resumed for running in self._running.values()]
         self._jobs = [running.describe() for running in self._running.values()]
-        held = self._batch.prompt_cache_nbytes
+        held = self._batch.prompt_cache_nbytes + sum(running.held_nbytes for running in self._running.values())
         self.metrics.running.set(len(self._running))
         self.metrics.kv_bytes.set(held)
         self.metrics.kv_native_bytes.set(held if self._native_nbytes is None else sum(map(self._native_nbytes, tokens)))

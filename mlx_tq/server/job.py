@@ -6,7 +6,8 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -138,30 +139,39 @@ class Job:
         return sum(cache.nbytes for cache in (self.session and self.session.caches) or [])
 
 
+class HeldCaches(NamedTuple):
+    """Caches that are not in the batch, and the tokens that they hold."""
+
+    caches: list[Any] | None  # None for a prompt of which nothing is prefilled
+    tokens: list[int]
+
+
 class RunningJob:
     """A job in the batch. Only the engine's thread uses it."""
 
     def __init__(
         self,
+        number: int,
         job: Job,
         cached_tokens: int,
         detokenizer: Any,
         sampler: ErrorGuard,
         stored: CachedPrompt | None,
     ) -> None:
-        self.job, self.prompt_ids = job, job.prompt.ids  # with the quotation once that is made
+        self.number, self.job = number, job  # jobs have numbers in the order of admission
+        self.prompt_ids = job.prompt.ids  # with the quotation once that is made
         self.cached_tokens = self.prefilled = cached_tokens
         self.tokens: list[int] = []  # generated
         self.resumed = 0  # of these, those that were prefilled after a memory error
-        self.stores_segments = job.session is None  # caches at the ends of segments; a session stores its own
         self.stored = stored  # the sequence in the prefix cache
         self.restored_checkpoint = None if stored is None else stored.checkpoint  # keeps its shared rows alive
         self.step_ends: list[int] = []  # positions where prefill steps end
+        self.segment_ends: list[int] = []  # those at which the caches are stored for others
+        self.held: HeldCaches | None = None  # while the prompt waits for its next prefill step
         self.pending = list(job.others)  # other answers, which wait for the prefill
         self.followers: dict[Job, int] = {}  # jobs that wait until this many tokens are prefilled here
         self.shared: SharedBuffers = []  # rows shared with other jobs
         self.question: list[int] = []  # last tokens of the prompt, before which evicted ones may be recalled; once
-        self.splits_segment = False  # the last segment was split before the question
         self.recalled = RecallResult()
         self.decode_recall: RecallDuringDecode | None = None
         self.quotation, self.quotation_start = NO_QUOTATION, 0
@@ -176,8 +186,36 @@ class RunningJob:
         return len(self.tokens)
 
     @property
+    def num_remaining(self) -> int:
+        """Number of prompt tokens that are not prefilled."""
+        return len(self.prompt_ids) - self.prefilled
+
+    @property
     def is_decoding(self) -> bool:
-        return self.prefilled == len(self.prompt_ids)
+        return self.num_remaining == 0
+
+    @property
+    def has_progress(self) -> bool:
+        """Whether it has prefilled anything."""
+        return self.prefilled > self.cached_tokens
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of its own caches while they are not in the batch."""
+        caches = self.held.caches if self.held is not None and self.has_progress else None
+        return sum(cache.nbytes for cache in caches or [])
+
+    @property
+    def next_step(self) -> int:
+        """Tokens of the next prefill step; 1 if only the last token remains, which begins the answer."""
+        return next((end for end in self.step_ends if end > self.prefilled), len(self.prompt_ids)) - self.prefilled
+
+    @property
+    def remaining_steps(self) -> list[list[int]]:
+        """The tokens of the steps that remain, the last token by itself."""
+        ends = [end for end in self.step_ends if end > self.prefilled]
+        edges = [self.prefilled, *ends, len(self.prompt_ids)]
+        return [self.prompt_ids[start:stop] for start, stop in pairwise(edges) if start < stop]
 
     @property
     def can_resume(self) -> bool:
@@ -189,7 +227,8 @@ class RunningJob:
         self.close_stored()
         self.prompt_ids, self.prefilled = [*self.job.prompt.ids, *self.tokens], 0
         self.cached_tokens, self.resumed, self.restored_checkpoint = 0, len(self.tokens), None
-        self.stores_segments, self.step_ends, self.shared = False, [], []
+        self.segment_ends = []
+        self.shared, self.held = [], None
         return self.prompt_ids
 
     @property

@@ -48,7 +48,6 @@ class JobRecall:
         """
         running.question = question[-len(segments[-1]) :]
         document = segments[-1][: -len(running.question)]
-        running.splits_segment = bool(document)
         parts = [*segments[:-1], *(part for part in (document, running.question) if part)]
         if len(parts) > 1:
             return parts, caches

@@ -151,7 +151,7 @@ class ModelService:
             if self._plan is not None and limits.memory is not None:
                 shared = (count - 1) * self._plan.shared_nbytes(prompt_tokens - 1, prompt_tokens + tokens)
                 limit = (limits.memory + shared) // count
-                check_memory(self._plan, prompt_tokens + tokens, limit, limits.prefill_step_size)
+                check_memory(self._plan, prompt_tokens + tokens, limit, limits.prefill_grid.first)
         except ConfigError as error:
             param = "messages" if isinstance(request, ChatRequest) else "prompt"
             raise ContextLengthError(str(error), param) from error
@@ -188,6 +188,25 @@ class ModelService:
             },
         }
         return report
+
+    def estimate(self, request: AnyRequest) -> dict[str, Any]:
+        """Return what an answer to the request would take, for /v1/estimate."""
+        if isinstance(request, ChatRequest):
+            prompts = [self._prompt_builder.chat_prompt(request)]
+        else:
+            prompts = [self._prompt_builder.completion_prompt(prompt) for prompt in request.prompts]
+        reports = []
+        for prompt in prompts:
+            length, refusal, max_tokens = len(prompt.ids), None, request.answer_tokens or self._max_tokens
+            try:
+                max_tokens = self._answer_tokens(length, request)
+            except ContextLengthError as error:
+                refusal = str(error)
+            plan, step = self._plan, self.engine.limits.prefill_grid.first
+            nbytes = None if plan is None else plan.cache_peak_nbytes(length + max_tokens, step)
+            report = {"prompt_tokens": length, "max_tokens": max_tokens, "fits": refusal is None, "refusal": refusal}
+            reports.append({**report, "kv_bytes": nbytes, **self.engine.estimate(prompt.ids)})
+        return {"model": self.name, "prompts": reports}
 
     def status(self) -> dict[str, Any]:
         """Return what runs and waits, and how many prompt tokens did not have to be prefilled, for /status."""

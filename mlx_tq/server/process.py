@@ -38,6 +38,7 @@ from mlx_tq.server.guard import Guard, default_max_body
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.model_pool import ModelPool, PooledModel
 from mlx_tq.server.model_service import ModelService
+from mlx_tq.server.prefill_grid import PrefillGrid, measured_grid
 from mlx_tq.server.served_models import ServedModel
 from mlx_tq.server.stored_prompts import salt_of
 from mlx_tq.session.text import TEMPLATE_ERRORS
@@ -190,11 +191,12 @@ def _load(
     stored_nbytes = args.prompt_cache_bytes
     if stored_nbytes is None:
         stored_nbytes = ranks.min(free_memory() // _STORED_PART) if request.config.is_off else sys.maxsize
+    step = args.prefill_step_size
     limits = EngineLimits(
         concurrency=args.decode_concurrency,
         prompt_concurrency=args.prompt_concurrency,
         queue=args.max_queue,
-        prefill_step_size=args.prefill_step_size,
+        prefill_grid=measured_grid(model, request.config) if step is None else PrefillGrid(step),
         prompt_cache_bytes=stored_nbytes,
         decode_share=args.decode_share,
     )
@@ -204,10 +206,10 @@ def _load(
     memory = args.kv_memory_limit
     if memory is None:  # caches get what prefill leaves
         rows = min(args.prompt_concurrency, args.decode_concurrency)
-        memory = max(0, free_memory() - plan.transient_nbytes(context_limit(model), args.prefill_step_size, rows))
+        memory = max(0, free_memory() - plan.transient_nbytes(context_limit(model), limits.prefill_grid.first, rows))
     memory = ranks.min(memory)
     limits = replace(limits, memory=memory)
-    check_memory(plan, _LEAST_CONTEXT, memory, args.prefill_step_size)
+    check_memory(plan, _LEAST_CONTEXT, memory, limits.prefill_grid.first)
     compile_kernels(model, plan, batches=args.decode_concurrency > 1)
     show_plan(plan, min(_SHOWN_TOKENS, position_limit(model) or _SHOWN_TOKENS))
     prefix_cache = None if folder is None else PrefixCache(model, plan, folder, log.warning, salt)

@@ -89,6 +89,12 @@ class PromptMemory:
             return caches, count
         return None, 0
 
+    def longest(self, ids: Sequence[int], most: int) -> int:
+        """Return how many tokens `find` would find, unless some of them were evicted; any thread may ask."""
+        tokens = np.array(ids, np.int64)
+        counts = [(min(common_prefix(stored.ids, tokens), most), stored) for stored in self._prompts[:]]
+        return max((n for n, x in counts if n == len(x.ids) or can_trim_prompt_cache(x.caches)), default=0)
+
     def trim_to(self, nbytes: int) -> None:
         """Remove the prompts of the least worth until all take at most `nbytes`."""
         while self._prompts and self.nbytes > nbytes:

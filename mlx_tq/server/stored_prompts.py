@@ -14,6 +14,7 @@ from mlx_tq.session.restore import release
 # Upper bound of the seconds to restore a token, as a share of those to prefill it.
 _RESTORE_COST = 0.05
 MIN_STORED = 32  # prefilling fewer tokens than this is faster than storing them
+STORED_STEP = 2048  # tokens of a long prompt after which it is stored while it is prefilled
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,13 @@ class StoredPrompts:
             if (1 - _RESTORE_COST) * restorable > cached_tokens:
                 return PromptSource(None, restorable, stored)
         return self.continued(job, caches, cached_tokens)
+
+    def longest(self, ids: list[int]) -> int:
+        """Return how many first tokens of a prompt are stored, in memory or on this rank's disk; any thread may ask."""
+        in_memory = self.memory.longest(ids, len(ids) - 1)
+        if self._prefix_cache is None:
+            return in_memory
+        return max(in_memory, CachedPrompt(self._prefix_cache, ids[:-1]).find(alone=True))
 
     def continued(self, job: Job, caches: list[Any] | None, cached_tokens: int) -> PromptSource:
         """Return the source of a prompt whose first tokens these caches hold."""

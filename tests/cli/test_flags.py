@@ -58,6 +58,7 @@ DIFFERENT = {
         "chat_template_args": {"type"},  # json.loads takes what is no object
         "prompt_cache_bytes": {"type"},  # mlx-lm's takes a negative size
         "temp": {"type", "default"},  # as for the chat
+        "prefill_step_size": {"default"},  # measured
         **{name: {"default"} for name in ("top_p", "top_k", "min_p")},
     },
 }

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cli.tools import facts
 from mlx_lm.utils import load_tokenizer
-from server.engines import GREEDY, LIMITS, job_of, metric, outcome, run_job, text_of, watch_passes
+from server.engines import GREEDY, job_of, limits_of, metric, outcome, run_job, text_of, watch_passes
 
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.distributed.group import ALONE, join
@@ -18,7 +18,6 @@ from mlx_tq.distributed.launch import is_launched
 from mlx_tq.models import embedded_path
 from mlx_tq.models.load import divide
 from mlx_tq.prompt_cache.compressed import plan_caches
-from mlx_tq.server.admission import EngineLimits
 from mlx_tq.server.api_errors import ApiError
 from mlx_tq.server.broadcast import OrderBroadcast
 from mlx_tq.server.engine import Engine
@@ -67,7 +66,7 @@ def answer(size):
     tokenizer, model = load_tokenizer(embedded_path()), random_model(np.random.default_rng(0), 2, VOCABULARY)
     if not ranks.is_alone:
         divide(model, ranks)
-    limits = EngineLimits(**{**LIMITS, "memory": 1_000_000})
+    limits = limits_of(memory=1_000_000)
     engine = Engine(model, tokenizer, CONFIG, plan_caches(model, CONFIG), limits, Metrics())
     with pytest.MonkeyPatch.context() as monkeypatch:
         watch = Watch(monkeypatch, model, engine)

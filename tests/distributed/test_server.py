@@ -60,7 +60,7 @@ def ranks_running(popen, folder, *flags):
 def test_a_server_of_ranks_answers_as_one_process(tmp_path, popen, recall):
     """The spans of the rescue service are quoted as text, or recalled as rows on all ranks."""
     service = RescueService(tmp_path / "data", embedder="none")
-    flags = ("--dtype", "float32", *EVICTS, "--kv-recall", recall)
+    flags = ("--dtype", "float32", *EVICTS, "--kv-recall", recall, "--prefill-step-size", "2048")
     flags = (*flags, "--rescue", service.url, "--rescue-timeout", "60")
     with running(EMBEDDED, tmp_path / "alone.log", *flags) as alone:
         expected = answers(alone)

@@ -12,6 +12,7 @@ from .harness import running
 
 FACT = "The access code is 417295."
 QUESTION = f"{FACT} What is the access code?"
+STEPS = ("--prefill-step-size", 2048)  # measured ones depend on the load of the machine, and rounding on them
 # A bias against the end-of-text tokens of the embedded model: answers are as long as their limit.
 ENDLESS = {"0": -100, "2": -100}
 
@@ -31,7 +32,7 @@ def loaded(folder):
 @pytest.fixture(scope="session")
 def server(folder, tmp_path_factory):
     """Run a server for tests that need no settings."""
-    with running(folder, tmp_path_factory.mktemp("server") / "log", *PACKED) as shared:
+    with running(folder, tmp_path_factory.mktemp("server") / "log", *PACKED, *STEPS) as shared:
         yield shared
 
 
@@ -40,9 +41,9 @@ def start(folder, tmp_path_factory):
     """Return a function that starts a server with small regions; all end with the module."""
     with ExitStack() as stack:
 
-        def start(*flags, model=folder, **options):
+        def start(*flags, model=folder, steps=STEPS, **options):
             log = tmp_path_factory.mktemp("server") / "log"
-            return stack.enter_context(running(model, log, *PACKED, *flags, **options))
+            return stack.enter_context(running(model, log, *PACKED, *steps, *flags, **options))
 
         yield start
 

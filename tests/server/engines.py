@@ -14,6 +14,7 @@ from mlx_tq.server.api_errors import ApiError
 from mlx_tq.server.engine import Engine
 from mlx_tq.server.job import Job, Piece
 from mlx_tq.server.metrics import Metrics
+from mlx_tq.server.prefill_grid import PrefillGrid
 from mlx_tq.server.prompt_builder import Prompt
 from mlx_tq.server.stored_prompts import salt_of
 
@@ -30,7 +31,13 @@ def make_engine(loaded, config=CONFIG, folder=None, warn=print, key=None, **limi
     model, tokenizer = loaded
     plan = None if config.is_off else plan_caches(model, config)
     cache = PrefixCache(model, plan, folder, warn, salt_of(key, shared=False)) if folder else None
-    return Engine(model, tokenizer, config, plan, EngineLimits(**LIMITS | limits), Metrics(), prefix_cache=cache)
+    return Engine(model, tokenizer, config, plan, limits_of(**limits), Metrics(), prefix_cache=cache)
+
+
+def limits_of(**limits):
+    """Return the limits of an engine: those given, and `LIMITS`."""
+    fields = LIMITS | limits
+    return EngineLimits(prefill_grid=PrefillGrid(fields.pop("prefill_step_size")), **fields)
 
 
 def random_ids(length, seed=1):

@@ -11,7 +11,6 @@ from starlette.testclient import TestClient
 
 from mlx_tq.cli.options import Request
 from mlx_tq.server import build_parser
-from mlx_tq.server.admission import EngineLimits
 from mlx_tq.server.app import Api
 from mlx_tq.server.guard import Guard
 from mlx_tq.server.metrics import Metrics
@@ -19,14 +18,14 @@ from mlx_tq.server.model_pool import ModelPool, PooledModel
 from mlx_tq.server.model_service import ModelService
 
 from .conftest import ENDLESS
-from .engines import LIMITS
+from .engines import limits_of
 
 
 @contextmanager
 def serving(loaded, *flags):
     """Serve a model in this process; yield the API and its client."""
     request = Request.from_args(build_parser().parse_args(["--kv-profile", "off", *flags]))
-    service = ModelService(request, *loaded, None, EngineLimits(**LIMITS), None, None, metrics := Metrics())
+    service = ModelService(request, *loaded, None, limits_of(), None, None, metrics := Metrics())
     pool = ModelPool([PooledModel(service.name, lambda: service, metrics)])
     api = Api(pool, Guard(None, [], 10**6, 8))
     try:

@@ -95,7 +95,8 @@ def test_jobs_that_share_a_sampler_are_sampled_together_and_fail_together(loaded
         return GREEDY(logprobs)
 
     sampler = failing(sample, raises, 5)
-    for events in serve(make_engine(loaded), [make_job(40, seed, max_tokens=12, sampler=sampler) for seed in range(4)]):
+    engine = make_engine(loaded, prefill_step_size=2048)  # one step for all prompts
+    for events in serve(engine, [make_job(40, seed, max_tokens=12, sampler=sampler) for seed in range(4)]):
         assert isinstance(events[-1], ModelFailedError)
     assert max(sizes) == 4
 
@@ -160,7 +161,7 @@ def test_recall_errors_fail_one_job(loaded, monkeypatch):
 
 @pytest.mark.parametrize("max_tokens", [4, 400], ids=["complete", "cancelled"])
 def test_a_session_is_released_when_its_caches_cannot_be_stored(loaded, expected, monkeypatch, max_tokens):
-    engine = make_engine(loaded)
+    engine = make_engine(loaded, prefill_step_size=2048)  # one step for all prompts
     bad = replace(make_job(40, max_tokens=max_tokens), session=SessionStart(None, 0))
     monkeypatch.setattr("mlx_tq.server.engine.cache_stats", raises)
 

@@ -58,7 +58,7 @@ def test_a_text_that_is_too_long_is_not_tokenized(long_context_server):
 
 def test_with_little_memory_short_prompts_are_answered_and_long_ones_refused(start):
     """Prefill in the steps of 2,048 tokens that are the default would not fit."""
-    server = start("--memory", "57MB", "--context", "1000", "--prompt-concurrency", "1")
+    server = start("--memory", "57MB", "--context", "1000", "--prompt-concurrency", "1", steps=())
     assert re.search(r"--kv-profile small fits \(.* during prefill in steps of (512|256)\)", server.log())
     response = server.post(messages=user(load_text()[:12_000]), max_tokens=1)
     assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")

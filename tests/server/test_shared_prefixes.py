@@ -2,6 +2,7 @@
 
 import resource
 from dataclasses import replace
+from functools import partial
 
 import mlx.core as mx
 import pytest
@@ -42,12 +43,12 @@ def unique(seed, count=20):
     return random_ids(count + 1, seed=seed)[1:]  # the first is the same for all seeds
 
 
-def make_jobs(first_tokens=6):
+def make_jobs(first_tokens=16, seed=2):
     """Return five jobs with one prefix, of which the second and third share a longer one; and one with another."""
-    two = [job_of(SYSTEM, [*MORE, *unique(seed)], max_tokens=6) for seed in (3, 4)]
-    others = [job_of(SYSTEM, unique(seed), max_tokens=6) for seed in (5, 6)]
-    first = job_of(SYSTEM, unique(2), max_tokens=first_tokens)
-    return [first, *two, *others, job_of(unique(8, 360), max_tokens=6)]
+    two = [job_of(SYSTEM, [*MORE, *unique(seed + n)], max_tokens=16) for n in (1, 2)]
+    others = [job_of(SYSTEM, unique(seed + n), max_tokens=16) for n in (3, 4)]
+    first = job_of(SYSTEM, unique(seed), max_tokens=first_tokens)
+    return [first, *two, *others, job_of(unique(seed + 6, 360), max_tokens=16)]
 
 
 def texts_and_cached(results):
@@ -97,11 +98,13 @@ def test_a_shared_prefix_is_prefilled_and_held_once(name, stored, tmp_path, monk
     assert answers(engine, make_jobs()) == (alone, [0, 384, 512, 384, 384, 0])
     least = 4 * plan_caches(loaded[0], CONFIG).shared_nbytes(384, 410)
     assert max(saved) >= least
-    assert max(running) == 6
+    assert max(running) >= 5, "the last one, with the least to prefill, may have ended before the others begin"
     if stored:
         saved.clear()
-        again = answers(make_engine(loaded, folder=folder, prompt_cache_bytes=0), make_jobs())
-        assert again == (alone, [384, 512, 512, 384, 384, 359])
+        other_jobs = partial(make_jobs, seed=20)
+        again = answers(make_engine(loaded, folder=folder, prompt_cache_bytes=0), other_jobs())
+        is_plain = name in ("llama", "embedded")
+        assert again == (alone_texts(loaded, jobs=other_jobs), [384, 512 if is_plain else 384, 512, 384, 384, 0])
         assert max(saved) >= least
 
 
@@ -198,7 +201,10 @@ def store(tmp_path):
     "model", ["gemma3_text", *(pytest.param(name, marks=pytest.mark.full) for name in ("embedded", "qwen3_next"))]
 )
 def test_batches_restore_what_other_batches_prefilled(model, loaded, store, tmp_path):
-    """The prompts have different lengths; the last two share prefixes with earlier ones and end in another way."""
+    """The prompts have different lengths; the last two share prefixes with earlier ones and end in another way.
+
+    The last one's is not stored: it ends in the middle of a segment, before its states are stored for the first time.
+    """
     loaded = loaded if model == "embedded" else load(zoo_model(tmp_path / model, model))
     one, two = (random_ids(length, seed=length) for length in (300, 230))
     system = one[:190]
@@ -215,9 +221,9 @@ def test_batches_restore_what_other_batches_prefilled(model, loaded, store, tmp_
     assert answers(engine, first()) == (plain[:2], [0, 0])
     assert (metric(engine, "restored_tokens_total"), metric(engine, "prefill_tokens_total")) == (0, 530)
     engine = make_engine(loaded, folder=store)
-    assert answers(engine, later()) == (plain, [299, 229, 190, 2 * STEP])
+    assert answers(engine, later()) == (plain, [299, 229, 190, 0])
     restored = metric(engine, "restored_tokens_total")
-    assert restored == metric(engine, "cached_tokens_total") == 299 + 229 + 190 + 128
+    assert restored == metric(engine, "cached_tokens_total") == 299 + 229 + 190
     assert metric(engine, "prefill_tokens_total") == metric(engine, "prompt_tokens_total") - restored
 
 

@@ -60,3 +60,31 @@ def test_what_is_stored_can_be_cleared(start):
     assert status(server)["stored_bytes"] == 0
     assert ask() == 0
     assert status(server)["cached_tokens"] == again
+
+
+def test_what_an_answer_would_take_is_estimated(start):
+    server = start(*MEMORY)
+    messages = [{"role": "user", "content": QUESTION}]
+
+    def estimate(**body):
+        answer = server.http.post("/v1/estimate", json=body)
+        assert answer.status_code == 200, answer.text
+        (report,) = answer.json()["prompts"]
+        return report
+
+    before = estimate(messages=messages, max_tokens=4)
+    assert (before["fits"], before["refusal"], before["cached_tokens"]) == (True, None, 0)
+    assert before["prefill_seconds"] is None, "nothing was prefilled yet"
+    assert 0 < before["kv_bytes"] < 6e6
+    usage = server.chat(QUESTION, max_tokens=4).usage
+    after = estimate(messages=messages, max_tokens=4)
+    assert after["prompt_tokens"] == before["prompt_tokens"] == usage.prompt_tokens
+    assert after["cached_tokens"] == server.chat(QUESTION, max_tokens=4).usage.prompt_tokens_details.cached_tokens > 20
+    longer = estimate(prompt=[100] * 2000, max_tokens=4)
+    assert 0 < after["prefill_seconds"] < longer["prefill_seconds"] < 60
+    large = estimate(prompt=[100] * 2000, max_tokens=40_000)
+    assert (large["fits"], large["prompt_tokens"]) == (False, 2000)
+    refused = server.post(path="/v1/completions", prompt=[100] * 2000, max_tokens=40_000)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == large["refusal"]
+    assert server.http.post("/v1/estimate", json={"prompt": "a", "messages": 3}).status_code == 400

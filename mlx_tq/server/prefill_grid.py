@@ -1,0 +1,122 @@
+"""`PrefillGrid`: the positions at which prefill steps end, so that each takes about as long: `STEP_SECONDS`.
+
+They depend on the position alone, so an answer depends neither on other requests nor on where a prompt continues from.
+Attention to a long context makes a step slower, so that steps get shorter with the position.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_tq.config import BLOCK, KVConfig
+from mlx_tq.files import atomic_write, cache_folder
+from mlx_tq.integration.probe import position_limit
+from mlx_tq.kernels import thresholds
+from mlx_tq.models import fingerprint, ranks_of
+from mlx_tq.prompt_cache.compressed import compressed
+from mlx_tq.prompt_cache.memory import MAX_PREFILL_STEP
+
+STEP_SECONDS = 0.2
+_TIMED_STEP, _TIMED_SECONDS, _MAX_TIMED = 256, 3.0, 16
+
+
+@dataclass(frozen=True)
+class PrefillGrid:
+    """Steps of `first` tokens at the beginning, and of first / (1 + growth x position) later."""
+
+    first: int
+    growth: float = 0.0  # of the seconds that a token takes, with each position, as a share of those at the beginning
+
+    def step(self, position: int) -> int:
+        """Return the tokens of a step that begins at a position of the grid."""
+        if not self.growth:
+            return self.first
+        return max(BLOCK, int(self.first / (1 + self.growth * position)) // BLOCK * BLOCK)
+
+    def ends(self, segments: Sequence[Sequence[int]], start: int) -> list[int]:
+        """Return where the steps of a prompt end whose segments begin at `start`; each segment's end is one.
+
+        The last token of all is not prefilled, but begins the answer.
+        """
+        own = segment_ends(segments, start)
+        ends, position = set(own), 0
+        while own and position < own[-1]:
+            if position > start:
+                ends.add(position)
+            position += self.step(position)
+        return sorted(ends)
+
+
+def segment_ends(segments: Iterable[Sequence[int]], start: int) -> list[int]:
+    """Return where segments end that begin at `start`; the last one ends a token early."""
+    *ends, last = accumulate(map(len, segments), initial=start)
+    return [end for end in (*ends[1:], last - 1) if end > start]
+
+
+def measured_grid(model: Any, config: KVConfig) -> PrefillGrid:
+    """Return the grid of a model on this machine, which is measured once and kept in the cache folder."""
+    path, key, ranks = cache_folder() / "prefill-steps.json", _key(model, config), ranks_of(model)
+    known = _read(path)
+    found = ranks.broadcast(lambda: known.get(key))
+    if found is not None:
+        return PrefillGrid(*found)
+    grid = _measure(model, config)
+    with suppress(OSError):  # a read-only folder: it is measured each time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as temporary:
+            temporary.write_text(json.dumps({**known, key: astuple(grid)}, indent=1) + "\n", encoding="utf-8")
+    return grid
+
+
+def _key(model: Any, config: KVConfig) -> str:
+    parts = [fingerprint(model), config.to_dict(), thresholds.machine(), thresholds.fingerprint()]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _read(path: Path) -> dict[str, list[Any]]:
+    """Return the grids that were measured; anything else in the file is left out."""
+    with suppress(OSError, ValueError):
+        known = json.loads(path.read_text(encoding="utf-8"))
+        return {key: grid for key, grid in known.items() if _is_grid(grid)} if isinstance(known, dict) else {}
+    return {}
+
+
+def _is_grid(grid: Any) -> bool:
+    match grid:
+        case [int(first), float(growth)]:
+            return BLOCK <= first <= MAX_PREFILL_STEP and 0 <= growth < 1
+    return False
+
+
+def _measure(model: Any, config: KVConfig) -> PrefillGrid:
+    """Time steps at the beginning of a prompt, and fit seconds that grow linearly with the position."""
+    ranks, positions = ranks_of(model), position_limit(model) or _MAX_TIMED * _TIMED_STEP
+    step = max(1, min(_TIMED_STEP, positions // 3))
+
+    def run(caches: list[Any]) -> float:
+        started = time.perf_counter()
+        mx.eval(model(mx.ones((1, step), mx.int32), cache=caches), [cache.state for cache in caches])
+        return time.perf_counter() - started
+
+    with compressed(model, replace(config, evict=None)):  # no round may fall into a step
+        run(make_prompt_cache(model))  # first kernels are compiled
+        caches = make_prompt_cache(model)
+        seconds = [run(caches)]
+        most = min(_MAX_TIMED, positions // step) - 1
+        count = ranks.broadcast(lambda: min(most, max(2, int(_TIMED_SECONDS / seconds[0]))))
+        seconds += [run(caches) for _ in range(count)]
+    slope, begin = np.polyfit(np.arange(len(seconds)) * step, seconds, 1)
+    begin = max(float(begin), min(seconds) / 2)
+    first = int(STEP_SECONDS / begin * step) // BLOCK * BLOCK
+    found = min(MAX_PREFILL_STEP, max(BLOCK, first)), max(0.0, float(slope) / begin)
+    return PrefillGrid(*ranks.broadcast(lambda: found))
