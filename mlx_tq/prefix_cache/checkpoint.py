@@ -22,7 +22,7 @@ from mlx_lm.models.cache import CacheList, can_trim_prompt_cache
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.packed_rows import BLOCK_ROWS
 from mlx_tq.config import BLOCK
-from mlx_tq.errors import CacheFormatError
+from mlx_tq.errors import CacheFormatError, is_out_of_memory
 from mlx_tq.prefix_cache.summary import Summary, read_summary
 from mlx_tq.prompt_cache.cache_file import CacheState, join_caches, split_caches
 from mlx_tq.prompt_cache.capacity import with_trimmed_windows
@@ -134,6 +134,8 @@ def decode_checkpoint(data: bytes, read_block: ReadBlock, count: int | None = No
         arrays |= _join_rows(arrays, growing, summary.block_keys, rows, read_block)
         return join_caches(CacheState(header["classes"], scalars, arrays)), summary
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise CacheFormatError(f"a checkpoint is incomplete ({error!r}). Its tokens are prefilled again.") from error
 
 

@@ -45,7 +45,8 @@ _DIGEST_SIZE = hashlib.sha256().digest_size
 _HEAD_SIZE = len(_MAGIC) + _DIGEST_SIZE
 _MAX_PARTS = 1024  # of one read, on all systems
 _HALF_LIFE = 64  # checkpoints used later, after which one is worth half
-_FREED = 20  # a removal frees this share of the limit more than is needed, so that few are due
+_SPARE = 20  # a removal frees a twentieth of the limit more than is needed, so that few are due
+_PASSING = {errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM}  # errors that say nothing of a file's content
 
 
 class Record(NamedTuple):
@@ -65,7 +66,7 @@ class Folder:
         self.path, self.limit, self.hourly_limit = path, limit, hourly_limit
         self._nbytes = 0  # of all records, while this process writes
         self._kept: set[str] = set()  # keys of blocks whose checkpoint is being written
-        self._allowance, self._allowed_at = float(hourly_limit), time.monotonic()  # bytes that may be written
+        self._written: Counter[int] = Counter()  # bytes, by minute of the last hour
         self._summaries: dict[str, tuple[int, Summary | None]] = {}  # of checkpoints, with their inodes
         self._frees_disk = True  # False if a full disk stayed full after a removal, as with snapshots, until a write
         try:
@@ -112,8 +113,13 @@ class Folder:
 
     def checkpoints(self) -> dict[str, Summary]:
         """Return the summaries of all checkpoints, by key. They are not verified until a checkpoint is read."""
+        with suppress(OSError):
+            return self._summarize()
+        return {}
+
+    def _summarize(self) -> dict[str, Summary]:
         summaries: dict[str, tuple[int, Summary | None]] = {}
-        with suppress(OSError), os.scandir(self.path / CHECKPOINTS) as entries:
+        with os.scandir(self.path / CHECKPOINTS) as entries:
             for entry in entries:
                 inode, known = entry.inode(), self._summaries.get(entry.name)
                 if known is not None and known[0] == inode:
@@ -124,10 +130,16 @@ class Folder:
         return {key: summary for key, (_, summary) in summaries.items() if summary is not None}
 
     def _read_summary(self, path: Path) -> Summary | None:
-        with suppress(OSError, CacheFormatError), open_regular(path) as file:
-            file.seek(_HEAD_SIZE)
-            return read_summary(file)
-        return None
+        try:
+            with open_regular(path) as file:
+                file.seek(_HEAD_SIZE)
+                return read_summary(file)
+        except CacheFormatError:
+            return None
+        except OSError as error:
+            if error.errno in _PASSING:
+                raise
+            return None  # removed meanwhile, or no regular file
 
     def has(self, kind: str, key: str) -> bool:
         """Return whether a record exists, damaged or not."""
@@ -146,14 +158,13 @@ class Folder:
         """
         self._kept.update(kept)
         if self._nbytes + nbytes > self.limit:
-            self._remove_until(self.limit - nbytes - self.limit // _FREED)
+            self._remove_until(self.limit - nbytes - self.limit // _SPARE)
 
     def may_write(self, nbytes: int) -> bool:
         """Return whether `nbytes` more are within what may be written in an hour."""
-        now = time.monotonic()
-        earned = (now - self._allowed_at) / 3600 * self.hourly_limit
-        self._allowance, self._allowed_at = min(self._allowance + earned, float(self.hourly_limit)), now
-        return nbytes <= self._allowance
+        hour_ago = int(time.monotonic() // 60) - 60
+        self._written = Counter({minute: written for minute, written in self._written.items() if minute > hour_ago})
+        return self._written.total() + nbytes <= self.hourly_limit
 
     def write(self, kind: str, key: str, content: bytes, *, verify: bool = False) -> None:
         """Write a record, inside `writing`, without waiting for the disk.
@@ -180,7 +191,7 @@ class Folder:
         self._frees_disk = True
         size = self.nbytes(kind, key)
         self._nbytes += size
-        self._allowance -= size
+        self._written[int(time.monotonic() // 60)] += size
         self._summaries.pop(key, None)
 
     def remove(self, kind: str, key: str) -> None:
@@ -267,7 +278,7 @@ class Folder:
         """Remove blocks that no checkpoint names, then checkpoints by worth, until the others are within `limit`."""
         records = {kind: {r.path.name: r for r in self.records() if r.path.parent.name == kind} for kind in KINDS}
         self._nbytes = sum(record.size for named in records.values() for record in named.values())
-        blocks, summaries = records[BLOCKS], self.checkpoints()
+        blocks, summaries = records[BLOCKS], self._summarize()
         holders = Counter(key for summary in summaries.values() for key in {*summary.block_keys})
 
         def remove(record: Record) -> None:

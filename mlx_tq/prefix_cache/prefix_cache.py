@@ -27,7 +27,7 @@ from mlx_lm.models.cache import trim_prompt_cache
 from mlx_tq import __version__
 from mlx_tq.cache.packed_rows import BLOCK_ROWS
 from mlx_tq.config import BLOCK
-from mlx_tq.errors import CacheFormatError
+from mlx_tq.errors import CacheFormatError, is_out_of_memory
 from mlx_tq.kernels import backend, thresholds
 from mlx_tq.models import exact_fingerprint
 from mlx_tq.prefix_cache.checkpoint import Checkpoint, decode_checkpoint
@@ -41,6 +41,7 @@ from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.statistics import tokens_seen
 
 FORMAT = 1  # of the records
+_TRIMS = 2 * BLOCK  # more than the tokens by which a whole state is trimmed
 _COMPARED_FIRST = 64  # tokens, among which most prompts differ
 
 
@@ -90,9 +91,13 @@ class _Place(NamedTuple):
     state: _State
     is_whole: bool  # whether the state is the checkpoint's own
 
-    def rank(self) -> tuple[int, bool, int]:
-        """Most tokens first; then whole states, then the smallest."""
-        return self.tokens, self.is_whole, -self.state.tokens
+    @property
+    def number(self) -> int:
+        """A number that is larger for more tokens, and for a shorter trim of a whole state.
+
+        Ranks that have equal ones continue from arrays of equal sizes.
+        """
+        return _TRIMS * self.tokens + (_TRIMS - 1 - (self.state.tokens - self.tokens) if self.is_whole else 0)
 
 
 class ReusedPrefix(NamedTuple):
@@ -147,14 +152,19 @@ class PrefixCache:
         return {key: summary for key, summary in self.folder.checkpoints().items() if summary.root == self.root}
 
     def place(self, key: str, summary: Summary, shared: int, limit: int) -> _Place | None:
-        """Return where a prompt that shares so many first tokens with a checkpoint can continue, at most at `limit`."""
-        held, tokens = len(summary.tokens), min(shared, limit)
-        if tokens and held - tokens <= summary.slack:
-            return _Place(tokens, _State(key, held), is_whole=True)
+        """Return where a prompt can continue that shares so many first tokens with a checkpoint.
+
+        The place's number is at most `limit`.
+        """
+        held = len(summary.tokens)
+        for tokens in (min(shared, limit // _TRIMS), min(shared, limit // _TRIMS - 1)):
+            place = _Place(tokens, _State(key, held), is_whole=True)
+            if tokens > 0 and held - tokens <= summary.slack and place.number <= limit:
+                return place
         if not summary.has_prefixes:
             return None
         sizes = [layer.spec for layer in self.plan.layers]
-        tokens = min([limit // BLOCK * BLOCK, *(spec.packed_until(shared) for spec in sizes)])
+        tokens = min([limit // _TRIMS // BLOCK * BLOCK, *(spec.packed_until(shared) for spec in sizes)])
         is_packed = tokens > max((spec.sinks for spec in sizes), default=0)
         return _Place(tokens, _State(key, tokens), is_whole=False) if is_packed else None
 
@@ -176,6 +186,7 @@ class PrefixCache:
         if error is not None and not self._has_failed:
             self._warn_unstored(str(error.strerror))
         self._has_failed = error is not None
+        self._has_refused &= error is not None
 
     def report_refusal(self, fault: str) -> None:
         """Warn of the first prompt that may not be stored."""
@@ -191,7 +202,7 @@ class PrefixCache:
 
 
 class CachedPrompt:
-    """The checkpoints of one sequence, which begins with the prompt `ids`; of these, `known` are not to be stored."""
+    """The checkpoints of one sequence, which begins with the prompt `ids`; the first `known` need not be stored."""
 
     def __init__(self, prefix_cache: PrefixCache, ids: Sequence[int], known: int = 0) -> None:
         self._cache, self._folder, self._ranks = prefix_cache, prefix_cache.folder, prefix_cache.plan.ranks
@@ -217,10 +228,12 @@ class CachedPrompt:
 
         def find_last(limit: int) -> int:
             places = (self._cache.place(key, summary, count, limit) for key, summary, count in shared)
-            self._place = max(filter(None, places), key=_Place.rank, default=None)
-            return 0 if self._place is None else self._place.tokens
+            self._place = max(filter(None, places), key=lambda place: place.number, default=None)
+            return 0 if self._place is None else self._place.number
 
-        return find_last(len(self._ids)) if alone else self._ranks.largest_common(find_last, len(self._ids))
+        limit = _TRIMS * (len(self._ids) + 1)
+        number = find_last(limit) if alone else self._ranks.largest_common(find_last, limit)
+        return number // _TRIMS
 
     @property
     def live_caches(self) -> list[Any] | None:
@@ -264,6 +277,10 @@ class CachedPrompt:
         except CacheFormatError:
             self._folder.remove(CHECKPOINTS, key)
             return None
+        except Exception as error:
+            if is_out_of_memory(error):  # which says nothing of the checkpoint
+                return None
+            raise
         _set_block_keys(caches, summary.block_keys)
         return RestoredCheckpoint(caches)
 
@@ -338,7 +355,7 @@ def _block_keys(caches: list[Any]) -> tuple[str, ...]:
 
 def _set_block_keys(caches: list[Any], keys: tuple[str, ...]) -> None:
     for layer in compressed_caches(caches):
-        if layer.growing_state:
+        if layer.growing_state and not layer.regions.evicted:
             layer.block_keys = keys[: layer.packed_tokens // BLOCK_ROWS]
             return
 

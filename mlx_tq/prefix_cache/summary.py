@@ -43,6 +43,8 @@ def read_summary(file: BinaryIO) -> Summary:
         tokens = np.frombuffer(file.read(_ID_SIZE * count) if 0 < count <= _MAX_TOKENS else b"", "<i4")
         is_whole = len(tokens) == count and all(KEY.fullmatch(key) for key in block_keys)
         summary = Summary(str(header["root"]), tokens, block_keys, int(header["slack"]), bool(header["has_prefixes"]))
+    except OSError:
+        raise
     except Exception as error:
         raise CacheFormatError(f"the summary of a checkpoint is damaged: {error!r}.") from error
     if not is_whole:

@@ -5,11 +5,12 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -200,11 +201,8 @@ class Api:
     async def _estimate(self, request: Request) -> Response:
         """Return what an answer to a chat, or to a completion, would take, without generating it."""
         content = await self._guard.read_body(request)
-        has_messages = b'"messages"' in content
-        kind: type[ChatRequest] | type[CompletionRequest] = ChatRequest if has_messages else CompletionRequest
-        body = await _run_until_disconnect(
-            request, self._large_requests.run(len(content), schemas.parse, kind, content)
-        )
+        parsing = self._large_requests.run(len(content), _parse_prompt, content)
+        body = await _run_until_disconnect(request, parsing)
         async with self._acquire(request, body.model) as service:
             work = self._large_requests.run(len(content), service.estimate, body)
             return JSONResponse(await _run_until_disconnect(request, work))
@@ -394,6 +392,15 @@ def _log_end(request: Request, status: int) -> None:
 
 def _error_response(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body(), error.status, ERROR_HEADERS.get(error.status))
+
+
+def _parse_prompt(content: bytes) -> ChatRequest | CompletionRequest:
+    """Parse the body of a chat, which has messages, or of a completion."""
+    with suppress(ValueError):  # which parsing it as a completion reports
+        value = from_json(content)
+        if isinstance(value, dict) and "messages" in value:
+            return schemas.parse(ChatRequest, content)
+    return schemas.parse(CompletionRequest, content)
 
 
 async def _handle_http_error(request: Request, error: Exception) -> Response:

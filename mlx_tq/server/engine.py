@@ -23,6 +23,7 @@ from mlx_tq.config import PROFILES, KVConfig
 from mlx_tq.errors import is_out_of_memory
 from mlx_tq.models import ranks_of
 from mlx_tq.prefix_cache.prefix_cache import CachedPrompt, PrefixCache
+from mlx_tq.prompt_cache.capacity import all_arrays
 from mlx_tq.prompt_cache.compressed import compressed
 from mlx_tq.prompt_cache.layer_group import batch_row
 from mlx_tq.prompt_cache.memory import other_bytes, sequence_bytes
@@ -101,7 +102,7 @@ class Engine:
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._step_started: float | None = None  # None while idle
-        # Only the engine's thread uses what follows.
+        # Only the engine's thread changes what follows.
         self._running: dict[int, RunningJob] = {}  # by mlx-lm's uid; by a negative number while not in its batch
         self._numbers = count(1)  # of jobs and of the times that one was held out of the batch
         self._events: list[tuple[Job, Event | SessionResult]] = []  # of this step
@@ -225,13 +226,13 @@ class Engine:
                     self._step(prefills=orders.prefills)
             finally:
                 self.stop()  # nothing is added to the queue after this
-                self._store_running()
                 begun = [*self._running.values(), *self._suspended]
                 running = [job for other in begun for job in (other.job, *other.followers)]
                 for job in (*running, *self._waiting):
                     self._fail(job, UnavailableError("the server is stopping"))
                 self._send_events()
                 self._report_cleared()
+                self._store_running()
                 self._batch.close()
                 self._stay_awake.end()
                 self._stored_prompts.memory.trim_to(0)
@@ -275,7 +276,10 @@ class Engine:
 
     def _update_batch(self) -> Orders:
         """Remove and admit jobs as the first rank orders; return its orders."""
-        orders = self._broadcast.share(self._decide, idle=not (self._waiting or self._running))
+        if is_idle := not (self._waiting or self._running):
+            self._stay_awake.end()
+        orders = self._broadcast.share(self._decide, idle=is_idle)
+        self._stay_awake.begin()
         with self._on_error("the batch failed", self._fail_batch):
             self._remove(orders)
         self._resume_suspended()
@@ -292,10 +296,8 @@ class Engine:
         with self._changed:
             while not (self._stopping or self._waiting or self._running or self._suspended or self._clear_requests):
                 self._step_started = None
-                self._stay_awake.end()
                 self._changed.wait()
             self._step_started = time.monotonic()
-            self._stay_awake.begin()
             if self._stopping:
                 return Orders(keep_running=False)
             finished, self._finished = self._finished, []
@@ -342,6 +344,8 @@ class Engine:
             with self._fail_job_on_error(uid):
                 caches, tokens = extracted.get(uid, (None, []))
                 if running.job.session is not None and uid in orders.cancelled:
+                    if caches is not None:
+                        self._store_on_disk(running, tokens, caches)
                     self._emit(running.job, SessionResult())  # half an answer: the session stays as it was
                 elif caches is not None and tokens:
                     self._store_answer(running, tokens, caches)
@@ -361,7 +365,7 @@ class Engine:
             leader[0].followers[job] = leader[1]
             return
         caches, cached_tokens, stored = source.caches, source.cached_tokens, source.stored
-        if caches is None and stored is not None:
+        if caches is None and cached_tokens and stored is not None:
             caches, cached_tokens = stored.restore(), stored.restored
         self._ranks.check_equal("the cached prompts", np.array([cached_tokens, self._stored_prompts.memory.nbytes]))
         segments = job.prompt.remaining_segments(cached_tokens)
@@ -396,7 +400,7 @@ class Engine:
             together += self._take_others(running)
         for answer in together:
             answer.step_ends = self.limits.prefill_grid.ends(segments, len(tokens))
-            answer.held = HeldCaches(caches, tokens)
+            answer.held = HeldCaches(caches, list(tokens))  # mlx-lm extends the lists of its batch
             self._running[-next(self._numbers)] = answer
 
     def _choose_prompts(self) -> None:
@@ -412,18 +416,25 @@ class Engine:
         for key, running in waiting.items():
             if key not in chosen and running.held is None:
                 with self._fail_job_on_error(key):
-                    running.held = HeldCaches(*self._extract(key))
+                    extracted = HeldCaches(*self._extract(key))
+                    mx.eval(all_arrays(extracted.caches or []))  # else they keep the batch's arrays
+                    running.held = extracted
                     self._batch.remove([key])
                     del self._running[key]
                     self._running[-next(self._numbers)] = running
         for key in chosen:
             if (held := waiting[key].held) is not None:
-                running = self._running.pop(key)
-                with self._fail_on_admission_error(running.job):
-                    self._move_into_batch(running, held)
+                with self._on_error("a request could not join the batch", partial(self._fail_held, key)):
+                    self._move_into_batch(key, held)
 
-    def _move_into_batch(self, running: RunningJob, held: HeldCaches) -> None:
-        caches, tokens = held
+    def _fail_held(self, key: int, error: Exception) -> None:
+        running = self._running.pop(key)
+        running.close_stored()
+        self._fail(running.job, ModelFailedError(f"the request could not be started: {error}"))
+        self._admit_followers([running])
+
+    def _move_into_batch(self, key: int, held: HeldCaches) -> None:
+        running, (caches, tokens) = self._running[key], held
         (uid,) = self._batch.insert_segments(
             segments=[running.remaining_steps],
             max_tokens=[running.job.max_tokens - running.generated],
@@ -433,6 +444,7 @@ class Engine:
             logits_processors=[running.processors],
             stop_sequences=[self._stop_sequences],
         )
+        del self._running[key]
         self._running[uid], running.held = running, None
 
     def _take_others(self, running: RunningJob) -> list[RunningJob]:
@@ -455,10 +467,10 @@ class Engine:
             prefilled, generated = self._batch.next()
             seconds = time.monotonic() - started
             self._decode_share.count(seconds, prefilled=bool(prefilled), decoded=decoding)
-            self._prefill_seconds += seconds if prefilled else 0.0
+            self._prefill_seconds += seconds if prefilled and not decoding else 0.0
             passes = self._recorded_model.passes
             # mlx-lm runs a pass of the jobs that decode, then the first decode pass of those that begin their answers.
-            self._after_prefill(prefilled, passes[1:] if decoding else passes)
+            self._after_prefill(prefilled, passes[1:] if decoding else passes, decodes=decoding)
             for response in generated:
                 with self._fail_job_on_error(response.uid):
                     self._process_token(self._running[response.uid], response)
@@ -472,14 +484,17 @@ class Engine:
         self._measure()
         self._send_events()
 
-    def _after_prefill(self, responses: list[Any], passes: list[list[Any]]) -> None:
-        """Process prefill responses. The first of the passes is of the jobs that begin their answers, if any do."""
+    def _after_prefill(self, responses: list[Any], passes: list[list[Any]], *, decodes: bool) -> None:
+        """Process prefill responses. The first of the passes is of the jobs that begin their answers, if any do.
+
+        `decodes` is whether other jobs decoded in the same step.
+        """
         begun = 0
         for response in responses:
             running, (done, total) = self._running[response.uid], response.progress
             before, running.prefilled = running.prefilled, len(running.prompt_ids) - total + done
             self.metrics.prefill_tokens.inc(running.prefilled - before)
-            self._prefilled += running.prefilled - before
+            self._prefilled += 0 if decodes else running.prefilled - before
             cached = running.cached_tokens
             self._emit(running.job, PrefillProgress(running.prefilled - cached, len(running.prompt_ids) - cached))
             if response.end_of_prompt:
@@ -639,8 +654,9 @@ class Engine:
         return self._on_error("a request could not join the batch", fail)
 
     def _reopen_batch(self) -> list[RunningJob]:
-        """Open a new batch, because the state of the old one is unknown; return the jobs of that."""
-        begun, self._running = list(self._running.values()), {}
+        """Open a new batch, as the state of the old one is unknown; return its jobs, and keep those held outside."""
+        begun = [running for running in self._running.values() if running.held is None]
+        self._running = {key: running for key, running in self._running.items() if running.held is not None}
         self._finished.clear()
         self._batch.close()
         self._open_batch()
@@ -661,7 +677,8 @@ class Engine:
 
     def _recover_batch(self, error: Exception) -> None:
         """Fail all running jobs; after a memory error, go on with all but the largest, which waits until one ends."""
-        resumed = [job for uid, job in self._running.items() if uid not in self._finished and not job.failed]
+        in_batch = [(uid, job) for uid, job in self._running.items() if job.held is None]
+        resumed = [job for uid, job in in_batch if uid not in self._finished and not job.failed]
         evicts = self._plan is not None and self._plan.eviction is not None
         if not is_out_of_memory(error) or len(resumed) < 2 or evicts or not all(job.can_resume for job in resumed):
             self._fail_batch(error)
@@ -677,6 +694,7 @@ class Engine:
                 self._emit(job.job, SessionResult())
             elif job is not largest:
                 self._insert(job, [job.resume()], None, [])
+        largest.restored_checkpoint = None  # which holds rows
         self._suspended.append(largest)
         self._resume_below = len(self._running)
         self._admit_followers(begun)

@@ -147,7 +147,7 @@ class HeldCaches(NamedTuple):
 
 
 class RunningJob:
-    """A job in the batch. Only the engine's thread uses it."""
+    """A job that was admitted: in mlx-lm's batch, or held outside of it. Only the engine's thread uses it."""
 
     def __init__(
         self,
@@ -250,6 +250,7 @@ class RunningJob:
     def close_stored(self) -> None:
         """Finish storing, in a thread of its own: no answer waits for the disk."""
         if self.stored is not None:
+            self.stored.checkpoint = None  # whose rows are shared for as long as this rank's disk would take
             threading.Thread(target=self.stored.close, name="store").start()
             self.stored = None
 

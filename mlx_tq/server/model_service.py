@@ -57,7 +57,7 @@ class ModelService:
         self.positions = position_limit(model)
         template = "the template of --chat-template" if args.chat_template else f"the chat template of {self.name}"
         self._prompt_builder = PromptBuilder(
-            tokenizer, args.chat_template_args, self.positions, template, is_trimmable=_is_trimmable(model, plan)
+            tokenizer, args.chat_template_args, self.positions, template, splits_answer=_splits_answer(model, plan)
         )
         self.sessions = Sessions(request, self._prompt_builder, self.rescue, self.positions, self.metrics)
         self._grammars = Grammars(tokenizer)
@@ -190,7 +190,7 @@ class ModelService:
         return report
 
     def estimate(self, request: AnyRequest) -> dict[str, Any]:
-        """Return what an answer to the request would take, for /v1/estimate."""
+        """Return what one answer to the request would take, for /v1/estimate."""
         if isinstance(request, ChatRequest):
             prompts = [self._prompt_builder.chat_prompt(request)]
         else:
@@ -249,7 +249,12 @@ class ModelService:
         }
 
 
-def _is_trimmable(model: Any, plan: Plan | None) -> bool:
-    """Return whether the caches of any prompt can be cut to any of its prefixes."""
-    classes = [type(cache).__name__ for cache in native_caches(model)] if plan is None else plan.classes
-    return {*classes} == {"KVCache"} and (plan is None or plan.eviction is None)
+def _splits_answer(model: Any, plan: Plan | None) -> bool:
+    """Return whether what begins an answer is prefilled by itself: if caches cannot be cut to any prefix.
+
+    With recall, it belongs to the question, which ends the last segment.
+    """
+    if plan is None or plan.eviction is None:
+        classes = [type(cache).__name__ for cache in native_caches(model)] if plan is None else plan.classes
+        return {*classes} != {"KVCache"}
+    return not plan.recalls

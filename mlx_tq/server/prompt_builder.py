@@ -48,8 +48,8 @@ class Prompt:
 class PromptBuilder:
     """Renders and tokenizes prompts; thread-safe. `positions` is the model's context length, or None.
 
-    `template_name` says in errors which chat template is meant. With `is_trimmable`, a cache can be cut to any prefix,
-    so that fewer places are worth a segment's end.
+    `template_name` says in errors which chat template is meant. With `splits_answer`, what begins the answer is a
+    segment of its own, for caches that cannot be cut to any prefix.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class PromptBuilder:
         positions: int | None = None,
         template_name: str = "the model's chat template",
         *,
-        is_trimmable: bool = False,
+        splits_answer: bool = True,
     ) -> None:
         self.tokenizer, self.plain = tokenizer, PlainText(tokenizer)
-        self._template_args, self._template_name, self._is_trimmable = template_args, template_name, is_trimmable
+        self._template_args, self._template_name, self._splits_answer = template_args, template_name, splits_answer
         self._limit = PromptLengthLimit(tokenizer, positions)
         # A fast tokenizer is thread-safe unless its truncation or padding changes, which the first call may do; hence
         # the `encode("")` below.
@@ -97,7 +97,8 @@ class PromptBuilder:
         if not ids:
             raise InvalidRequestError("the prompt has no tokens", "messages")
         # Later turns may show the answer without its reasoning, so they share what is before the answer.
-        answer_start = len(ids) if prefill or self._is_trimmable else self._answer_start(text, messages, ids, options)
+        splits = self._splits_answer and not prefill
+        answer_start = self._answer_start(text, messages, ids, options) if splits else len(ids)
         first_end = min(self._first_end(messages, ids, options), answer_start)
         ends = sorted({first_end, answer_start, len(ids)} - {0})
         segments = [ids[start:end] for start, end in zip([0, *ends], ends, strict=False)]

@@ -205,10 +205,11 @@ def test_the_bytes_of_an_hour_are_limited(tmp_path, monkeypatch):
     assert folder.may_write(4 * SIZE)
     assert not folder.may_write(4 * SIZE + 1)
     now += 1800
-    assert folder.may_write(9 * SIZE)
-    assert not folder.may_write(9 * SIZE + 1)
-    now += 10_000
-    assert not folder.may_write(10 * SIZE + 1)
+    write(folder, *"gh")
+    assert not folder.may_write(2 * SIZE + 1)
+    now += 1860
+    assert folder.may_write(8 * SIZE), "the first six were written more than an hour ago"
+    assert not folder.may_write(8 * SIZE + 1)
 
 
 def test_a_clock_that_goes_back(tmp_path):

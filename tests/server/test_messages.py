@@ -160,9 +160,9 @@ def test_completions_are_plain_text():
     assert answer.body()["choices"][0]["text"] == "<think>a"
 
 
-def prompt_of(tokenizer, *messages, is_trimmable=False, **body):
+def prompt_of(tokenizer, *messages, splits_answer=True, **body):
     request = parse(ChatRequest, json.dumps({"messages": messages, **body}).encode())
-    return PromptBuilder(tokenizer, {}, is_trimmable=is_trimmable).chat_prompt(request)
+    return PromptBuilder(tokenizer, {}, splits_answer=splits_answer).chat_prompt(request)
 
 
 def test_a_prompt_is_split_where_others_share_its_prefix(tokenizer):
@@ -180,7 +180,7 @@ def test_a_prompt_is_split_where_others_share_its_prefix(tokenizer):
     assert split(system, user) == ([first, message, begun + "<think>\n"], "reasoning")
     off = {"chat_template_kwargs": {"enable_thinking": False}}
     assert split(system, user, **off) == ([first, message, begun], "normal")
-    assert split(system, user, is_trimmable=True, **off) == ([first, message + begun], "normal")
+    assert split(system, user, splits_answer=False, **off) == ([first, message + begun], "normal")
     turn = f"<|im_start|>user\n{message}"
     assert split(user, **off)[0] == [turn, begun]
     assert split(user, answer, user, **off)[0] == [turn + begun, "Hi!<|im_end|>\n" + turn, begun]

@@ -13,7 +13,7 @@ from mlx_tq.server.job import Piece, PrefillProgress
 from mlx_tq.server.prefill_grid import PrefillGrid, measured_grid
 from mlx_tq.server.prefill_order import PrefillOrder, PromptToPrefill
 
-from .engines import CONFIG, job_of, make_engine, random_ids, serve, text_of
+from .engines import CONFIG, job_of, make_engine, outcome, random_ids, run_job, serve, text_of, with_others
 
 LENGTHS = st.lists(st.integers(1, 400), min_size=1, max_size=4)
 
@@ -98,6 +98,23 @@ def test_answers_of_prompts_that_wait_are_the_same(loaded):
     jobs = lambda: [job_of(random_ids(n, seed=n)[1:], max_tokens=6) for n in (700, 130, 260, 90, 500)]  # noqa: E731
     alone = [text_of(*serve(make_engine(loaded), [job])) for job in jobs()]
     assert [text_of(events) for events in serve(make_engine(loaded), jobs())] == alone
+
+
+def test_choices_of_a_prompt_that_wait_are_the_same_and_are_stored(loaded):
+    """The eighth step is for the older prompt, with 20 tokens, and for the first two of the four answers."""
+    ids, prompt = random_ids(500), random_ids(64 * 6 + 2, seed=2)[1:]
+    (alone,) = serve(make_engine(loaded), [job_of(prompt, max_tokens=6)])
+    engine = make_engine(loaded, decode_share=0.0)
+
+    async def then():
+        choices = with_others(job_of(prompt, max_tokens=6), 3)
+        engine.submit(job_of(ids[:84], ids[84:]), choices)
+        events = await outcome(choices)
+        return events, await run_job(engine, job_of(prompt, max_tokens=6))
+
+    events, again = serve(engine, [], then)[1]
+    assert {text_of(events, index) for index in range(4)} == {text_of(alone)} == {text_of(again)}
+    assert again[0].cached_tokens == len(prompt) - 1
 
 
 def test_a_waiting_prompt_can_be_cancelled_and_is_stored_as_far_as_it_was_prefilled(loaded):

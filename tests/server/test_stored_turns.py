@@ -62,6 +62,19 @@ def test_the_next_turn_continues_after_the_answer(name, loaded, store, tmp_path)
     assert sum(record.path.parent.name == BLOCKS for record in store.records()) == len(longest)
 
 
+def test_a_prompt_that_is_stored_to_its_last_token_is_answered(store, tmp_path):
+    """Its last token begins the answer. The first prompt is too short to be stored before its answer ends."""
+    loaded = load(zoo_model(tmp_path / "qwen3_next", "qwen3_next"))
+    ids = random_ids(20)
+    (events,) = serve(make_engine(loaded, folder=store), [job_of(ids, max_tokens=40, logprobs=0)])
+    told = [*ids, *tokens_of(events)]
+    assert max(len(summary.tokens) for summary in store.checkpoints().values()) == len(told)
+    again, other = serve(make_engine(loaded, folder=store), [job_of(told), job_of(random_ids(50, seed=3))])
+    assert again[0].cached_tokens < len(told)
+    assert again[-1].finish_reason
+    assert other[-1].finish_reason
+
+
 def test_an_answer_that_is_cut_off_is_stored(loaded, store):
     """By its client, and by the end of the server."""
     prompts = [random_ids(300), random_ids(300, seed=2)[1:]]
