@@ -178,9 +178,9 @@ def _join_rows(
         return read_block(keys[number], parts)
 
     with ThreadPoolExecutor(_THREADS) as threads:
-        found = list(threads.map(read, range(len(keys))))  # reading removes damaged ones: all
-    if not all(found):
-        raise CacheFormatError(f"{found.count(False)} of {len(found)} blocks are damaged or missing")
+        are_whole = list(threads.map(read, range(len(keys))))  # reading removes damaged ones: all
+    if not all(are_whole):
+        raise CacheFormatError(f"{are_whole.count(False)} of {len(are_whole)} blocks are damaged or missing")
     return {
         name: mx.array(buffer if rows is None else buffer[:, :, : -(-rows // growing[name].tokens)])
         for name, buffer in buffers.items()

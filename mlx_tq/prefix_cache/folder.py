@@ -65,7 +65,7 @@ class Folder:
     def __init__(self, path: Path, limit: int = LIMIT, hourly_limit: int = HOURLY_LIMIT) -> None:
         self.path, self.limit, self.hourly_limit = path, limit, hourly_limit
         self._nbytes = 0  # of all records, while this process writes
-        self._kept: set[str] = set()  # keys of blocks whose checkpoint is being written
+        self._needed_blocks: set[str] = set()  # keys of blocks whose checkpoint is being written
         self._written: Counter[int] = Counter()  # bytes, by minute of the last hour
         self._summaries: dict[str, tuple[int, Summary | None]] = {}  # of checkpoints, with their inodes
         self._frees_disk = True  # False if a full disk stayed full after a removal, as with snapshots, until a write
@@ -121,9 +121,9 @@ class Folder:
         summaries: dict[str, tuple[int, Summary | None]] = {}
         with os.scandir(self.path / CHECKPOINTS) as entries:
             for entry in entries:
-                inode, known = entry.inode(), self._summaries.get(entry.name)
-                if known is not None and known[0] == inode:
-                    summaries[entry.name] = known
+                inode, earlier = entry.inode(), self._summaries.get(entry.name)
+                if earlier is not None and earlier[0] == inode:
+                    summaries[entry.name] = earlier
                 elif KEY.fullmatch(entry.name):
                     summaries[entry.name] = inode, self._read_summary(Path(entry.path))
         self._summaries = summaries
@@ -151,12 +151,12 @@ class Folder:
             return disk_bytes(self._path(kind, key).lstat())
         return 0
 
-    def make_room(self, nbytes: int, kept: Iterable[str]) -> None:
+    def make_room(self, nbytes: int, needed_blocks: Iterable[str]) -> None:
         """Remove what is worth least, inside `writing`, so that `nbytes` more are within the limit.
 
-        The blocks `kept` stay until `writing` ends, as those that are written do.
+        These blocks stay until `writing` ends, as those that are written do.
         """
-        self._kept.update(kept)
+        self._needed_blocks.update(needed_blocks)
         if self._nbytes + nbytes > self.limit:
             self._remove_until(self.limit - nbytes - self.limit // _SPARE)
 
@@ -172,7 +172,7 @@ class Folder:
         One that exists stays, but with `verify` only if it is not damaged.
         """
         if kind == BLOCKS:
-            self._kept.add(key)
+            self._needed_blocks.add(key)
         path, parts = self._path(kind, key), (_MAGIC, _digest(key, [content]), content)
         if verify:
             before = self.nbytes(kind, key)
@@ -220,7 +220,7 @@ class Folder:
                 return
             nbytes = lock.read(64)
             lock.truncate(0)  # if this process is killed, the next one counts
-            self._kept.clear()
+            self._needed_blocks.clear()
             if nbytes.isdigit():
                 self._nbytes = int(nbytes)
             else:
@@ -286,7 +286,7 @@ class Folder:
                 self._nbytes -= record.size
 
         for key, record in blocks.items():
-            if not holders[key] and key not in self._kept:
+            if not holders[key] and key not in self._needed_blocks:
                 remove(record)
         worth = {
             key: len(summaries[key].tokens) / (1 + later_uses / _HALF_LIFE) if key in summaries else 0.0
@@ -298,7 +298,7 @@ class Folder:
             remove(records[CHECKPOINTS][key])
             for block in {*summaries[key].block_keys} if key in summaries else ():
                 holders[block] -= 1
-                if not holders[block] and block in blocks and block not in self._kept:
+                if not holders[block] and block in blocks and block not in self._needed_blocks:
                     remove(blocks[block])
 
 

@@ -85,7 +85,7 @@ class _State(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a prompt can continue: `tokens` tokens from the beginning, by a trim of that state."""
+    """A place where a prompt can continue: after `tokens` tokens, by a trim of `state`."""
 
     tokens: int
     state: _State
@@ -152,7 +152,7 @@ class PrefixCache:
         return {key: summary for key, summary in self.folder.checkpoints().items() if summary.root == self.root}
 
     def place(self, key: str, summary: Summary, shared: int, limit: int) -> _Place | None:
-        """Return where a prompt can continue that shares so many first tokens with a checkpoint.
+        """Return where a prompt can continue whose first `shared` tokens are those of a checkpoint.
 
         The place's number is at most `limit`.
         """
@@ -202,9 +202,9 @@ class PrefixCache:
 
 
 class CachedPrompt:
-    """The checkpoints of one sequence, which begins with the prompt `ids`; the first `known` need not be stored."""
+    """The checkpoints of a sequence, which begins with the prompt `ids`; the first `num_stored` need not be stored."""
 
-    def __init__(self, prefix_cache: PrefixCache, ids: Sequence[int], known: int = 0) -> None:
+    def __init__(self, prefix_cache: PrefixCache, ids: Sequence[int], num_stored: int = 0) -> None:
         self._cache, self._folder, self._ranks = prefix_cache, prefix_cache.folder, prefix_cache.plan.ranks
         self._ids = np.array(ids, np.int32)
         self._block_keys: tuple[str, ...] = ()  # of the stored blocks
@@ -214,7 +214,7 @@ class CachedPrompt:
         self._damaged: set[str] = set()  # keys of checkpoints; their blocks are unknown, and may be damaged too
         self._place: _Place | None = None  # that `find` found
         self.restored = 0  # tokens
-        self.last_checkpoint = known  # tokens before the last one that was restored or stored
+        self.last_checkpoint = num_stored  # tokens before the last one that was restored or stored
         self.checkpoint: RestoredCheckpoint | None = None
 
     def find(self, *, alone: bool = False) -> int:

@@ -20,12 +20,12 @@ _MAX_TOKENS = 2**26
 
 @dataclass(frozen=True, eq=False)
 class Summary:
-    """What a checkpoint holds."""
+    """The content of a checkpoint, without its arrays."""
 
     root: str  # key under which its prompts match
     tokens: np.ndarray  # ids, int32 [n]
     block_keys: tuple[str, ...]  # of its first rows
-    slack: int  # up to so many last tokens can be trimmed as if they had never been seen
+    slack: int  # number of last tokens that can be trimmed as if they had never been seen
     has_prefixes: bool  # whether its first packed rows alone make a cache of the tokens before
 
     def to_bytes(self) -> bytes:

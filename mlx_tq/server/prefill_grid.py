@@ -48,9 +48,9 @@ class PrefillGrid:
 
         The last token of all is not prefilled, but begins the answer.
         """
-        own = segment_ends(segments, start)
-        ends, position = set(own), 0
-        while own and position < own[-1]:
+        borders = segment_ends(segments, start)
+        ends, position = set(borders), 0
+        while borders and position < borders[-1]:
             if position > start:
                 ends.add(position)
             position += self.step(position)
@@ -66,15 +66,15 @@ def segment_ends(segments: Iterable[Sequence[int]], start: int) -> list[int]:
 def measured_grid(model: Any, config: KVConfig) -> PrefillGrid:
     """Return the grid of a model on this machine, which is measured once and kept in the cache folder."""
     path, key, ranks = cache_folder() / "prefill-steps.json", _key(model, config), ranks_of(model)
-    known = _read(path)
-    found = ranks.broadcast(lambda: known.get(key))
-    if found is not None:
-        return PrefillGrid(*found)
+    measured = _read(path)
+    earlier = ranks.broadcast(lambda: measured.get(key))
+    if earlier is not None:
+        return PrefillGrid(*earlier)
     grid = _measure(model, config)
     with suppress(OSError):  # a read-only folder: it is measured each time
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as temporary:
-            temporary.write_text(json.dumps({**known, key: astuple(grid)}, indent=1) + "\n", encoding="utf-8")
+            temporary.write_text(json.dumps({**measured, key: astuple(grid)}, indent=1) + "\n", encoding="utf-8")
     return grid
 
 
@@ -86,8 +86,8 @@ def _key(model: Any, config: KVConfig) -> str:
 def _read(path: Path) -> dict[str, list[Any]]:
     """Return the grids that were measured; anything else in the file is left out."""
     with suppress(OSError, ValueError):
-        known = json.loads(path.read_text(encoding="utf-8"))
-        return {key: grid for key, grid in known.items() if _is_grid(grid)} if isinstance(known, dict) else {}
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return {key: grid for key, grid in content.items() if _is_grid(grid)} if isinstance(content, dict) else {}
     return {}
 
 
@@ -118,5 +118,5 @@ def _measure(model: Any, config: KVConfig) -> PrefillGrid:
     slope, begin = np.polyfit(np.arange(len(seconds)) * step, seconds, 1)
     begin = max(float(begin), min(seconds) / 2)
     first = int(STEP_SECONDS / begin * step) // BLOCK * BLOCK
-    found = min(MAX_PREFILL_STEP, max(BLOCK, first)), max(0.0, float(slope) / begin)
-    return PrefillGrid(*ranks.broadcast(lambda: found))
+    fitted = min(MAX_PREFILL_STEP, max(BLOCK, first)), max(0.0, float(slope) / begin)
+    return PrefillGrid(*ranks.broadcast(lambda: fitted))
