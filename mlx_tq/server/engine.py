@@ -680,7 +680,8 @@ class Engine:
         in_batch = [(uid, job) for uid, job in self._running.items() if job.held is None]
         resumed = [job for uid, job in in_batch if uid not in self._finished and not job.failed]
         evicts = self._plan is not None and self._plan.eviction is not None
-        if not is_out_of_memory(error) or len(resumed) < 2 or evicts or not all(job.can_resume for job in resumed):
+        is_alone = not resumed or len(self._running) - len(in_batch) + len(resumed) < 2
+        if not is_out_of_memory(error) or is_alone or evicts or not all(job.can_resume for job in resumed):
             self._fail_batch(error)
             return
         self._recorded_model.passes.clear()
