@@ -82,7 +82,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_descriptor(descriptor: int) -> None:
-    """Wait until the data of an open file is on the disk, and not only in the drive's own memory, as macOS's fsync."""
+    """Wait until the data of an open file is on the disk. On macOS, fsync alone leaves it in the drive's cache."""
     full_sync = getattr(fcntl, "F_FULLFSYNC", None)  # macOS alone has it
     if full_sync is not None:
         with suppress(OSError):  # network drives refuse it

@@ -276,8 +276,10 @@ class Folder:
 
     def _remove_until(self, limit: int) -> None:
         """Remove blocks that no checkpoint names, then checkpoints by worth, until the others are within `limit`."""
-        records = {kind: {r.path.name: r for r in self.records() if r.path.parent.name == kind} for kind in KINDS}
-        self._nbytes = sum(record.size for named in records.values() for record in named.values())
+        records: dict[str, dict[str, Record]] = {kind: {} for kind in KINDS}
+        for record in self.records():
+            records[record.path.parent.name][record.path.name] = record
+        self._nbytes = sum(record.size for by_key in records.values() for record in by_key.values())
         blocks, summaries = records[BLOCKS], self._summarize()
         holders = Counter(key for summary in summaries.values() for key in {*summary.block_keys})
 

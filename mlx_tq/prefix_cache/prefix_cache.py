@@ -2,10 +2,10 @@
 
 A checkpoint is the state of all layers after some tokens: at the end of a prefill step, of a prompt, of an answer. Its
 key is a digest of these tokens and of all else that its bits depend on: the model, how its caches are stored, and what
-computes. A prompt that shares all tokens of a checkpoint continues from exactly that state. One that shares the first
-ones continues at the last block of 32 of which no full-precision row would be missing, as the caches would that were
-stored and are trimmed there: the window of these tokens is prefilled again. Layers of another kind than packed rows,
-such as recurrent states, continue from whole checkpoints only.
+computes. A prompt that shares all tokens of a checkpoint continues from exactly that state. A prompt that shares only
+the first ones continues from their packed rows, at the end of a block of 32 tokens, with the state that the stored
+caches would have if they were trimmed to that place. The shared tokens behind it, about a window, are prefilled again.
+Recurrent states and sliding windows continue from whole checkpoints only.
 """
 
 import copy
@@ -243,7 +243,10 @@ class CachedPrompt:
 
     def restore(self) -> list[Any] | None:
         """Return caches of the longest prefix that all ranks can use, or None if there is none."""
-        while (stop := self.find()) and (place := self._place):
+        if self._place is None:
+            self.find()
+        while (place := self._place) is not None:
+            stop = place.tokens
             checkpoint = self._cache.live.get(place.state) or self._read(place, stop)
             (is_damaged,) = self._ranks.any([checkpoint is None])
             if checkpoint is not None and not is_damaged:
@@ -257,6 +260,7 @@ class CachedPrompt:
                 return caches
             if checkpoint is None:
                 self._damaged.add(place.state.key)
+            self.find()
         return None
 
     def _read(self, place: "_Place", stop: int) -> RestoredCheckpoint | None:

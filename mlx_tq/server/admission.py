@@ -8,11 +8,13 @@ import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import takewhile
 from typing import Any
+
+import numpy as np
 
 from mlx_tq.cache.packed_rows import SharedBuffers
 from mlx_tq.cli.screen import human_bytes
+from mlx_tq.prefix_cache.prefix_cache import common_prefix
 from mlx_tq.prompt_cache.layer_group import compressed_caches
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.server.job import Job, RunningJob
@@ -80,13 +82,12 @@ class Admission:
         if self._plan is None or self._plan.recalls or job.continues_session:
             return None
         ends = set(self._limits.prefill_grid.ends(job.prompt.remaining_segments(cached_tokens), cached_tokens))
-        best = None
+        best, ids = None, np.array(job.prompt.ids)
         for candidate in running:
             if candidate.job.continues_session:
                 continue
             shortest = max(candidate.prefilled, best[1] if best else 0)
-            pairs = zip(job.prompt.ids, candidate.job.prompt.ids, strict=False)
-            longest = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            longest = common_prefix(ids, np.array(candidate.job.prompt.ids))
             common_ends = ends.intersection(candidate.step_ends)
             stop = max((end for end in common_ends if shortest < end <= longest), default=0)
             if stop and self.shared_nbytes(job, stop) and self.shared_nbytes(candidate.job, stop):

@@ -104,7 +104,7 @@ class Engine:
         self._step_started: float | None = None  # None while idle
         # Only the engine's thread changes what follows.
         self._running: dict[int, RunningJob] = {}  # by mlx-lm's uid; by a negative number while not in its batch
-        self._numbers = count(1)  # of jobs and of the times that one was held out of the batch
+        self._numbers = count(1)  # of jobs, and of the keys of those outside of the batch
         self._events: list[tuple[Job, Event | SessionResult]] = []  # of this step
         self._finished: list[int] = []  # uids of jobs to remove before the next step
         self._suspended: list[RunningJob] = []  # after memory errors, until fewer than `_resume_below` jobs run
@@ -416,7 +416,7 @@ class Engine:
         for key, running in waiting.items():
             if key not in chosen and running.held is None:
                 with self._fail_job_on_error(key):
-                    extracted = HeldCaches(*self._extract(key))
+                    extracted = self._extract(key)
                     mx.eval(all_arrays(extracted.caches or []))  # else they keep the batch's arrays
                     running.held = extracted
                     self._batch.remove([key])
@@ -430,7 +430,7 @@ class Engine:
     def _fail_held(self, key: int, error: Exception) -> None:
         running = self._running.pop(key)
         running.close_stored()
-        self._fail(running.job, ModelFailedError(f"the request could not be started: {error}"))
+        self._fail(running.job, _not_started(error))
         self._admit_followers([running])
 
     def _move_into_batch(self, key: int, held: HeldCaches) -> None:
@@ -527,10 +527,10 @@ class Engine:
             for other in self._take_others(running):
                 self._insert(other, [running.prompt_ids[-1:]], caches, tokens)
 
-    def _extract(self, uid: int) -> tuple[Any, list[int]]:
+    def _extract(self, uid: int) -> HeldCaches:
         """Return the caches of a job in the batch or out of it, None if nothing is prefilled, and their tokens."""
         held = self._running[uid].held
-        return self._batch.extract_cache([uid])[uid] if held is None else held
+        return HeldCaches(*self._batch.extract_cache([uid])[uid]) if held is None else held
 
     def _release_followers(self, running: RunningJob, caches: list[Any]) -> None:
         """Let followers whose shared prefix is prefilled continue from copies of the leader's caches."""
@@ -649,7 +649,7 @@ class Engine:
 
     def _fail_on_admission_error(self, job: Job) -> AbstractContextManager[None]:
         def fail(error: Exception) -> None:
-            self._fail(job, ModelFailedError(f"the request could not be started: {error}"))
+            self._fail(job, _not_started(error))
 
         return self._on_error("a request could not join the batch", fail)
 
@@ -734,3 +734,7 @@ class Engine:
 
 def _model_failed(error: Exception) -> ModelFailedError:
     return ModelFailedError(f"the model failed: {error}")
+
+
+def _not_started(error: Exception) -> ModelFailedError:
+    return ModelFailedError(f"the request could not be started: {error}")

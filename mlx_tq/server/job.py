@@ -142,7 +142,7 @@ class Job:
 class HeldCaches(NamedTuple):
     """Caches that are not in the batch, and the tokens that they hold."""
 
-    caches: list[Any] | None  # None for a prompt of which nothing is prefilled
+    caches: Any  # a list; None for a prompt of which nothing is prefilled
     tokens: list[int]
 
 
@@ -250,7 +250,7 @@ class RunningJob:
     def close_stored(self) -> None:
         """Finish storing, in a thread of its own: no answer waits for the disk."""
         if self.stored is not None:
-            self.stored.checkpoint = None  # whose rows are shared for as long as this rank's disk would take
+            self.stored.checkpoint = None  # its rows are not to be shared for as long as the disk takes
             threading.Thread(target=self.stored.close, name="store").start()
             self.stored = None
 
