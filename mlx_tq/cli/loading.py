@@ -2,6 +2,8 @@
 
 import argparse
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -357,19 +359,31 @@ def check_memory(plan: Plan, tokens: int, limit: int | None, step: int) -> None:
 
     `limit` is the bytes of their cache; None is the free memory, into which the prefill has to fit too.
     """
-    needs = plan.peak_nbytes if limit is None else plan.cache_peak_nbytes
     available = free_memory() if limit is None else limit
-    needed = needs(tokens, step)
-    if needed <= available:
+    prefill = partial(plan.transient_nbytes, step=step) if limit is None else None
+    check_fits(tokens, step, available, partial(plan.cache_peak_nbytes, step=step), prefill)
+
+
+def check_fits(
+    tokens: int, step: int, available: int, caches: Callable[[int], int], prefill: Callable[[int], int] | None = None
+) -> None:
+    """Raise ConfigError if `tokens` tokens do not fit into `available` bytes, with the context that fits.
+
+    `caches` and `prefill` return the bytes of a number of tokens; without `prefill`, only caches have to fit.
+    """
+
+    def needs(tokens: int) -> int:
+        return caches(tokens) + (0 if prefill is None else prefill(tokens))
+
+    if needs(tokens) <= available:
         return
-    fits = next((n for n in (tokens * k // 64 for k in range(63, 0, -1)) if needs(n, step) <= available), 0)
-    flag = "lower --prefill-step-size" if limit is None else "raise --kv-memory-limit"
+    fits = next((n for n in (tokens * k // 64 for k in range(63, 0, -1)) if needs(n) <= available), 0)
+    flag = "raise --kv-memory-limit" if prefill is None else "lower --prefill-step-size"
     remedy = f"Not even a short prompt fits: {flag}, or lower --kv-sinks and --kv-window."
     if fits:
         remedy = f"About {fits:,} tokens fit: shorten the prompt or --max-tokens, or use --kv-profile small."
-    prefill = ""
-    if limit is None:
-        prefill = f" and, in prefill steps of {step:,}, {human_bytes(plan.transient_nbytes(tokens, step))} for a moment"
-    cache = human_bytes(plan.cache_peak_nbytes(tokens, step))
-    sizes = f"needs {cache} of KV cache{prefill}; {human_bytes(available)} are available"
+    moment = (
+        "" if prefill is None else f" and, in prefill steps of {step:,}, {human_bytes(prefill(tokens))} for a moment"
+    )
+    sizes = f"needs {human_bytes(caches(tokens))} of KV cache{moment}; {human_bytes(available)} are available"
     raise ConfigError(f"a context of {tokens:,} tokens {sizes}. {remedy}")

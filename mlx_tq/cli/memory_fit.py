@@ -99,7 +99,8 @@ class _MemoryFit:
         """Return what a whole context needs, with the largest prefill step that fits, or else the smallest."""
         need = None
         for step in self._steps:
-            cache = sequence_bytes(self._model, config, self._others, step)(self.tokens)
+            # States and windows are held twice while a step replaces them.
+            cache = sequence_bytes(self._model, config, self._others, step)(self.tokens) + self._others(self.tokens)
             transient = transient_bytes(self._model, config, step, self._rows)(self.tokens)
             need = _Need(cache, transient, step, cache + transient <= self.available)
             if need.fits:

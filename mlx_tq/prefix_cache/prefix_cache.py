@@ -320,14 +320,16 @@ class CachedPrompt:
             self._cache.report_refusal(fault)
             return
         self._folder.make_room(nbytes, keys.values())
+        key = derive_key(root, checkpoint.tokens.tobytes())
+        # A checkpoint that is there already was not found: its beginning is damaged, and blocks may be.
+        verify = bool(self._damaged) or self._folder.has(CHECKPOINTS, key)
         for number in sorted({*numbers} - keys.keys()):
             block = checkpoint.block(number)
             # Under the root, so that the time to store tells nothing of what prompts with another salt have stored.
             keys[number] = derive_key(root, block)
-            self._folder.write(BLOCKS, keys[number], block, verify=bool(self._damaged))
+            self._folder.write(BLOCKS, keys[number], block, verify=verify)
         self._block_keys, self.last_checkpoint = tuple(keys[number] for number in numbers), count
-        key = derive_key(root, checkpoint.tokens.tobytes())
-        self._folder.write(CHECKPOINTS, key, checkpoint.record(root, self._block_keys))
+        self._folder.write(CHECKPOINTS, key, checkpoint.record(root, self._block_keys), verify=verify)
         self._used.append(key)
         self._cache.report_write(None)
 

@@ -7,7 +7,6 @@ one job (the leader) prefills it and the others follow.
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from mlx_tq.prefix_cache.prefix_cache import common_prefix
 from mlx_tq.prompt_cache.layer_group import compressed_caches
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.server.job import Job, RunningJob
+from mlx_tq.server.memory_need import MemoryNeed
 from mlx_tq.server.prefill_grid import PrefillGrid
 from mlx_tq.server.sessions import Sessions
 from mlx_tq.server.stored_prompts import StoredPrompts
@@ -25,7 +25,11 @@ from mlx_tq.server.stored_prompts import StoredPrompts
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """Limits of the engine. `memory` is the bytes of all caches, or None where caches are not compressed."""
+    """Limits of the engine.
+
+    `memory` is the bytes of all caches and, if `memory_includes_steps`, of what a prefill step takes for a moment; None
+    where caches are not compressed.
+    """
 
     concurrency: int  # answers generated concurrently
     prompt_concurrency: int  # prompts prefilled concurrently
@@ -33,6 +37,7 @@ class EngineLimits:
     prefill_grid: PrefillGrid
     prompt_cache_bytes: int = sys.maxsize
     memory: int | None = None
+    memory_includes_steps: bool = False
     decode_share: float = 0.5  # of the time that running answers keep while prompts are prefilled
     stalled_s: float = 120.0  # a longer step makes the server unhealthy
     metrics_interval_s: float = 0.1  # measuring memory reads the size of every array
@@ -42,11 +47,15 @@ class Admission:
     """Decides whether jobs fit into the batch, and what they share."""
 
     def __init__(
-        self, plan: Plan | None, limits: EngineLimits, stored_prompts: StoredPrompts, sessions: Sessions | None
+        self,
+        plan: Plan | None,
+        need: MemoryNeed | None,
+        limits: EngineLimits,
+        stored_prompts: StoredPrompts,
+        sessions: Sessions | None,
     ) -> None:
-        self._plan, self._limits, self._stored_prompts, self._sessions = plan, limits, stored_prompts, sessions
-        # Asked for all jobs before each step while one waits, and milliseconds to compute.
-        self._peak_of_tokens = None if plan is None else lru_cache(maxsize=1024)(plan.cache_peak_nbytes)
+        self._plan, self._need, self._limits = plan, need, limits
+        self._stored_prompts, self._sessions = stored_prompts, sessions
 
     def blocked_reason(self, job: Job, running: Collection[RunningJob], admitted: Sequence[Job]) -> str | None:
         """Return why `job` cannot join, or None. Alone it always can, which was checked when the request came."""
@@ -56,18 +65,19 @@ class Admission:
         answers = sum(len(other.answers) for other in waiting) + sum(1 + len(other.pending) for other in running)
         if answers > self._limits.concurrency:
             return f"as many answers run as may run at once (--decode-concurrency {self._limits.concurrency})"
-        if self._limits.memory is None:
+        if self._need is None:
             return None
-        missing = self.reserved_nbytes(running, (*admitted, job)) - self._limits.memory
+        missing = self.reserved_nbytes(running, (*admitted, job)) - self._need.available
         if missing <= 0 or (not admitted and self._shareable_nbytes(job, missing, running) >= missing):
             return None
-        return f"its KV cache needs {human_bytes(missing)} more than is free of {human_bytes(self._limits.memory)}"
+        what = "KV cache and prefill need" if self._limits.memory_includes_steps else "KV cache needs"
+        return f"its {what} {human_bytes(missing)} more than is free of {human_bytes(self._need.available)}"
 
     def room_for_stored_prompts(self, running: Collection[RunningJob], admitted: Sequence[Job]) -> int | None:
         """Return the bytes that remain for stored prompts, or None for no change. Sessions give way first."""
-        if self._limits.memory is None or not admitted:
+        if self._need is None or not admitted:
             return None
-        room = self._limits.memory - self.reserved_nbytes(running, admitted)
+        room = self._need.available - self.reserved_nbytes(running, admitted)
         if self._sessions is not None:
             self._sessions.trim_to(room)
             room -= self._sessions.nbytes
@@ -104,9 +114,16 @@ class Admission:
         """Return the bytes of the first `stop` tokens that `job` can share."""
         return 0 if self._plan is None else self._plan.shared_nbytes(stop, job.max_total_tokens)
 
-    def reserved_nbytes(self, running: Iterable[RunningJob], joining: Iterable[Job]) -> int:
-        """Return the peak bytes of running jobs, their followers and joining jobs; shared rows count once."""
+    def reserved_nbytes(self, running: Collection[RunningJob], joining: Iterable[Job]) -> int:
+        """Return the peak bytes of running jobs, their followers and joining jobs; shared rows count once.
+
+        What a prefill step takes is included where it is limited, for the longest of them.
+        """
+        joining = list(joining)
+        jobs = [*joining, *(job for other in running for job in (other.job, *other.followers))]
         total, buffers = sum(map(self._peak_nbytes, joining)), set()
+        if self._need is not None:
+            total += self._need.step_nbytes(max((job.max_total_tokens for job in jobs), default=0))
         for other in running:
             total += self._answer_nbytes(other.job) + self._others_nbytes(other.pending)
             total += sum(
@@ -137,9 +154,7 @@ class Admission:
         return self._answer_nbytes(job) + self._others_nbytes(job.others)
 
     def _answer_nbytes(self, job: Job) -> int:
-        if self._peak_of_tokens is None:
-            return 0
-        return self._peak_of_tokens(job.max_total_tokens, self._limits.prefill_grid.first) + job.session_nbytes
+        return 0 if self._need is None else self._need.caches_nbytes(job.max_total_tokens) + job.session_nbytes
 
     def _others_nbytes(self, jobs: Iterable[Job]) -> int:
         return sum(self._answer_nbytes(job) - self.shared_nbytes(job, len(job.prompt.ids) - 1) for job in jobs)

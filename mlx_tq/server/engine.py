@@ -8,7 +8,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from threading import Condition, Thread
 from typing import Any
@@ -47,6 +47,7 @@ from mlx_tq.server.job import (
     Started,
 )
 from mlx_tq.server.job_recall import JobRecall
+from mlx_tq.server.memory_need import MemoryNeed
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.prefill_grid import segment_ends
 from mlx_tq.server.prefill_order import PrefillOrder, PromptToPrefill
@@ -112,7 +113,13 @@ class Engine:
         self._stop_sequences = make_stop_sequences(tokenizer)
         self._prefill_order = PrefillOrder()
         self._stored_prompts = StoredPrompts(limits.prompt_cache_bytes, tokenizer.decode, prefix_cache)
-        self._admission = Admission(plan, limits, self._stored_prompts, sessions)
+        self.memory_need: MemoryNeed | None = None
+        if plan is not None and limits.memory is not None:
+            includes_steps = limits.memory_includes_steps
+            self.memory_need = MemoryNeed(
+                model, plan, limits.prefill_grid, limits.memory, includes_steps=includes_steps
+            )
+        self._admission = Admission(plan, self.memory_need, limits, self._stored_prompts, sessions)
         self._samplers: MutableMapping[int, ErrorGuard] = WeakValueDictionary()  # by id of the job's sampler
         self._decode_share = DecodeShare(limits.decode_share)
         self._stay_awake = StayAwake()
@@ -464,13 +471,16 @@ class Engine:
             if prefills:
                 self._choose_prompts()
             self._batch.completion_batch_size = self._batch_size if prefills else 0  # mlx-lm then only decodes
+            before = mx.get_active_memory()
+            mx.reset_peak_memory()
             prefilled, generated = self._batch.next()
+            taken = mx.get_peak_memory() - max(before, mx.get_active_memory())
             seconds = time.monotonic() - started
             self._decode_share.count(seconds, prefilled=bool(prefilled), decoded=decoding)
             self._prefill_seconds += seconds if prefilled and not decoding else 0.0
             passes = self._recorded_model.passes
             # mlx-lm runs a pass of the jobs that decode, then the first decode pass of those that begin their answers.
-            self._after_prefill(prefilled, passes[1:] if decoding else passes, decodes=decoding)
+            self._after_prefill(prefilled, passes[1:] if decoding else passes, taken, decodes=decoding)
             for response in generated:
                 with self._fail_job_on_error(response.uid):
                     self._process_token(self._running[response.uid], response)
@@ -484,15 +494,16 @@ class Engine:
         self._measure()
         self._send_events()
 
-    def _after_prefill(self, responses: list[Any], passes: list[list[Any]], *, decodes: bool) -> None:
+    def _after_prefill(self, responses: list[Any], passes: list[list[Any]], taken: int, *, decodes: bool) -> None:
         """Process prefill responses. The first of the passes is of the jobs that begin their answers, if any do.
 
-        `decodes` is whether other jobs decoded in the same step.
+        The step took `taken` bytes for a moment; `decodes` is whether other jobs decoded in it.
         """
-        begun = 0
+        begun, steps = 0, []
         for response in responses:
             running, (done, total) = self._running[response.uid], response.progress
             before, running.prefilled = running.prefilled, len(running.prompt_ids) - total + done
+            steps.append((running.prefilled, running.prefilled - before))
             self.metrics.prefill_tokens.inc(running.prefilled - before)
             self._prefilled += 0 if decodes else running.prefilled - before
             cached = running.cached_tokens
@@ -501,6 +512,9 @@ class Engine:
                 with self._fail_job_on_error(response.uid):
                     self._recall.begin_answer(running, batch_row(passes[0], begun))
                 begun += 1
+        if self.memory_need is not None and steps:
+            tokens, step = map(max, zip(*steps, strict=True))
+            self.memory_need.note_step(tokens, step, len(steps), taken)
         for response in responses:
             with self._fail_job_on_error(response.uid):
                 self._use_prefilled(response)
@@ -509,15 +523,16 @@ class Engine:
         """Store what a job has prefilled, let others continue from it, and recall before the question."""
         uid, running = response.uid, self._running[response.uid]
         num_remaining, prefilled, stored = running.num_remaining, running.prefilled, running.stored
+        extracted = cache(partial(self._extract, uid))  # once: states and windows are copied out of the batch
         is_at_question = running.question and num_remaining == len(running.question)
         is_segment_end = prefilled in running.segment_ends
         least = MIN_STORED if is_segment_end or num_remaining == 1 else STORED_STEP
         if stored is not None and prefilled - stored.last_checkpoint >= least and stored.can_store(prefilled):
-            stored.store(running.prompt_ids[:prefilled], self._extract(uid)[0])
+            stored.store(running.prompt_ids[:prefilled], extracted().caches)
         if any(stop <= running.prefilled for stop in running.followers.values()):
-            self._release_followers(running, self._extract(uid)[0])
+            self._release_followers(running, extracted().caches)
         if is_segment_end and not response.end_of_prompt:
-            caches, tokens = self._extract(uid)
+            caches, tokens = extracted()
             running.shared = self._admission.shared_rows(running.job, caches)
             self._stored_prompts.insert(tokens, caches, stored)
         if is_at_question:

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from mlx_tq.cli.loading import check_memory, check_positions
+from mlx_tq.cli.loading import check_positions
 from mlx_tq.cli.options import Request
 from mlx_tq.cli.sampling_settings import choose_sampling
 from mlx_tq.cli.screen import note
@@ -148,10 +148,8 @@ class ModelService:
             check_positions(prompt_tokens, self.positions)
             if self.positions is not None:
                 tokens = min(tokens, self.positions - prompt_tokens)
-            if self._plan is not None and limits.memory is not None:
-                shared = (count - 1) * self._plan.shared_nbytes(prompt_tokens - 1, prompt_tokens + tokens)
-                limit = (limits.memory + shared) // count
-                check_memory(self._plan, prompt_tokens + tokens, limit, limits.prefill_grid.first)
+            if self.engine.memory_need is not None:
+                self.engine.memory_need.check(prompt_tokens, prompt_tokens + tokens, count)
         except ConfigError as error:
             param = "messages" if isinstance(request, ChatRequest) else "prompt"
             raise ContextLengthError(str(error), param) from error
@@ -202,8 +200,8 @@ class ModelService:
                 max_tokens = self._answer_tokens(length, request)
             except ContextLengthError as error:
                 refusal = str(error)
-            plan, step = self._plan, self.engine.limits.prefill_grid.first
-            nbytes = None if plan is None else plan.cache_peak_nbytes(length + max_tokens, step)
+            need = self.engine.memory_need
+            nbytes = None if need is None else need.caches_nbytes(length + max_tokens)
             report = {"prompt_tokens": length, "max_tokens": max_tokens, "fits": refusal is None, "refusal": refusal}
             reports.append({**report, "kv_bytes": nbytes, **self.engine.estimate(prompt.ids)})
         return {"model": self.name, "prompts": reports}

@@ -17,7 +17,7 @@ from typing import Any
 import uvicorn
 
 from http_limits.connections import server_config, url_of
-from mlx_tq.cli.loading import check_memory, free_memory, load_model
+from mlx_tq.cli.loading import free_memory, load_model
 from mlx_tq.cli.options import Request
 from mlx_tq.cli.runner import DONE, FAILED, INTERRUPTED
 from mlx_tq.cli.screen import show_plan, stderr
@@ -27,7 +27,6 @@ from mlx_tq.integration.probe import position_limit
 from mlx_tq.prefix_cache.folder import Folder
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.compressed import plan_caches
-from mlx_tq.prompt_cache.memory import context_limit
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.warm_up import compile_kernels
 from mlx_tq.rescue import RescueClient, open_client
@@ -35,6 +34,7 @@ from mlx_tq.server.admission import EngineLimits
 from mlx_tq.server.app import Api
 from mlx_tq.server.engine import Engine
 from mlx_tq.server.guard import Guard, default_max_body
+from mlx_tq.server.memory_need import MemoryNeed
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.model_pool import ModelPool, PooledModel
 from mlx_tq.server.model_service import ModelService
@@ -203,13 +203,11 @@ def _load(
     if request.config.is_off:
         return model, tokenizer, None, limits, None
     plan = plan_caches(model, request.config)
-    memory = args.kv_memory_limit
-    if memory is None:  # caches get what prefill leaves
-        rows = min(args.prompt_concurrency, args.decode_concurrency)
-        memory = max(0, free_memory() - plan.transient_nbytes(context_limit(model), limits.prefill_grid.first, rows))
-    memory = ranks.min(memory)
-    limits = replace(limits, memory=memory)
-    check_memory(plan, _LEAST_CONTEXT, memory, limits.prefill_grid.first)
+    includes_steps = args.kv_memory_limit is None
+    memory = ranks.min(free_memory() if includes_steps else args.kv_memory_limit)
+    limits = replace(limits, memory=memory, memory_includes_steps=includes_steps)
+    need = MemoryNeed(model, plan, limits.prefill_grid, memory, includes_steps=includes_steps)
+    need.check(1, _LEAST_CONTEXT)
     compile_kernels(model, plan, batches=args.decode_concurrency > 1)
     show_plan(plan, min(_SHOWN_TOKENS, position_limit(model) or _SHOWN_TOKENS))
     prefix_cache = None if folder is None else PrefixCache(model, plan, folder, log.warning, salt)

@@ -210,15 +210,23 @@ def test_a_damaged_record_is_a_miss_and_is_replaced(kind, restored, tmp_path):
     assert run_prompt(LLAMA, SMALL, PROMPT, tmp_path)["restored"] == LENGTH - 1
 
 
-def test_damage_to_all_records_is_mended_in_one_run(tmp_path):
+@pytest.mark.parametrize("offset", [0, 4096])
+def test_damage_to_all_records_is_mended_in_one_run(offset, tmp_path):
     ids = random_tokens(1000)
     run_prompt(LLAMA, SMALL, ids, tmp_path)
     paths = [*(tmp_path / BLOCKS).iterdir(), *(tmp_path / CHECKPOINTS).iterdir()]
     for path in paths:
         with path.open("r+b") as file:
-            file.seek(4096)
+            file.seek(offset)
             file.write(bytes(4096))
     assert [run_prompt(LLAMA, SMALL, ids, tmp_path)["restored"] for _ in range(2)] == [0, len(ids) - 1]
+
+
+def test_a_checkpoint_that_became_empty_is_stored_again(tmp_path):
+    run_prompt(LLAMA, SMALL, PROMPT, tmp_path)
+    for path in (tmp_path / CHECKPOINTS).iterdir():
+        path.write_bytes(b"")
+    assert [run_prompt(LLAMA, SMALL, PROMPT, tmp_path)["restored"] for _ in range(2)] == [0, LENGTH - 1]
 
 
 FORGED = {
