@@ -49,7 +49,7 @@ def test_steps_take_no_more_than_computed(loaded):
 
 
 def test_a_model_whose_steps_take_more_than_computed_makes_later_jobs_wait(loaded, monkeypatch):
-    extra, need = 1 << 28, engine_with(loaded, AMPLE).memory_need
+    extra, need = 1 << 26, engine_with(loaded, AMPLE).memory_need
     memory = 3 * need.caches_nbytes(TOKENS + ANSWER) + 2 * need.step_nbytes(TOKENS + ANSWER)
     engine = engine_with(loaded, memory)
     engine.memory_need.check(TOKENS, TOKENS + ANSWER)
