@@ -28,12 +28,12 @@ def test_a_full_store_keeps_its_limit_and_changes_no_answer(start, tmp_path, con
 
     def client(number):
         chosen, wrong, count = random.Random(number), [], 0
-        while time.monotonic() < deadline:
+        while count < 4 or time.monotonic() < deadline:
             messages, text = chosen.choice(expected)
             answer = text_of(server.chat(*messages, max_tokens=8))
             wrong += [(messages, answer, text)] if answer != text else []
             count += 1
-        return wrong, count
+        return wrong
 
     sizes, is_done = [], threading.Event()
     watcher = threading.Thread(target=watch, args=(Folder(path), sizes, is_done))
@@ -43,18 +43,19 @@ def test_a_full_store_keeps_its_limit_and_changes_no_answer(start, tmp_path, con
     server.stop()
     is_done.set()
     watcher.join()
-    assert sum(count for _, count in results) > 2 * CLIENTS
-    assert [wrong for answers, _ in results for wrong in answers] == []
+    assert [answer for wrong in results for answer in wrong] == []
     assert restored > 0
     assert LIMIT / 2 < max(sizes) <= LIMIT + written
     check_reachable(Folder(path))
 
 
 def conversation(server, number):
-    """Yield the messages of each turn, and the answer to them."""
-    messages = [{"role": "system", "content": question(4 + number % 3, 271_828)}]
+    """Yield the messages of each turn, and the answer to them, of which the model is sure."""
+    shared = "\n".join(f"Crate {n} weighs {n * 53 % 97} grams." for n in range(8 + 4 * (number % 3)))
+    messages = [{"role": "system", "content": shared}]
     for turn in range(TURNS):
-        messages.append({"role": "user", "content": question(6, 100_000 + 1000 * number + turn)})
+        asked = f"Box {turn} is empty.\nWhat is the access code?" if turn else question(9, 135_790 + 72_531 * number)
+        messages.append({"role": "user", "content": asked})
         text = text_of(server.chat(*messages, max_tokens=8))
         yield list(messages), text
         messages.append({"role": "assistant", "content": text})
