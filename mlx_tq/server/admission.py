@@ -114,12 +114,11 @@ class Admission:
         """Return the bytes of the first `stop` tokens that `job` can share."""
         return 0 if self._plan is None else self._plan.shared_nbytes(stop, job.max_total_tokens)
 
-    def reserved_nbytes(self, running: Collection[RunningJob], joining: Iterable[Job]) -> int:
+    def reserved_nbytes(self, running: Collection[RunningJob], joining: Collection[Job]) -> int:
         """Return the peak bytes of running jobs, their followers and joining jobs; shared rows count once.
 
-        What a prefill step takes is included where it is limited, for the longest of them.
+        What a prefill step of the longest of them takes is included, if the limit is for that too.
         """
-        joining = list(joining)
         jobs = [*joining, *(job for other in running for job in (other.job, *other.followers))]
         total, buffers = sum(map(self._peak_nbytes, joining)), set()
         if self._need is not None:

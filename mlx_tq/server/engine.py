@@ -115,9 +115,8 @@ class Engine:
         self._stored_prompts = StoredPrompts(limits.prompt_cache_bytes, tokenizer.decode, prefix_cache)
         self.memory_need: MemoryNeed | None = None
         if plan is not None and limits.memory is not None:
-            includes_steps = limits.memory_includes_steps
             self.memory_need = MemoryNeed(
-                model, plan, limits.prefill_grid, limits.memory, includes_steps=includes_steps
+                model, plan, limits.prefill_grid, limits.memory, includes_steps=limits.memory_includes_steps
             )
         self._admission = Admission(plan, self.memory_need, limits, self._stored_prompts, sessions)
         self._samplers: MutableMapping[int, ErrorGuard] = WeakValueDictionary()  # by id of the job's sampler

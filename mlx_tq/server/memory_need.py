@@ -13,7 +13,7 @@ _POSITIONS = 8  # of a prompt at which the bytes of a step are computed
 
 
 class MemoryNeed:
-    """Bytes that follow from a model's shape. Those of a step are raised where steps like it took more."""
+    """Computes bytes from a model's shape, and adds to those of a step what steps of its length took beyond them."""
 
     def __init__(self, model: Any, plan: Plan, grid: PrefillGrid, available: int, *, includes_steps: bool) -> None:
         """`available` bytes are for all caches, and, if `includes_steps`, for what a prefill step takes."""
@@ -37,6 +37,8 @@ class MemoryNeed:
 
     def note_step(self, tokens: int, step: int, rows: int, nbytes: int) -> None:
         """Note what a step of `step` tokens took, the last of `tokens` tokens, in a batch of `rows`."""
+        if not self._includes_steps:
+            return
         excess = max(0, nbytes - self._plan.transient_nbytes(tokens, step, rows))
         self._excess[step.bit_length()] = max(excess, self._excess.get(step.bit_length(), 0))
 
