@@ -85,8 +85,6 @@ class _MemoryFit:
         self.weights = weights_nbytes(model)
         self.dequantize = dense_weights(model) is not None if args.dequantize is None else args.dequantize
         self.available = args.memory - self.weights
-        # A server prefills several prompts in one batch.
-        self._rows = min(getattr(args, "prompt_concurrency", 1), getattr(args, "decode_concurrency", 1))
         self.largest_step = args.prefill_step_size or MAX_PREFILL_STEP
         self._steps = [self.largest_step]
         if "--prefill-step-size" not in args.typed:
@@ -99,9 +97,10 @@ class _MemoryFit:
         """Return what a whole context needs, with the largest prefill step that fits, or else the smallest."""
         need = None
         for step in self._steps:
-            # States and windows are held twice while a step replaces them.
+            # States and windows are held twice while a step replaces them. A server prefills several prompts together
+            # only in the time of one step.
             cache = sequence_bytes(self._model, config, self._others, step)(self.tokens) + self._others(self.tokens)
-            transient = transient_bytes(self._model, config, step, self._rows)(self.tokens)
+            transient = transient_bytes(self._model, config, step)(self.tokens)
             need = _Need(cache, transient, step, cache + transient <= self.available)
             if need.fits:
                 break

@@ -16,6 +16,7 @@ of a record is deleted.
 import errno
 import fcntl
 import hashlib
+import math
 import os
 import re
 import stat
@@ -290,8 +291,8 @@ class Folder:
         for key, record in blocks.items():
             if not holders[key] and key not in self._needed_blocks:
                 remove(record)
-        worth = {
-            key: len(summaries[key].tokens) / (1 + later_uses / _HALF_LIFE) if key in summaries else 0.0
+        worth = {  # its logarithm
+            key: math.log2(len(summaries[key].tokens)) - later_uses / _HALF_LIFE if key in summaries else -math.inf
             for later_uses, key in enumerate(reversed(records[CHECKPOINTS]))
         }
         for key in sorted(worth, key=lambda key: worth[key]):

@@ -41,7 +41,7 @@ def read_summary(file: BinaryIO) -> Summary:
         header = json.loads(file.read(length)) if length <= _MAX_LENGTH else {}
         count, block_keys = int(header["tokens"]), tuple(header["block_keys"])
         tokens = np.frombuffer(file.read(_ID_SIZE * count) if 0 < count <= _MAX_TOKENS else b"", "<i4")
-        is_whole = len(tokens) == count and all(KEY.fullmatch(key) for key in block_keys)
+        is_whole = len(tokens) == count > 0 and all(KEY.fullmatch(key) for key in block_keys)
         summary = Summary(str(header["root"]), tokens, block_keys, int(header["slack"]), bool(header["has_prefixes"]))
     except OSError:
         raise

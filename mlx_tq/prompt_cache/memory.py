@@ -153,22 +153,18 @@ def sequence_bytes(model: Any, config: KVConfig, others: Bytes, step: int = 1) -
     return lambda tokens: others(tokens) + plan.cache_peak_nbytes(tokens, step)
 
 
-def transient_bytes(model: Any, config: KVConfig, step: int, rows: int = 1) -> Bytes:
-    """Return the bytes that a pass of `step` tokens takes for a moment, by the tokens of the longest sequence.
-
-    `rows` are sequences that are prefilled in one batch.
-    """
+def transient_bytes(model: Any, config: KVConfig, step: int) -> Bytes:
+    """Return the bytes that a pass of `step` tokens of a sequence takes for a moment, by the sequence's tokens."""
     if not config.is_off:
         plan = plan_caches(model, config)
-        return lambda tokens: plan.transient_nbytes(tokens, step, rows)
+        return lambda tokens: plan.transient_nbytes(tokens, step)
     facts = model_facts(model)
 
     def count(tokens: int) -> int:
         layer = max(
-            attention_nbytes(slot, tokens, step, rows, compressed=False) + rows * growth_nbytes(slot, tokens)
-            for slot in facts.slots
+            attention_nbytes(slot, tokens, step, compressed=False) + growth_nbytes(slot, tokens) for slot in facts.slots
         )
-        return layer + activation_nbytes(facts.slots, facts.activations, rows * min(step, tokens))
+        return layer + activation_nbytes(facts.slots, facts.activations, min(step, tokens))
 
     return count
 

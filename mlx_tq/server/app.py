@@ -253,6 +253,8 @@ class Api:
                 raise
             if turn is not None:
                 finishing = self._spawn(self._finish_turn(service, turn, jobs[0], answer))
+            elif isinstance(body, ChatRequest):
+                self._spawn(self._prefill_ahead(service, body, jobs[0], answer))
             max_tokens = min(job.max_tokens for job in jobs)
             headers = {"X-Max-Tokens": str(max_tokens)} if max_tokens < (body.answer_tokens or 0) else {}
             events = self._events(service, jobs)
@@ -290,6 +292,14 @@ class Api:
             sessions.leave(turn.session)
             self._pool.release(service)
         self._spawn(run_in_threadpool(sessions.forget_dropped))
+
+    async def _prefill_ahead(self, service: ModelService, body: ChatRequest, job: Job, answer: Answer) -> None:
+        """Prefill, while nothing else runs, what the next prompt of a conversation begins with."""
+        await job.events_closed.wait()
+        message = answer.message()
+        if answer.is_complete and message is not None and not job.others and not body.prefill:
+            with suppress(ApiError):  # the next request will get the same error
+                service.engine.prefill_ahead(await run_in_threadpool(service.job_ahead, body, message))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` in the background; asyncio may drop a task that nothing refers to."""

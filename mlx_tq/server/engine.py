@@ -23,7 +23,7 @@ from mlx_tq.config import PROFILES, KVConfig
 from mlx_tq.errors import is_out_of_memory
 from mlx_tq.models import ranks_of
 from mlx_tq.prefix_cache.prefix_cache import CachedPrompt, PrefixCache
-from mlx_tq.prompt_cache.capacity import all_arrays
+from mlx_tq.prompt_cache.capacity import all_arrays, with_trimmed_windows
 from mlx_tq.prompt_cache.compressed import compressed
 from mlx_tq.prompt_cache.layer_group import batch_row
 from mlx_tq.prompt_cache.memory import other_bytes, sequence_bytes
@@ -95,11 +95,12 @@ class Engine:
         self._ranks = ranks_of(model)
         self._broadcast = OrderBroadcast(self._ranks)
         self.limits, self.metrics = limits, metrics
-        self._changed = Condition()  # guards the next four
+        self._changed = Condition()  # guards the next five
         self._waiting: deque[Job] = deque()
         self._stopping = False
         self._clear_requests: list[asyncio.Event] = []  # set when stored prompts have been removed
         self._blocked_reason: str | None = None  # of the first waiting job
+        self._job_ahead: Job | None = None  # the last one that only prefills
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._step_started: float | None = None  # None while idle
@@ -167,9 +168,22 @@ class Engine:
                 job.session_result.put_nowait(SessionResult())
             if len(self._waiting) + len(jobs) > self.limits.queue:
                 raise QueueFullError(f"{self.limits.queue} requests are waiting, the limit; try again later")
+            if self._job_ahead is not None:
+                self._job_ahead.cancelled.set()
             self._waiting.extend(jobs)
             self.metrics.waiting.set(len(self._waiting))
             self._changed.notify()
+
+    def prefill_ahead(self, job: Job) -> None:
+        """Run a job that only prefills, unless others run or most of its prompt is stored. Any later job cancels it."""
+        if len(job.prompt.ids) - self._stored_prompts.longest(job.prompt.ids) < MIN_STORED:
+            return
+        with self._changed:
+            is_busy = self._waiting or any(not other.job.cancelled.is_set() for other in [*self._running.values()])
+            if self.is_healthy and not is_busy:
+                self._job_ahead = job
+                self._waiting.append(job)
+                self._changed.notify()
 
     async def clear_stored_prompts(self) -> None:
         """Remove the prompts in memory; return when that is done."""
@@ -386,9 +400,10 @@ class Engine:
         self._emit(job, Started(cached_tokens))
         if running.quotation.ids:
             self._emit(job, Quoted(len(running.quotation.ids)))
-        self.metrics.prompt_tokens.inc(len(running.prompt_ids))
-        self.metrics.cached_tokens.inc(cached_tokens)
-        self.metrics.restored_tokens.inc(0 if stored is None else stored.restored)
+        if not job.only_prefills:
+            self.metrics.prompt_tokens.inc(len(running.prompt_ids))
+            self.metrics.cached_tokens.inc(cached_tokens)
+            self.metrics.restored_tokens.inc(0 if stored is None else stored.restored)
 
     def _new_running(self, job: Job, cached_tokens: int, stored: CachedPrompt | None = None) -> RunningJob:
         sampler = self._samplers.get(id(job.sampler))
@@ -422,9 +437,10 @@ class Engine:
         for key, running in waiting.items():
             if key not in chosen and running.held is None:
                 with self._fail_job_on_error(key):
-                    extracted = self._extract(key)
-                    mx.eval(all_arrays(extracted.caches or []))  # else they keep the batch's arrays
-                    running.held = extracted
+                    caches, tokens = self._extract(key)
+                    caches = [with_trimmed_windows(cache) for cache in caches]
+                    mx.eval(all_arrays(caches))  # else they keep the batch's arrays
+                    running.held = HeldCaches(caches, tokens)
                     self._batch.remove([key])
                     del self._running[key]
                     self._running[-next(self._numbers)] = running
@@ -536,6 +552,8 @@ class Engine:
             self._stored_prompts.insert(tokens, caches, stored)
         if is_at_question:
             self._recall_for_question(uid, running)
+        if num_remaining == 1 and running.job.only_prefills:
+            self._finished.append(uid)
         if num_remaining == 1 and running.pending and uid in self._running:
             caches, tokens = self._extract(uid)
             for other in self._take_others(running):

@@ -115,6 +115,7 @@ class Job:
     index: int = 0
     others: "tuple[Job, ...]" = ()  # further answers with the same `events`; they start when the prompt is prefilled
     session: SessionStart | None = None
+    only_prefills: bool = False  # for a later prompt: it ends before its prompt's last token
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)  # an error is the last
     session_result: asyncio.Queue[SessionResult] = field(default_factory=asyncio.Queue)  # one, even after an error
     events_closed: asyncio.Event = field(default_factory=asyncio.Event)  # no one reads the events any more

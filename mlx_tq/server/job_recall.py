@@ -34,6 +34,8 @@ class JobRecall:
 
         A session's whole turn is the question, unless it is long; then only its end is.
         """
+        if job.only_prefills:
+            return []
         last_segment = job.prompt.segments[-1]
         if job.continues_session and not (self._recalls and len(last_segment) > MAX_QUESTION):
             return last_segment

@@ -8,6 +8,8 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
+from mlx_lm.sample_utils import greedy_sampler
+
 from mlx_tq.cli.loading import check_positions
 from mlx_tq.cli.options import Request
 from mlx_tq.cli.sampling_settings import choose_sampling
@@ -26,7 +28,7 @@ from mlx_tq.server.api_errors import ContextLengthError, InvalidRequestError
 from mlx_tq.server.engine import Engine
 from mlx_tq.server.job import Event, Job, SessionResult
 from mlx_tq.server.metrics import Metrics, value_of
-from mlx_tq.server.prompt_builder import PromptBuilder
+from mlx_tq.server.prompt_builder import Prompt, PromptBuilder
 from mlx_tq.server.response_formats import ResponseFormats
 from mlx_tq.server.sampling import Sampling, logits_processors
 from mlx_tq.server.schemas import ChatRequest, CompletionRequest
@@ -118,6 +120,15 @@ class ModelService:
         prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         answer = make_answer(self.name, choices, prompt_tokens, self._tokenizer.decode, None if turn is None else 0)
         return jobs, answer, turn
+
+    def job_ahead(self, request: ChatRequest, answer: dict[str, Any]) -> Job:
+        """Return a job that prefills what the next prompt begins with if a conversation goes on with this answer.
+
+        A template may show the answer without its reasoning: then the next prompt does not extend what was generated.
+        """
+        ids = self._prompt_builder.next_beginning(request, answer)
+        self._answer_tokens(len(ids), request)  # refuses what does not fit
+        return Job(Prompt(ids, [ids]), 1, greedy_sampler, [], only_prefills=True)
 
     def _begin_turn(self, session: ServerSession, request: AnyRequest) -> SessionTurn:
         """Continue the session, or start it again if too few positions remain.

@@ -8,10 +8,12 @@ from functools import cached_property
 from threading import Lock
 from typing import Any
 
+import numpy as np
 from pydantic_core import from_json
 from transformers import PreTrainedTokenizerBase
 
 from mlx_tq.errors import ConfigError
+from mlx_tq.prefix_cache.prefix_cache import common_prefix
 from mlx_tq.server import schemas
 from mlx_tq.server.api_errors import ContextLengthError, InvalidRequestError
 from mlx_tq.server.schemas import ChatRequest
@@ -103,6 +105,15 @@ class PromptBuilder:
         ends = sorted({first_end, answer_start, len(ids)} - {0})
         segments = [ids[start:end] for start, end in zip([0, *ends], ends, strict=False)]
         return Prompt(ids, segments, self._state(ids))
+
+    def next_beginning(self, request: ChatRequest, answer: Message) -> list[int]:
+        """Return the tokens that the next prompt begins with if a conversation goes on with this answer."""
+        messages, options = self.render_input(request)
+        first, second = (
+            self._encode(self._render([*messages, answer, {"role": "user", "content": text}], options), "messages")
+            for text in ("Q", "H")
+        )
+        return first[: common_prefix(np.array(first), np.array(second))]
 
     def render_input(self, request: ChatRequest) -> tuple[list[Message], dict[str, Any]]:
         if not self.tokenizer.has_chat_template:

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -101,7 +102,8 @@ class PromptMemory:
             self._remove(min(self._prompts, key=self._worth))
 
     def _worth(self, stored: _Stored) -> float:
-        return len(stored.ids) / (1 + (self._uses - stored.last_use) / _HALF_LIFE)
+        """Return the logarithm of what it is worth."""
+        return math.log2(len(stored.ids)) - (self._uses - stored.last_use) / _HALF_LIFE
 
     def _next_use(self) -> int:
         self._uses += 1

@@ -31,10 +31,8 @@ def needed(embedded):
 
 
 def request(*words, command="generate"):
-    step = ("--prefill-step-size", str(STEP))
-    if command == "server":
-        step += ("--prompt-concurrency", "1")
-    args = import_module(f"mlx_tq.{command}").build_parser().parse_args([*words, *step])
+    words += ("--prefill-step-size", str(STEP))
+    args = import_module(f"mlx_tq.{command}").build_parser().parse_args(list(words))
     return check_request(Request.from_args(args))
 
 
@@ -138,13 +136,3 @@ def test_freed_buffers_of_a_gpu_are_limited(usable, limit):
         assert 10**6 <= mx.get_cache_memory() <= limit
     finally:
         assert mx.set_cache_limit(previous) == limit
-
-
-def test_a_server_counts_the_prompts_that_it_prefills_together(capsys):
-    def prefill(*words):
-        parse = import_module("mlx_tq.server").build_parser().parse_args
-        check_request(Request.from_args(parse(["--memory", "2GB", *words])))
-        return float(re.search(r"plus (\S+) MB during prefill in steps of 2,048\)", capsys.readouterr().err)[1])
-
-    one, eight, least = prefill("--prompt-concurrency", "1"), prefill(), prefill("--decode-concurrency", "1")
-    assert least == one < eight < 8 * one

@@ -153,6 +153,19 @@ def test_a_long_prompt_stays_longer(tmp_path):
     assert {*letters(folder)} == {*"afgh"}
 
 
+def test_a_short_prompt_in_use_stays_longer_than_long_ones_that_are_not(tmp_path):
+    folder = Folder(tmp_path / "store", limit=330 * SIZE)
+    write(folder, "s", tokens=100)
+    for number in range(360):
+        turn = chr(1000 + number)
+        write(folder, turn, tokens=600)
+        set_time(folder, turn, number)
+        if number % 12 == 0:
+            set_time(folder, "s", number)
+    assert read(folder, "s") is not None
+    assert len(letters(folder)) <= 330
+
+
 def test_a_block_leaves_with_the_last_checkpoint_that_names_it(tmp_path):
     folder = Folder(tmp_path / "store", limit=8 * SIZE)
     write(folder, "a", blocks="stu")

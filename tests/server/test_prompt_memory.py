@@ -140,6 +140,17 @@ def test_side_requests_do_not_remove_a_long_prompt():
     assert 1 < len(memory) < 300
 
 
+def test_a_short_prompt_in_use_stays_longer_than_long_ones_that_are_not():
+    """Caches with states, as of a system prompt with which all conversations begin."""
+    memory, system = PromptMemory(330 * 4), [1] * 100
+    memory.insert(system, plain([0], trimmable=False))
+    for number in range(400):
+        memory.insert([2, number, *[3] * 598], plain([0], trimmable=False))
+        if number % 12 == 0:
+            assert memory.find(system, 100)[1] == 100
+    assert len(memory) == 330
+
+
 def test_of_prompts_of_one_length_the_least_recently_used_leaves():
     memory = PromptMemory(UNLIMITED)
     for first in range(4):

@@ -2,16 +2,17 @@
 
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 from cli.tools import zoo_model
 
 from mlx_tq.models import load
 from mlx_tq.prefix_cache.folder import BLOCKS, Folder
-from mlx_tq.server.job import Piece
+from mlx_tq.server.job import Piece, PrefillProgress
 
-from .conftest import question
-from .engines import job_of, make_engine, random_ids, run_job, serve, text_of
+from .conftest import ENDLESS, question
+from .engines import job_of, make_engine, outcome, random_ids, run_job, serve, text_of
 from .test_cached_prompts import counts
 from .test_cached_prompts import text_of as reply_of
 
@@ -123,3 +124,50 @@ def test_a_conversation_survives_kills(start, tmp_path, turns):
         if summary.tokens.tolist() == longest.tokens[:count].tolist():
             assert summary.block_keys == longest.block_keys[: len(summary.block_keys)]
     assert Folder(path).check()[1] == 0
+
+
+# As templates that leave earlier reasoning out: what opens the answer is not shown again.
+FORGETFUL = """\
+{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</{{ m['role'] }}>{% endfor %}\
+{% if add_generation_prompt %}<assistant>Hm, let me think about it.{% endif %}"""
+
+
+def wait_until_idle(server):
+    while server.http.get("/status").json()["models"][0]["status"]["running"]:
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("name", ["embedded", "qwen3_next"])
+def test_the_next_prompt_is_prefilled_ahead(name, start, folder, tmp_path):
+    """Also by a model with states, which cannot go back to where a prompt diverges."""
+    model = folder if name == "embedded" else zoo_model(tmp_path / name, name)
+    server = start("--chat-template", FORGETFUL, model=model)
+    talk = [{"role": "user", "content": question(8, 593_847)}]
+    first = server.chat(*talk, max_tokens=50, logit_bias=ENDLESS)
+    wait_until_idle(server)
+    talk += [{"role": "assistant", "content": reply_of(first)}, {"role": "user", "content": "Why?"}]
+    length, cached = counts(server.chat(*talk, max_tokens=4))
+    assert length - 32 < cached
+    assert cached > counts(first)[0] + 20, "the answer, too"
+    assert server.metrics()["mlx_tq_prompt_tokens_total"] == counts(first)[0] + length
+
+
+def test_a_request_ends_what_is_prefilled_ahead(loaded):
+    """What it has prefilled stays; while a request runs, nothing is prefilled ahead."""
+    engine, ids = make_engine(loaded), random_ids(3000)
+    ahead, other, request = job_of(ids, only_prefills=True), job_of(random_ids(500, seed=3)[1:]), job_of([5, 6, 7, 8])
+
+    async def then():
+        engine.prefill_ahead(ahead)
+        while not isinstance(await ahead.events.get(), PrefillProgress):
+            pass
+        engine.submit(request)
+        engine.prefill_ahead(replace(other, only_prefills=True))
+        await outcome(request)
+        await run_job(engine, job_of([8, 7, 6, 5]))
+        return engine.estimate(ids)["cached_tokens"], engine.estimate(other.prompt.ids)["cached_tokens"]
+
+    cached, cached_other = serve(engine, [], then)[1]
+    assert 0 < cached < len(ids) - 1
+    assert cached_other == 0
+    assert ahead.cancelled.is_set()
