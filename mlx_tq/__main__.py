@@ -26,7 +26,9 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the command that the first word names; return its exit code."""
     command, *rest = (sys.argv[1:] if words is None else words) or [""]
     if command in COMMANDS:
-        return int(import_module(f"mlx_tq.{command}").main(rest))
+        if words is None:
+            del sys.argv[1]
+        return int(import_module(f"mlx_tq.{command}").main(None if words is None else rest))
     return run_reporting_errors(command, lambda: _answer_without_command(command))
 
 

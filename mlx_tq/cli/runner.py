@@ -18,6 +18,7 @@ from http_limits.process_checks import (
     temporary_folder_error,
 )
 from mlx_tq.cli.fast_blas import use_fast_blas
+from mlx_tq.cli.fast_import import import_transformers
 from mlx_tq.cli.options import check_environment, choose_backend
 from mlx_tq.cli.terminal_text import readable
 from mlx_tq.distributed.launch import exit_now, exit_on_sigterm, is_launched, launched_rank, write_last_line
@@ -64,6 +65,8 @@ def run_command(parser: argparse.ArgumentParser, run: Run, words: Sequence[str] 
         check_environment()
         _check_process(command)
         use_fast_blas()
+        if words is None:
+            import_transformers()
         choose_backend(args)
         format_warning, warnings.formatwarning = warnings.formatwarning, lambda text, *_, **__: f"warning: {text}\n"
         try:

@@ -34,7 +34,7 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 def run(*words, **options):
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment(), **options}
-    return subprocess.run([sys.executable, *words], text=True, check=False, **options)
+    return subprocess.run([sys.executable, *map(str, words)], text=True, check=False, **options)
 
 
 def without_model_code(module, *words):
@@ -54,6 +54,15 @@ def test_help_loads_no_model_code(command):
 def test_without_a_command_no_model_code_is_loaded(words, code):
     done = without_model_code("mlx_tq", *words)
     assert (done.returncode, "Traceback" in done.stderr) == (code, False)
+
+
+@pytest.mark.parametrize("words", [("mlx_tq", "generate"), ("mlx_tq.generate",)])
+def test_no_command_imports_torch(words, tmp_path):
+    """As transformers does where it is installed, which would double the time of a command's start."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
+    done = run("-m", *words, "--prompt", "hi", "--max-tokens", 1, env=environment(PYTHONPATH=f"{tmp_path}:{ROOT}"))
+    assert (done.returncode, "torch" in done.stderr.lower()) == (0, False)
 
 
 def test_the_blocker_blocks():

@@ -41,10 +41,9 @@ def facts(count, key=417295):
 
 
 def environment(**changes):
-    """The environment of a process that finds this copy of mlx_tq, and does not find torch."""
+    """The environment of a process that finds this copy of mlx_tq."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("MLX_TQ_")}
-    paths = f"{ROOT}:{ROOT / 'tests/without_torch'}"
-    return {**env, "PYTHONPATH": paths, "HF_HUB_DISABLE_TELEMETRY": "1", "TERM": "xterm", **changes}
+    return {**env, "PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_TELEMETRY": "1", "TERM": "xterm", **changes}
 
 
 def command(*words):

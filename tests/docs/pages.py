@@ -55,6 +55,6 @@ def anchors(page):
 
 def run(words, folder, stdin=None, **variables):
     """Run a program on this checkout, by default with an input that does not end; return its exit code and output."""
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/without_torch'}", **variables}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     pipes = {"stdin": os.pipe()[0] if stdin is None else stdin, "capture_output": True, "text": True}
     return subprocess.run(words, cwd=folder, env=env, timeout=300, check=False, **pipes)
