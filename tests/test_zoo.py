@@ -18,6 +18,7 @@ def last_logits(model, tokens):
     return logits[0, -1].astype(mx.float32)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [name for name, arch in ARCHITECTURES.items() if arch.buildable])
 def test_a_model_uses_its_context_and_depends_on_its_seed(name):
     model = build(name)

@@ -163,13 +163,13 @@ class Engine:
         with self._changed:
             if not self.is_healthy:
                 raise UnavailableError("the server is stopping; try again when it is back")
+            if self._job_ahead is not None:
+                self._job_ahead.cancelled.set()
             for job in [job for job in self._waiting if job.cancelled.is_set()]:
                 self._waiting.remove(job)
                 job.session_result.put_nowait(SessionResult())
             if len(self._waiting) + len(jobs) > self.limits.queue:
                 raise QueueFullError(f"{self.limits.queue} requests are waiting, the limit; try again later")
-            if self._job_ahead is not None:
-                self._job_ahead.cancelled.set()
             self._waiting.extend(jobs)
             self.metrics.waiting.set(len(self._waiting))
             self._changed.notify()

@@ -103,6 +103,7 @@ def test_a_few_tokens_see_what_each_would_have_seen_alone(length):
             assert mx.allclose(out[:, :, i : i + 1], single, atol=1e-5, rtol=0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("before", [0, 20, 200])
 def test_in_a_long_pass_streaming_heads_see_only_what_is_near(before):
     """Besides what was packed before: of nothing, little and more, in runs of queries that divide the pass unevenly."""

@@ -3,6 +3,7 @@
 import gc
 
 import mlx.core as mx
+import pytest
 
 from cache.tools import make_cache
 from mlx_tq.kernels import backend
@@ -47,6 +48,7 @@ def test_active_memory_grows_by_the_declared_bytes():
     assert later <= 1.1 * more + 200_000  # rotations, and the random state
 
 
+@pytest.mark.full
 def test_prefill_holds_the_scratch_of_one_layer():
     """Scores, the decoded past and its rotated neighbors are gone before the next layer makes its own.
 

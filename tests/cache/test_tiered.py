@@ -65,6 +65,7 @@ def test_a_trim_of_a_block_leads_back_to_recent_keys(length, normalize):
             feed(cache, KEYS, VALUES, [40])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "policy", ["knorm:trigger=16:granularity=1", "triattention:warmup=64:trigger=16:calibration=text:granularity=1"]
 )

@@ -210,6 +210,7 @@ def test_the_model_is_named_before_slow_imports_and_ctrl_c_ends_them(popen):
     os.close(ours)
 
 
+@pytest.mark.full
 @needs_readline
 def test_up_recalls_a_message_of_several_lines(popen):
     _, ours = start_in_terminal(popen, "--max-tokens", "4")
@@ -244,6 +245,7 @@ def test_a_full_conversation_removes_its_oldest_turns(talk, tmp_path):
     assert "Traceback" not in err
 
 
+@pytest.mark.full
 @needs_readline
 def test_a_paste_is_one_message(popen):
     """A terminal marks a paste, which libedit does not know; Enter ends the message."""
@@ -289,6 +291,7 @@ def has_ended(process):
     return process.returncode is not None
 
 
+@pytest.mark.full
 def test_a_long_message_shows_a_progress_bar(talk, popen):
     words, message = ("--prefill-step-size", "16", "--max-tokens", "4"), "The history of the city. " * 30
     assert "reading" not in talk(message, words=words).err
@@ -302,6 +305,7 @@ def test_a_long_message_shows_a_progress_bar(talk, popen):
     os.close(ours)
 
 
+@pytest.mark.full
 def test_ctrl_c_stops_a_turn_and_keeps_the_session(popen):
     """Ctrl-C at the prompt is repeated if nothing happens.
 
@@ -350,6 +354,7 @@ def service(tmp_path_factory):
     made.stop()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("words", "answers"),
@@ -378,6 +383,7 @@ def test_a_signal_deletes_the_text_at_the_service(popen, service, words, answers
     assert not stored()
 
 
+@pytest.mark.full
 def test_an_ignored_signal_ends_nothing(popen):
     with hangup_set_to(signal.SIG_IGN):
         process = popen(command("chat", "--max-tokens", "8"), stdin=-1, stdout=-1, stderr=-1, env=environment())

@@ -76,6 +76,7 @@ def test_sizes(cli, size):
     assert f"'{size}' is not a size" in result.err
 
 
+@pytest.mark.full
 def test_a_server_whose_memory_limit_holds_no_prompt_does_not_start(cli):
     result = cli("server", "--port", 0, "--kv-memory-limit", "1KB")
     assert (result.code, result.out) == (2, "")

@@ -141,6 +141,7 @@ def test_unsupported_architecture(cli, tmp_path, name, config, code, says):
     assert cli(*words, *OFF).code == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("flags", [(), OFF], ids=["default", "off"])
 @pytest.mark.parametrize("part", ["k_proj", "model.norm"])
 def test_nan_weights(cli, tmp_path, part, flags):
@@ -171,6 +172,7 @@ ENDLESS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "template",
     [ENDLESS["nested loops"], *(pytest.param(ENDLESS[name], marks=pytest.mark.full) for name in list(ENDLESS)[1:])],
@@ -214,6 +216,7 @@ def test_a_copy_of_a_tokenizer_is_independent(copy_):
     assert copied.encode("two words") != tokenizer.encode("two words")
 
 
+@pytest.mark.full
 def test_a_generator_that_outlives_a_template_without_end():
     """A debugger that does not trace it leaves the function that counted its lines in place."""
 

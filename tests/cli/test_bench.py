@@ -175,6 +175,7 @@ def test_every_way_to_attend_over_random_tokens():
     assert (none.timings, none.skipped_arms) == ([], {arm.name: "does not fit in memory" for arm in arms})
 
 
+@pytest.mark.full
 def test_contexts_beyond_the_model_are_skipped_and_named(cli):
     flags = ["--profiles", "safe", "--batches", "1", "--kv-evict", "none", "--kv-bits", "--json", "-"]
     result = cli("bench", "--model", EMBEDDED, *MODEL, *flags, "--tokens", 5, 5000)
@@ -183,6 +184,7 @@ def test_contexts_beyond_the_model_are_skipped_and_named(cli):
     assert "skipped: 5,000 tokens: the model has 4,096 positions" in result.err
 
 
+@pytest.mark.full
 def test_a_report_that_fails_does_not_change_the_thresholds(cli, tmp_path, quick_tuning, monkeypatch):
     monkeypatch.setattr(thresholds, "write", lambda best: pytest.fail("kept"))
     result = cli("bench", "--report", tmp_path / "report.md", *MODEL, "--tokens", 5000)
@@ -195,6 +197,7 @@ OWN, QUANTIZED = BenchedCache("off"), BenchedCache("k", kv_bits=4)
 PROMPT = list(range(100, 350))  # two answers after each other exceed 256 tokens, where buffers of mlx-lm grow
 
 
+@pytest.mark.full
 def test_caches_of_mlx_lm_run_without_our_patches(exact, monkeypatch):
     """Also after a compressed cache had its turn."""
     model = exact[0]
@@ -214,6 +217,7 @@ def test_caches_of_mlx_lm_run_without_our_patches(exact, monkeypatch):
     assert set(seen) == {native}
 
 
+@pytest.mark.full
 def test_later_rounds_decode_from_copies_of_the_prefilled_caches(exact):
     prefilled = []
 
@@ -235,6 +239,7 @@ def test_later_rounds_decode_from_copies_of_the_prefilled_caches(exact):
     assert list(skipped) == ["k: prefill"]
 
 
+@pytest.mark.full
 def test_memory_is_that_of_one_cache(exact):
     """What others keep for later rounds does not count."""
     alone, *_ = measure_model(exact[0], PROMPT, [OURS], skipped={}, **RUN)
@@ -244,6 +249,7 @@ def test_memory_is_that_of_one_cache(exact):
     assert beside.active_nbytes < own.active_nbytes
 
 
+@pytest.mark.full
 def test_a_cache_of_mlx_lm_for_which_mlx_has_no_kernel_is_skipped(exact, monkeypatch):
     """On CUDA 8 bits in groups of 64 have none for some shapes. A failure of a compressed cache ends the run."""
 

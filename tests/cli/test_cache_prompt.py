@@ -78,6 +78,7 @@ def test_file_of_mlx_lm_with_off(quick, mlx_lm, native):
     assert quick("generate", *words, *OFF).out == mlx_lm("generate", *words)
 
 
+@pytest.mark.full
 def test_a_file_that_is_not_compressed_is_mlx_lms_too(quick, mlx_lm, native, tmp_path):
     file = tmp_path / "ours.safetensors"
     for _ in range(2):  # the second one replaces the first
@@ -90,6 +91,7 @@ def test_a_file_that_is_not_compressed_is_mlx_lms_too(quick, mlx_lm, native, tmp
     refused(quick(*words, file), "is damaged (its checksum differs)", code=1)
 
 
+@pytest.mark.full
 def test_a_compressed_file_is_decoded_for_mlx_lm(cli, mlx_lm, tmp_path, embedded):
     saved, file = tmp_path / "saved.safetensors", tmp_path / "decoded.safetensors"
     assert cli("cache_prompt", "-p", TEXT, "--prompt-cache-file", saved, *PACKED).code == 0
@@ -117,6 +119,7 @@ def test_file_of_mlx_lm_is_compressed(quick, native):
     assert {layer["key"] for layer in answer["plan"]["layers"]} == {"tq4"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("made", "valid", "others"),
     [
@@ -191,6 +194,7 @@ def test_model_and_type_of_the_file_are_used(cli, packed_file, tmp_path, monkeyp
     assert cli("cache_prompt", "--decode", file, "--prompt-cache-file", decoded).code == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", [pytest.param("mxfp4", marks=pytest.mark.full), "nvfp4"])
 def test_type_of_a_model_whose_scales_are_bytes(cli, mlx_lm, tmp_path, mode):
     model, file = tmp_path / "model", tmp_path / "cache.safetensors"
@@ -309,6 +313,7 @@ def test_unsupported_model_with_off(quick, tmp_path):
     assert (result.code, result.err, result.json["plan"]) == (0, "", None)
 
 
+@pytest.mark.full
 def test_a_compacted_prompt_answers(quick, tmp_path):
     """The row of the code is kept in the heads that find it, and the text around it in none."""
     text, file = facts(40)[0], tmp_path / "cache.safetensors"

@@ -48,6 +48,7 @@ def test_calibrate_and_use(cli, tmp_path):
     assert answer["stats"]["cache"]["rounds"] > 0
 
 
+@pytest.mark.full
 def test_a_calibration_is_for_one_compute_type(cli, tmp_path):
     folder, path = zoo_model(tmp_path / "tiny", "llama"), tmp_path / "stats.safetensors"
     words = ("--text-share", 1, "--tokens", 90, "--dtype", "bfloat16", "-o", path)
@@ -115,6 +116,7 @@ def test_a_model_is_calibrated_once(cli, tmp_path, monkeypatch):
     assert calibration(result) == blind
 
 
+@pytest.mark.full
 @pytest.mark.skipif(gpu_backend() is not None, reason="a GPU calibrates in seconds")
 def test_on_a_cpu_nothing_is_calibrated_unless_it_is_asked_for(cli, start, tmp_path, monkeypatch):
     folder = zoo_model(tmp_path / "tiny", "llama", max_position_embeddings=1024)
@@ -150,6 +152,7 @@ def test_progress_has_a_total_from_the_first_step(tmp_path):
     assert dones[1] < 0.05 * totals[0]
 
 
+@pytest.mark.full
 def test_steps_of_a_slow_model_are_short(tmp_path):
     """Ctrl-C is noticed between them."""
     model, tokenizer = load(str(zoo_model(tmp_path / "tiny", "llama", max_position_embeddings=512)))
@@ -175,6 +178,7 @@ OTHERS = [(False, None), *product((False, True), ("float16", "bfloat16"))]
 MORE = [pytest.param(*each, marks=pytest.mark.full) for each in OTHERS]
 
 
+@pytest.mark.full
 @needs_smollm2
 @pytest.mark.parametrize(("dequantize", "dtype"), [*TYPES, *MORE])
 def test_smollm2_is_shipped_calibrated(dequantize, dtype):
@@ -185,6 +189,7 @@ def test_smollm2_is_shipped_calibrated(dequantize, dtype):
     assert find_head_scores(fingerprint(model)) is not None
 
 
+@pytest.mark.full
 def test_the_heads_of_a_model_are_measured_once(cli, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = zoo_model(tmp_path / "tiny", "llama", max_position_embeddings=4096)

@@ -43,6 +43,7 @@ def test_the_table_shows_whole_answers(cli, tmp_path):
         assert any(answer[-8:] in row for row in rows)
 
 
+@pytest.mark.full
 def test_without_a_service_the_other_rows_are_shown(cli, tmp_path, monkeypatch):
     """And the reason for the missing one, which names no flag that the demo lacks."""
     monkeypatch.setenv("RESCUE_PROT", "5054")

@@ -39,6 +39,7 @@ def test_one_line_says_that_all_is_well(cli):
     assert all(line.startswith("warning: float32 ") for line in result.err.splitlines())
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="macOS uses Accelerate")
 @pytest.mark.skipif(find_library("openblas") is not None, reason="this system has OpenBLAS, which is used")
 def test_a_slow_blas_is_a_warning():
@@ -60,6 +61,7 @@ def test_verbose_shows_every_check(cli):
     assert "thresholds built in" in out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("owner", "method", "broken", "is_verbose"),
     [
@@ -82,6 +84,7 @@ def test_a_broken_codec_fails(monkeypatch, cli, owner, method, broken, is_verbos
     assert re.match(rf"FAILED: {len(failed)} of \d\d checks, backend ", summary)
 
 
+@pytest.mark.full
 def test_capacity(cli):
     words = ("doctor", "--capacity", "--memory", "200MB")
     report = cli(*words, "--json").json
@@ -93,6 +96,7 @@ def test_capacity(cli):
     assert "Memory 200.0 MB, weights 13.9 MB" in cli(*words).out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_sharded", [pytest.param(False, marks=pytest.mark.full), True])
 def test_capacity_of_a_model_on_the_hub_downloads_no_weights(cli, tmp_path, is_sharded):
     folder = zoo_model(tmp_path / "model", "llama", hidden_size=512, intermediate_size=1024)
@@ -124,6 +128,7 @@ def shard(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
 
 
+@pytest.mark.full
 def test_a_name_that_the_hub_does_not_have(tmp_path):
     variables = environment(HF_HOME=str(tmp_path / "home"))
     with serve_hub("someone/other", tmp_path) as hub:

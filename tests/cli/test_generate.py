@@ -92,6 +92,7 @@ def test_the_plan_names_formats_without_kernels(quick):
     assert "No GPU kernels" not in quick(*HI).err
 
 
+@pytest.mark.full
 def test_formats_are_chosen_for_mean_bits_and_kept_in_a_file(cli, tmp_path):
     words = (*REGIONS, "--kv-mean-bits", 4.2)
     text, question = facts(10)  # in the model's own type, whose losses are shipped
@@ -185,6 +186,7 @@ def test_ratio_of_mlx_lms_caches(cli):
     assert measured("--kv-bits", 4)["ratio"] == measured(*OFF)["ratio"] == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.full), "float32"])
 @pytest.mark.parametrize(
     "evict",
@@ -239,6 +241,7 @@ def test_no_second_start_token_for_a_prompt_that_begins_with_one(quick, tmp_path
     assert len(set(counts.values())) == 1, counts
 
 
+@pytest.mark.full
 def test_compute_type(quick, tmp_path):
     """--dtype is that of the caches and of a draft model: a full-precision window in float32 takes twice as much."""
     half, full = (quick(*HI, "--dtype", dtype, "--json").json["stats"]["cache"] for dtype in ("float16", "float32"))
@@ -267,6 +270,7 @@ def test_eviction_is_described_before_and_measured_after(quick):
     assert answer["plan"]["eviction"]["budget_tokens"] == 300
 
 
+@pytest.mark.full
 def test_recall_in_one_prompt(quick):
     words = (*DOCUMENT, "--prefill-step-size", 128, "--kv-budget", 240)
     dropped = quick(*words, "--json", "--kv-recall", "off").json
@@ -346,6 +350,7 @@ def test_rescue_in_one_prompt(quick, service):
     assert service.http.get("/sessions").json()["sessions"] == []
 
 
+@pytest.mark.full
 def test_eviction_near_the_end_of_the_context(quick, tmp_path):
     """Evicted tokens keep their positions: a warning from 90 % on, and a prompt that would not fit is an error."""
     model = zoo_model(tmp_path / "short", "llama", max_position_embeddings=200)
@@ -363,6 +368,7 @@ def test_eviction_near_the_end_of_the_context(quick, tmp_path):
     refused(quick(*words, many), "tokens; the model allows 200, answer included. Shorten the prompt")
 
 
+@pytest.mark.full
 def test_a_draft_model_has_its_own_calibration(cli, tmp_path):
     path = tmp_path / "stats.safetensors"
     assert cli("calibrate", "--text-share", 1, "--tokens", 64, "-o", path).code == 0

@@ -18,6 +18,7 @@ from .tools import PACKED, facts
 STORY = ("--ignore-chat-template", "-p", "The history of the city", "-m", 3000, "--temp", "1", "--seed", "5")
 
 
+@pytest.mark.full
 def test_in_generation_the_text_is_kept(start):
     process = start("generate", *STORY, *PACKED)
     text = read_until(process.stdout.fileno(), " ")
@@ -33,6 +34,7 @@ def test_in_generation_the_text_is_kept(start):
         assert words in err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "json_flag", [pytest.param((), id="text"), pytest.param(("--json",), id="json", marks=pytest.mark.full)]
 )
@@ -60,6 +62,7 @@ def test_in_prefill(start, json_flag):
         assert "peak memory" in said
 
 
+@pytest.mark.full
 def test_while_caching_a_prompt(start, tmp_path):
     text, _ = facts(180)
     file = tmp_path / "cache.safetensors"
@@ -84,6 +87,7 @@ def complains(err):
     return any(word in err for word in (b"Traceback", b"Exception", b"Broken"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("words", [("--version",), ("generate", "-p", "hi")])
 def test_nobody_reads(start, words):
     """`mlx_tq ... | true` is no reason for a traceback."""
@@ -96,6 +100,7 @@ def test_nobody_reads(start, words):
     assert process.returncode in (0, 1)  # argparse does not mind that nobody reads its help
 
 
+@pytest.mark.full
 def test_reader_leaves(start):
     """`mlx_tq.generate ... | head -c 10`."""
     process = start("generate", *STORY)

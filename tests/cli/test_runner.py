@@ -129,6 +129,7 @@ def test_too_few_files_or_too_little_room_are_one_line(change, fault):
     assert re.fullmatch(f"mlx_tq generate: {fault}.*\n", done.stderr)
 
 
+@pytest.mark.full
 def test_a_closed_standard_input_does_no_harm():
     """mlx takes descriptor 0 for none, which a file would get."""
     done = run("-c", CHANGED, "os.close(0)", *GENERATE)
@@ -148,6 +149,7 @@ sys.exit(subprocess.run([sys.executable, "-c", {child!r}], check=False).returnco
     assert subprocess.run(closing, env=environment(), cwd=ROOT, check=False).returncode == 0
 
 
+@pytest.mark.full
 def test_a_module_does_the_same_as_a_word(cli):
     words = ["-p", "Hello", "-m", "2", "--verbose", "F"]
     done = run("-m", "mlx_tq.generate", *words)

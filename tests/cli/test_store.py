@@ -11,6 +11,7 @@ from .tools import facts, refused
 PROMPT = "".join(facts(40))
 
 
+@pytest.mark.full
 def test_a_second_run_reuses_the_first(quick, tmp_path):
     folder = ("--prefix-cache", tmp_path / "store")
 

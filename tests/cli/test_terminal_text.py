@@ -40,6 +40,7 @@ def escaping(tmp_path):
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_a_model_does_not_steer_the_terminal(cli, start, escaping, command):
     flags = ("-p", QUESTION, "--verbose", "F") if command == "generate" else ()

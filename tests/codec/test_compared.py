@@ -105,6 +105,7 @@ def test_hybrids_equal_another_implementation(name):
     np.testing.assert_allclose(decode(codec, x), decoded, atol=2e-3 * np.abs(x).max())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["tq35", pytest.param("tq25", marks=pytest.mark.full)])
 def test_inner_products_of_hybrids_are_unbiased(name):
     """|bias| < 0.01 standard deviations over 65,536 pairs whose inner product is not 0; without QJL it is above 1."""

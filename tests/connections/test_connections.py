@@ -102,6 +102,7 @@ def read_to_end(client):
     return bytes(received)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "offer", [b"Upgrade: h2c\r\nConnection: Upgrade, HTTP2-Settings", b"Connection: upgrade\r\nUPGRADE: websocket"]
 )
@@ -150,6 +151,7 @@ def test_a_request_that_runs_is_not_closed_for_another():
         assert connect(HALF + b"\r\n").recv(1000).startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "sent", [b"", HALF, HALF + b"\r\n" + HALF, HALF.replace(b"GET", b"POST") + b"Content-Length: 9\r\n\r\n1"]
 )
@@ -179,6 +181,7 @@ ENDLESS = {  # name: (sent once, sent repeatedly)
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("sent", "repeated"), ENDLESS.values(), ids=ENDLESS)
 def test_endless_requests_are_closed(sent, repeated):
     with serving() as (connect, all_connections):
@@ -244,6 +247,7 @@ def test_disconnect_reaches_the_running_request_when_others_are_pipelined():
         wait_for(lambda: not connect.tasks, timeout=5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "sent",
     [
@@ -261,6 +265,7 @@ def test_a_client_that_does_not_read_its_response_is_closed(sent):
         wait_for(lambda: not connect.tasks, timeout=5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", [b"/stream", b"/large"])
 def test_a_slow_client_gets_its_whole_response(path):
     with serving(head_s=0.1, write_s=1.0) as (connect, _):

@@ -166,6 +166,7 @@ def test_a_compressed_cache_adds_no_wait_between_rounds(exact, plain, config):
     assert decoded.waits == plain + checks(exact)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("policy", ["triattention", "recency"])
 def test_a_round_waits_a_fixed_number_of_times(exact, plain, policy):
     check_rounds(exact, generate(exact, evicting(96, policy)), plain, COUNTED // BLOCK)
@@ -194,6 +195,7 @@ def converse(exact, config, rescue="off"):
         return decoded, session.client.stats.written if session.client else 0
 
 
+@pytest.mark.full
 def test_to_listen_for_recall_waits_for_nothing(exact):
     """With recall on and nothing archived yet, the queries of every token are kept for a search."""
     plain, _ = converse(exact, PROFILES["off"])
@@ -230,6 +232,7 @@ def test_no_token_waits_for_the_archives_thread(exact, monkeypatch):
     assert all(map(sequence.archive.read, archived))
 
 
+@pytest.mark.full
 def test_a_session_with_rescue_waits_only_in_rounds(exact, service):
     """The service is asked before the answer; evicted text is sent to it meanwhile, and that waits for no array."""
     plain, _ = converse(exact, PROFILES["off"])

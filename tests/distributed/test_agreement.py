@@ -64,6 +64,7 @@ def _refuse():
     raise ConfigError("no such file.")
 
 
+@pytest.mark.full
 def test_collectives_return_the_same_on_all_ranks(tmp_path):
     done = run(tmp_path, 3, calls)
     told, collected, differing, (mean, most, least), chosen, flags, rows = done[0].value
@@ -201,6 +202,7 @@ def losing():
     return found
 
 
+@pytest.mark.full
 def test_a_block_that_one_rank_lost_is_lost_to_all(tmp_path):
     done = run(tmp_path, 2, losing)
     assert done[0].value

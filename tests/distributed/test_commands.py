@@ -139,6 +139,7 @@ def test_a_model_that_mlx_lm_does_not_divide_by_heads_is_refused_by_name(name, w
         assert (each.code, line in each.err) == (1, True), each.err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("size", "words", "says"),
     [

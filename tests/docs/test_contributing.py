@@ -21,6 +21,7 @@ assert ValueNorm().score(tokens).tolist() == [1.5, 3.5]
 FORMAT = "assert not mx.any(codec.decode(codec.encode(mx.zeros((3, 128)))))"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("program", "output"),
     [([*PYTHON[:2], POLICY], ""), ([*PYTHON[2:4], FORMAT], "66 bytes, error 0.0")],
@@ -33,6 +34,7 @@ def test_the_policy_and_the_format(tmp_path, program, output):
     assert done.stdout.strip()
 
 
+@pytest.mark.full
 def test_the_kernel(tmp_path, monkeypatch):
     (text,) = blocks(PAGE, "metal")
     folder = tmp_path / "metal"

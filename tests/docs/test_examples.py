@@ -9,6 +9,7 @@ from cli.tools import float32_model
 from .pages import ROOT, run
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -64,6 +64,7 @@ def test_a_plot_names_what_it_compares_as_its_owners_do(path):
     assert not re.search("affine|conditioned|plain|embedded", shown)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", PLOTS, ids=lambda path: path.name)
 def test_a_plot_is_that_of_the_results(path, tmp_path):
     def marks(drawing):

@@ -91,6 +91,7 @@ def test_live_tokens_need_not_be_packed(tiny):
     assert count_needle_tokens(caches, (0, 400)) == (400, packed)
 
 
+@pytest.mark.full
 def test_a_shared_prefix_changes_no_answer_and_results_are_resumed(exact):
     tokenizer = exact[1]
     ids = tokenizer.encode("The sky is blue and the grass is green. " * 16, add_special_tokens=False)

@@ -35,6 +35,7 @@ def test_a_table_on_stdout_and_json_in_a_file(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == [target]
 
 
+@pytest.mark.full
 def test_formats_resume_and_refuse_other_settings(tmp_path, capsys):
     text, target = tmp_path / "text.txt", tmp_path / "formats.json"
     text.write_text(load_text())
@@ -78,6 +79,7 @@ def test_formats_ask_for_needles_once(tmp_path, capsys):
     assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[-2:]] == ["1/3", "-"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("verdicts", "strict", "code"),
     [

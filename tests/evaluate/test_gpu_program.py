@@ -203,6 +203,7 @@ def test_a_limit_of_threads_is_what_mlx_names():
     assert [threads for threads, *_ in calls] == [4096, 128, 128]
 
 
+@pytest.mark.full
 def test_installs_from_wheels_in_parts_without_a_network(tmp_path):
     """The script takes a folder of wheels, large ones in parts, and runs the program with the given flags."""
     wheels, target = tmp_path / "wheels", tmp_path / "site"

@@ -321,6 +321,7 @@ def test_the_table():
     assert lines[1][7:] == ["+1.23", "0.10", "0.5000", "100", "1/1", "1/1", "0/0"]
 
 
+@pytest.mark.full
 def test_the_program_writes_a_record_for_each_cell_and_adds_to_them(tmp_path, capsys):
     target = tmp_path / "sweep.json"
     flags = "--dtype float32 --policies triattention,random --budgets 60 --triggers 16 --sinks 8 --seeds 0 "

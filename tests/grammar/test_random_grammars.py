@@ -171,6 +171,7 @@ async def outcome(grammars, eos_ids, seed):
     return result, time.monotonic() - started
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [60, pytest.param(20_000, marks=pytest.mark.full)])
 def test_every_grammar_gets_a_result_in_time(count):
     tokenizer = load()[1]

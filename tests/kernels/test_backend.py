@@ -155,6 +155,7 @@ def test_an_answer_reports_what_ran_and_not_what_was_asked_for(rejected, capsys)
     )
 
 
+@pytest.mark.full
 def test_a_command_prints_the_warning_without_its_place(rejected, capsys):
     with warnings.catch_warnings():
         warnings.simplefilter("default")

@@ -70,6 +70,7 @@ def test_they_are_compiled_once(cache, tmp_path):
     assert (cache / "mlx_tq" / "kernels").stat().st_mode & 0o77 == 0
 
 
+@pytest.mark.full
 def test_a_damaged_library_is_compiled_again(cache, quick_compiler, tmp_path):
     shutil.copytree(cache, tmp_path, dirs_exist_ok=True)
     (library,) = libraries(tmp_path)

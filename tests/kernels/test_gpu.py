@@ -154,6 +154,7 @@ def test_large_calls_have_a_grid_that_cuda_allows(formats):
         assert max(y, z) <= 65535, name
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("compiled")
 def test_mx_compile_traces_a_kernel(monkeypatch):
     """A traced call cannot wait; the first call outside of `mx.compile` does."""

@@ -78,6 +78,7 @@ def by_loop(text, pre, said):
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("pre", CUTS)
 def test_byte_pairs(tmp_path, pre):
     said = vocabulary()

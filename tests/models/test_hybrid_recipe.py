@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 torch = pytest.importorskip("torch", reason="the recipe trains with torch, which only the extra embed brings")
 
 
+@pytest.mark.full
 def test_the_chunked_delta_rule_is_the_recurrence():
     from benchmarks.models.hybrid import delta_rule
 

@@ -40,6 +40,7 @@ def test_a_gguf_file(tmp_path, kind, options):
     assert bytes_of(load_outline(path, **options)) == bytes_of(load(path, **options)[0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 def test_architectures_of_gguf_files(tmp_path, name):
     path = write_gguf(tmp_path / "model.gguf", name)

@@ -75,6 +75,7 @@ def logits_of_own_sums(ids, path):
     return mx.load(str(path))
 
 
+@pytest.mark.full
 @needs_smollm2
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_greedy_text_is_that_of_dequantized_weights(packed, reference, prompt):

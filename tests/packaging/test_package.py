@@ -198,6 +198,7 @@ def test_without_a_backend_of_mlx_python_names_the_extra(without_libmlx, tmp_pat
     assert (code, bool(re.search(NO_BACKEND, err.splitlines()[-1]))) == (1, True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("words", ["doctor", "serve", "sessions", "rebuild", "forget x", "backup x", "--help"])
 def test_without_its_extra_the_service_is_one_line(without_extras, tmp_path, words):
     code, out, err = says(without_extras / "mlx-tq-rescue", *words.split(), cwd=tmp_path)
@@ -206,6 +207,7 @@ def test_without_its_extra_the_service_is_one_line(without_extras, tmp_path, wor
     assert says(without_extras / "mlx-tq-rescue", "--version") == (0, f"{mlx_tq.__version__}\n", "")
 
 
+@pytest.mark.full
 def test_a_chat_without_the_extra_of_rescue_recalls_from_the_archive(without_extras, tmp_path):
     """By default; who asks for the service is told what it needs, before a model is loaded."""
     needs = "the private rescue service needs fastapi: pip install 'mlx-tq[rescue]'."
@@ -224,6 +226,7 @@ def test_a_chat_without_the_extra_of_rescue_recalls_from_the_archive(without_ext
         assert re.fullmatch(rf"mlx_tq \w+: {re.escape(needs)} Or choose --rescue off\.\n", err)
 
 
+@pytest.mark.full
 def test_generate_from_elsewhere(installed, tmp_path):
     prompt = "The access code is 417295. What is the access code?"
     done = call(installed / "mlx_tq.generate", "-p", prompt, "-m", 12, "--dtype", "float32", "--json", cwd=tmp_path)

@@ -261,6 +261,7 @@ def test_a_file_that_is_being_written_is_no_record(folder):
     assert not temporary.exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("times", [20, pytest.param(180, marks=pytest.mark.full)])
 def test_a_process_that_is_killed_while_it_writes(folder, times):
     """Records are whole or missing; the next writer removes all else, and the lock is free."""
@@ -381,6 +382,7 @@ def test_a_lock_that_is_a_link_does_not_truncate_a_file(folder, tmp_path):
     assert (tmp_path / "thesis.txt").read_text() == "a"
 
 
+@pytest.mark.full
 def test_a_record_that_vanishes_while_it_is_checked_is_not_damaged(folder):
     """Another process evicts and writes meanwhile."""
     with ThreadPoolExecutor(1) as pool:

@@ -76,6 +76,7 @@ def without_hits(result):
     return {key: value for key, value in result.items() if key != "restored"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "names", [("qwen3_next", "evicts"), pytest.param(tuple(CASES), marks=pytest.mark.full)], ids=len
 )
@@ -88,6 +89,7 @@ def test_bits_and_tokens_of_two_processes_are_those_without_a_prefix_cache(tmp_p
         assert without_hits(plain) == without_hits(first[name]) == without_hits(second[name]), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next"])
 def test_a_longer_prompt_continues_from_the_last_step_that_it_shares(name, tmp_path):
     model, (_, config) = load_model(name), CASES[name]

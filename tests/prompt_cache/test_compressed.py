@@ -75,6 +75,7 @@ def test_what_cannot_be_met(config, settings, message):
             none()
 
 
+@pytest.mark.full
 def test_caches_that_are_passed_in_keep_their_configuration(embedded):
     """In either context; only `compressed` changes the caches that mlx-lm makes."""
     model, tokenizer = embedded

@@ -61,6 +61,7 @@ def configs(draw):
 STEPS = st.lists(st.one_of(st.integers(1, 12), st.integers(60, 250)), min_size=6, max_size=14)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [50, pytest.param(150, marks=pytest.mark.full)])
 def test_no_length_takes_more(count):
     cases = given(kv_config=configs(), steps=STEPS, seed=st.integers(0, 99), forked=st.integers(0, 9))

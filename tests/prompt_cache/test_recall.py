@@ -309,6 +309,7 @@ def test_without_a_file_the_conversation_goes_on(monkeypatch):
     assert caches[0].size() < 300
 
 
+@pytest.mark.full
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     key=st.sampled_from(formats(128, keys=True)),

@@ -53,6 +53,7 @@ FULL = [(profile, 4000, step) for profile in ("balanced", "small", "off") for st
 CASES = [("balanced", 600, 256), *(pytest.param(*case, marks=SLOW) for case in FULL)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("profile", "tokens", "step"), CASES)
 def test_a_prefill_of_the_embedded_model_takes_what_was_said(embedded, profile, tokens, step):
     model, tokenizer = embedded
@@ -69,6 +70,7 @@ def one_layer(query_heads=4, heads=1, dtype="float32"):
     return Plan("", config, [""], [layer], lambda: [None])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("context", [8192, pytest.param(CONTEXT, marks=SLOW)])
 def test_peak_of_one_layer_with_heads_of_256(context):
     """Only the last step has all of its queries: the others take less."""

@@ -77,6 +77,7 @@ def generated(capsys, *more):
     return json.loads(shown.out), [line for line in shown.err.splitlines() if "warning" in line]
 
 
+@pytest.mark.full
 def test_after_a_fault_tokens_equal_those_without_recall(folder, monkeypatch, capsys):
     expected, warnings = generated(capsys, "--kv-recall", "off")
     assert len(warnings) == 1
@@ -97,6 +98,7 @@ def ids_without_recall(exact):
     return converse(exact, replace(CONFIG, evict=replace(EVICT, recall="off")))[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", ["full disk", "limit", "read-only folder"])
 def test_a_session_warns_once_of_a_fault_and_continues(exact, folder, ids_without_recall, fault, monkeypatch):
     if fault == "read-only folder":
@@ -107,6 +109,7 @@ def test_a_session_warns_once_of_a_fault_and_continues(exact, folder, ids_withou
     assert "The conversation continues." in warned[0]
 
 
+@pytest.mark.full
 def test_a_limited_archive_is_saved_with_the_session(exact, folder, tmp_path):
     path, most = tmp_path / "chat.safetensors", 200_000
     ids, turn, warned = converse(exact, limited(most), lambda session: session.save(path))
@@ -179,6 +182,7 @@ def test_a_damaged_block_is_ignored(exact, folder, found, without, how):
     assert warned == DAMAGED
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", [pytest.param(0, marks=pytest.mark.full), -1])
 def test_a_block_with_huge_keys_is_detected_as_damaged(exact, folder, found, place):
     """The question does not need the block, but every token of it would attend to it."""
@@ -197,6 +201,7 @@ def test_a_block_with_huge_keys_is_detected_as_damaged(exact, folder, found, pla
     assert turn.recalled
 
 
+@pytest.mark.full
 def test_if_all_blocks_are_damaged_later_ones_are_recalled(exact, folder):
     def lose(session, leave):
         archive, blocks = written(session)
@@ -213,6 +218,7 @@ def test_if_all_blocks_are_damaged_later_ones_are_recalled(exact, folder):
     assert "blocks of the archive are damaged: what they held cannot be recalled" in warned[0]
 
 
+@pytest.mark.full
 def test_blocks_that_fit_on_a_full_disk_are_recalled(exact, folder, found):
     room, stack = found.ends[len(found.ends) // 2], ExitStack()
 
@@ -245,6 +251,7 @@ def archive_of(run, folder):
     raise AssertionError(f"it ended: {run.stdout.read()}")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are seen in /proc, which only Linux has")
 def test_processes_have_separate_archives_and_a_killed_one_leaves_no_file(folder, popen, capsys):
     pipes = {"env": environment(), "stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -278,6 +285,7 @@ threading.Thread(target=lambda: worker.run(look), daemon=True).start()
 """
 
 
+@pytest.mark.full
 def test_a_program_ends_while_a_thread_waits_for_the_archive(tmp_path):
     done = subprocess.run([sys.executable, "-c", ENDS, tmp_path], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "settled\n"), done.stderr

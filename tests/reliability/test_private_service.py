@@ -36,6 +36,7 @@ def services():
     return [child for child in psutil.Process().children() if "rescue_svc" in " ".join(child.cmdline())]
 
 
+@pytest.mark.full
 def test_started_used_and_ended(tmp_path):
     with RescueClient(open_service(AUTO)) as client:
         assert client.ready(START_S)
@@ -50,6 +51,7 @@ def test_started_used_and_ended(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_a_killed_service_is_restarted_with_its_data():
     with RescueClient(open_service(AUTO)) as client:
         assert client.ready(START_S)
@@ -65,6 +67,7 @@ def test_a_killed_service_is_restarted_with_its_data():
     assert not services()
 
 
+@pytest.mark.full
 def test_it_ends_with_a_killed_process_and_leaves_no_text(popen, tmp_path):
     code = f"""
 import psutil, time
@@ -131,6 +134,7 @@ def uses_own_service():
         return services() == running
 
 
+@pytest.mark.full
 def test_the_running_service_is_used_over_its_socket(start, monkeypatch):
     monkeypatch.setenv("RESCUE_TOKEN", "a-token-of-sixteen")
     one, other = start("one", token="a-token-of-sixteen"), start("other", token="a-token-of-sixteen")
@@ -142,6 +146,7 @@ def test_the_running_service_is_used_over_its_socket(start, monkeypatch):
     assert not uses_own_service()
 
 
+@pytest.mark.full
 def test_a_dead_service_is_replaced_and_can_be_restarted(start, folder):
     start().kill()
     assert (folder / "rescue.sock").is_socket()
@@ -169,6 +174,7 @@ def forge(folder, trick):
 IN_FULL = [pytest.param(trick, marks=pytest.mark.full) for trick in ("a link", "a folder for all")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("trick", ["a port", "open to all", "another owner", *IN_FULL])
 def test_others_get_neither_text_nor_token(folder, monkeypatch, trick):
     monkeypatch.setenv("RESCUE_TOKEN", "a-token-of-sixteen")

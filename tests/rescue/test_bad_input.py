@@ -139,6 +139,7 @@ LARGE = {
 }
 
 
+@pytest.mark.full
 def test_large_bodies_and_queries_do_not_delay_others(start_server):
     server = start_server(embedder="none")
     for what, (path, content, status) in LARGE.items():

@@ -88,6 +88,7 @@ def test_a_user_without_a_home_is_one_line(homeless, words):
     assert done.err.startswith("mlx-tq-rescue: HOME is not set")
 
 
+@pytest.mark.full
 def test_no_home_is_needed_with_a_data_dir(homeless, start_service, tmp_path):
     where = ("--data-dir", tmp_path / "data")
     assert command("doctor", *where).code == 0

@@ -85,6 +85,7 @@ def test_hashing_is_the_same_everywhere():
     assert digest == "ac864f6ad880d8c3a63fa745affbe99d02ec45e5b138b74ee7a69dd97ad0d06d"
 
 
+@pytest.mark.full
 @REAL
 def test_minilm_finds_by_meaning(start_service):
     service = start_service()

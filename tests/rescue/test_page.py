@@ -139,6 +139,7 @@ def test_keyboard_only(filled, open_page):
     assert filled.dump("first-chat")["session_total"] == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("width", "scheme"), [(320, "light"), (768, "dark"), (1600, "light")])
 def test_it_fits_narrow_windows_and_has_contrast(filled, open_page, scheme, width):
     page = open_page(filled, color_scheme=scheme, viewport={"width": width, "height": 800})
@@ -147,6 +148,7 @@ def test_it_fits_narrow_windows_and_has_contrast(filled, open_page, scheme, widt
     assert_fits_and_can_be_read(page)
 
 
+@pytest.mark.full
 def test_missing_sessions_embedder_and_service_are_shown(start_server, open_page, browser):
     server = start_server(embedder="none", token=TOKEN)
     person = {"http_credentials": {"username": "anyone", "password": TOKEN}}

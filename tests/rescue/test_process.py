@@ -102,6 +102,7 @@ def test_invalid_http_harms_nothing(server):
     assert logged(server, "cut-short")["status"] == 400
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("flag", "code", "says"),
     [("port", 2, "cannot listen on 127.0.0.1 port {}"), ("data-dir", 1, "{} is in use by another process")],

@@ -118,6 +118,7 @@ def test_a_form_of_another_site_cannot_write(guarded):
     assert (answer.status_code, answer.json()["chunks"]) == (200, [])
 
 
+@pytest.mark.full
 @IN_FULL_EACH_STORE
 def test_answers_match_the_openapi_document(start_server, tmp_path, times):
     server = start_server(max_sessions=10**6, token=TOKEN)

@@ -213,6 +213,7 @@ def budget_of_four(monkeypatch):
     monkeypatch.setattr(fts, "MIN_POSTINGS", 4)
 
 
+@pytest.mark.full
 @EACH_STORE
 def test_cached_word_counts_change_no_result(budget_of_four, store, tmp_path, storage):
     """Every result equals that of a store that was just opened, while the session grows past several budgets."""

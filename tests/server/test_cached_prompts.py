@@ -137,6 +137,7 @@ def test_a_session_restores_the_prompt_of_another_servers_session(pair):
     assert text_of(later) == reply
 
 
+@pytest.mark.full
 def test_another_key_restores_nothing_and_stores_its_own(pair, path, start_on_disk):
     """If records of another key were reused, the time to store would tell that they exist."""
     text = f"Keys.\n{question(15, 118_822)}"

@@ -71,6 +71,7 @@ def test_a_chat_is_a_session_and_shows_its_cache(server, service, open_page):
     wait_for(lambda: server.metrics()["mlx_tq_sessions"] == 0 and not stored(service))
 
 
+@pytest.mark.full
 def test_keyboard_only(server, open_page):
     page = open_page(server)
     expect(page.get_by_label("Message")).to_be_focused()
@@ -114,6 +115,7 @@ AT_END = """() => {
 }"""
 
 
+@pytest.mark.full
 def test_the_end_stays_in_view(server, open_page):
     page = open_page(server, viewport={"width": 1280, "height": 440})
 
@@ -155,6 +157,7 @@ def test_the_end_stays_in_view(server, open_page):
     wait_for(is_at_end)
 
 
+@pytest.mark.full
 def test_a_long_message_is_folded(server, open_page):
     page = open_page(server)
     say(page, "One line.")
@@ -203,6 +206,7 @@ def test_an_injected_script_does_not_run(server, browser):
     page.close()
 
 
+@pytest.mark.full
 def test_it_fits_narrow_windows_and_has_contrast(server, open_page):
     page = open_page(server, viewport={"width": 375, "height": 667})
     say(page, "x" * 400)
@@ -218,6 +222,7 @@ def test_it_fits_narrow_windows_and_has_contrast(server, open_page):
         page.keyboard.press("Escape")
 
 
+@pytest.mark.full
 def test_the_key_and_a_stopped_server(folder, browser, tmp_path):
     """The page stores the key in its tab only; a message that cannot be sent is not lost."""
     context = browser.new_context()  # its console may show errors

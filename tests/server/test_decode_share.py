@@ -46,6 +46,7 @@ def test_without_answers_every_step_prefills():
     assert shares.may_prefill(decodes=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("share", "least", "most"), [(0, 1, 1.3), (0.5, 3, 1000)])
 def test_an_answer_goes_on_while_a_prompt_is_prefilled(loaded, monkeypatch, share, least, most):
     """Tokens of the answer for each prefill step of the prompt."""

@@ -53,6 +53,7 @@ def test_hostile_schemas_get_400_without_delaying_others(server, response_format
     assert time.perf_counter() - started < LIMIT_S
 
 
+@pytest.mark.full
 def test_one_client_does_not_block_the_schemas_of_others(server):
     other = httpx.Client(base_url=server.url, timeout=60, transport=httpx.HTTPTransport(local_address="127.0.0.2"))
     with other, ThreadPoolExecutor(2) as pool:
@@ -79,6 +80,7 @@ def num_disconnects(server):
     return server.metrics().get('mlx_tq_requests_total{route="/v1/chat/completions",status="499"}', 0)
 
 
+@pytest.mark.full
 def test_a_disconnected_client_stops_waiting_for_its_session(server):
     headers = {"X-Session-Id": "waits"}
     busy = {**PLAIN, "max_tokens": 150, "logit_bias": ENDLESS}
@@ -105,6 +107,7 @@ def test_a_schema_is_checked_once(server):
         forker.resume()
 
 
+@pytest.mark.full
 def test_allow_lark(start):
     server = start("--allow-lark")
     yes = {**FORCING, "definition": 'start: "yes" | "no"'}

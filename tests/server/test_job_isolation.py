@@ -152,6 +152,7 @@ class BrokenRecall(RecallDuringDecode):
         return raises() if self.prompt_tokens == 42 else super().result()
 
 
+@pytest.mark.full
 def test_recall_errors_fail_one_job(loaded, monkeypatch):
     expected = [text_of(serve(make_engine(loaded, RECALL), [job])[0]) for job in others()]
     monkeypatch.setattr("mlx_tq.server.job_recall.RecallDuringDecode", BrokenRecall)

@@ -53,6 +53,7 @@ def generate_alone(loaded, ids):
     return tokens, recall.result()
 
 
+@pytest.mark.full
 def test_answers_of_a_batch_search_the_archive_as_they_do_alone(loaded):
     """One answer begins later. The last token reports what was recalled."""
     prompts = [prompt_ids(loaded), prompt_ids(loaded, 860312, 64)]
@@ -91,6 +92,7 @@ def turn_of(result, user_start, ids, quote, max_quotation, **fields):
     return job_of(result.tokens, ids, session=start, **fields)
 
 
+@pytest.mark.full
 def test_a_quotation_repeats_no_recalled_row(loaded, session):
     """It follows the recall, precedes the user's text, and is reported to the session."""
     tokenizer, (engine, first), calls = loaded[1], session, []

@@ -56,6 +56,7 @@ def test_a_text_that_is_too_long_is_not_tokenized(long_context_server):
     assert time.monotonic() - started < 10
 
 
+@pytest.mark.full
 def test_with_little_memory_short_prompts_are_answered_and_long_ones_refused(start):
     """Prefill in the steps of 2,048 tokens that are the default would not fit."""
     server = start("--memory", "57MB", "--context", "1000", "--prompt-concurrency", "1", steps=())

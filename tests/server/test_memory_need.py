@@ -48,6 +48,7 @@ def test_steps_take_no_more_than_computed(loaded):
     assert engine.memory_need.step_nbytes(TOKENS + ANSWER) == computed
 
 
+@pytest.mark.full
 def test_a_model_whose_steps_take_more_than_computed_makes_later_jobs_wait(loaded, monkeypatch):
     extra, need = 1 << 26, engine_with(loaded, AMPLE).memory_need
     memory = 3 * need.caches_nbytes(TOKENS + ANSWER) + 2 * need.step_nbytes(TOKENS + ANSWER)

@@ -124,6 +124,7 @@ def test_a_load_that_panics_blocks_no_other():
     asyncio.run(ask_for_both())
 
 
+@pytest.mark.full
 def test_an_idle_model_is_unloaded_and_comes_back(start, models):
     """Not while it has a session."""
     server = start("--idle-release", "0.02", model=models / "alpha")
@@ -142,6 +143,7 @@ def test_an_idle_model_is_unloaded_and_comes_back(start, models):
     wait_for(lambda: loaded(server) == [], 60)
 
 
+@pytest.mark.full
 def test_the_least_recently_used_model_makes_room(start, models):
     server = start(*limits(models / "alpha", models / "beta"), model=models)
     for model in ("beta", "alpha", "gamma"):
@@ -167,6 +169,7 @@ def test_requests_for_models_that_do_not_fit_together_take_turns(narrow):
     assert loaded(narrow) == ["alpha"] or "alpha" not in loaded(narrow)
 
 
+@pytest.mark.full
 def test_a_model_that_answers_is_not_unloaded(narrow):
     ask(narrow, "alpha")
     stream = narrow.chat(QUESTION, stream=True, max_tokens=4000, logit_bias=ENDLESS)
@@ -220,6 +223,7 @@ def slow(tmp_path):
     return finish
 
 
+@pytest.mark.full
 def test_others_are_served_while_a_model_is_loaded(start, models, slow):
     server = start("--model", slow.model, "--model", models / "beta", model=models / "alpha")
     names = []
@@ -237,6 +241,7 @@ def test_others_are_served_while_a_model_is_loaded(start, models, slow):
     assert sorted(names) == ["beta", "slow"]
 
 
+@pytest.mark.full
 def test_a_signal_while_a_model_is_loaded(models, slow, tmp_path):
     with running(models / "alpha", tmp_path / "log", *PACKED, "--model", slow.model) as server:
         with ThreadPoolExecutor() as pool:
@@ -249,6 +254,7 @@ def test_a_signal_while_a_model_is_loaded(models, slow, tmp_path):
         assert "Traceback" not in server.log()
 
 
+@pytest.mark.full
 def test_a_model_that_is_larger_than_its_file(start, models):
     sizes = ("--kv-memory-limit", f"{CACHES / 1e6}MB", "--model-memory-limit", "40MB", "--dtype", "float32")
     server = start(*sizes, "--model", EMBEDDED, model=models / "beta")

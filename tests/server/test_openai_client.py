@@ -107,6 +107,7 @@ def test_seeds_and_sampling_options_reach_the_sampler(server):
     assert sample(repetition_penalty=2.0, temperature=0) != greedy != sample(seed=1)
 
 
+@pytest.mark.full
 def test_the_sampling_of_the_model_is_the_default(start, folder, tmp_path):
     model = shutil.copytree(folder, tmp_path / "model")
     (model / "generation_config.json").write_text('{"temperature": 60, "repetition_penalty": 1.2}')
@@ -155,6 +156,7 @@ def test_it_accepts_connections_when_it_says_so(server):
     assert log.index("Application startup complete") < log.index(f"listening on {server.url} (chat page; API at /v1)")
 
 
+@pytest.mark.full
 def test_a_stream_is_logged_at_its_end(start):
     server = start()  # the shared one may have logged its 300 lines of this minute
     assert text_of_stream(server.chat(QUESTION, stream=True, max_tokens=5)) == "41729"

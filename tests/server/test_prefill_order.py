@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -141,6 +142,7 @@ def test_a_waiting_prompt_can_be_cancelled_and_is_stored_as_far_as_it_was_prefil
     assert cached % 64 == 0
 
 
+@pytest.mark.full
 def test_steps_are_measured_once(loaded, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     grid = measured_grid(loaded[0], CONFIG)

@@ -112,6 +112,7 @@ def test_a_signal_in_the_middle_of_a_stream(folder, tmp_path, number):
     assert "Traceback" not in server.log()
 
 
+@pytest.mark.full
 def test_a_signal_while_idle(folder, tmp_path):
     with hangup_set_to(signal.SIG_IGN):
         server = Server(folder, tmp_path / "log", *PACKED)

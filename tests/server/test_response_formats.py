@@ -36,6 +36,7 @@ def regex_format(pattern):
     return {"type": "grammar", "syntax": "regex", "definition": pattern}
 
 
+@pytest.mark.full
 def test_random_answers_are_valid_and_end(server):
     """Each answer of a batch has its own mask, or none."""
     booleans = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4}
@@ -81,6 +82,7 @@ def test_an_object_without_schema_and_answers_that_are_cut(server):
     assert "}" not in stopped.message.content
 
 
+@pytest.mark.full
 def test_a_grammar_that_grows_too_large_fails_its_own_answer_only(server):
     wild = regex_format("(.*a.{1,500}b){1,100}c")
 

@@ -247,6 +247,7 @@ DELETES = "DELETE /v1/sessions/left HTTP/1.1\r\n"
 BODY = '{"messages": [{"role": "user", "content": "hi"}]}'
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("head", "body"), [(WAITS, BODY), (DELETES, "")], ids=["a question", "its deletion"])
 def test_clients_that_left_do_not_wait(narrow, head, body):
     session = {"X-Session-Id": "left"}

@@ -197,6 +197,7 @@ def store(tmp_path):
     return Folder(tmp_path / "store")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "model", ["gemma3_text", *(pytest.param(name, marks=pytest.mark.full) for name in ("embedded", "qwen3_next"))]
 )

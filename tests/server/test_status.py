@@ -46,6 +46,7 @@ def test_status_says_what_runs_and_why_others_wait(start, flags):
     assert status(server)["hit_rate"] > 0.5
 
 
+@pytest.mark.full
 def test_what_is_stored_can_be_cleared(start):
     server = start()
 
@@ -62,6 +63,7 @@ def test_what_is_stored_can_be_cleared(start):
     assert status(server)["cached_tokens"] == again
 
 
+@pytest.mark.full
 def test_what_an_answer_would_take_is_estimated(start):
     server = start(*MEMORY)
     messages = [{"role": "user", "content": QUESTION}]

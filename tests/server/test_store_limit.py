@@ -16,6 +16,7 @@ LIMIT = 5_000_000  # bytes, of which a turn takes a tenth to a third
 TURNS, CLIENTS = 3, 8
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("conversations", "seconds"), [(5, 6), pytest.param(12, 600, marks=pytest.mark.full)])
 def test_a_full_store_keeps_its_limit_and_changes_no_answer(start, tmp_path, conversations, seconds):
     """Conversations share system messages; clients send their turns in any order, again and again."""

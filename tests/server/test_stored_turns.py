@@ -12,7 +12,7 @@ from mlx_tq.prefix_cache.folder import BLOCKS, Folder
 from mlx_tq.server.job import Piece, PrefillProgress
 
 from .conftest import ENDLESS, question
-from .engines import job_of, make_engine, outcome, random_ids, run_job, serve, text_of
+from .engines import job_of, make_engine, make_job, outcome, random_ids, run_job, serve, text_of
 from .test_cached_prompts import counts
 from .test_cached_prompts import text_of as reply_of
 
@@ -101,6 +101,7 @@ def test_an_answer_that_is_cut_off_is_stored(loaded, store):
         assert cached_tokens(loaded, store, [*summary.tokens.tolist(), 5]) == len(summary.tokens)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("turns", [3, pytest.param(20, marks=pytest.mark.full)])
 def test_a_conversation_survives_kills(start, tmp_path, turns):
     """Each turn is answered by a new server, which is killed while it answers another request."""
@@ -171,3 +172,13 @@ def test_a_request_ends_what_is_prefilled_ahead(loaded):
     assert 0 < cached < len(ids) - 1
     assert cached_other == 0
     assert ahead.cancelled.is_set()
+
+
+def test_what_is_prefilled_ahead_takes_no_place_in_the_queue(loaded):
+    engine, ids = make_engine(loaded, queue=1), random_ids(500)
+
+    async def then():
+        engine.prefill_ahead(job_of(ids, only_prefills=True))
+        return await run_job(engine, make_job(20))
+
+    assert serve(engine, [], then)[1][-1].finish_reason

@@ -41,6 +41,7 @@ def replay(model, ids, rounds):
     return np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("budget", [112, pytest.param(512, marks=pytest.mark.full)])
 def test_twenty_turns_are_a_replay_under_the_same_masks(budget):
     model, tokenizer = load()  # with its own limits

@@ -95,6 +95,7 @@ def test_a_question_has_at_least_32_tokens_of_a_prompt(exact):
     assert split_question(tokenizer, ids[:3]) == (ids[:1], ids[1:3])
 
 
+@pytest.mark.full
 def test_the_last_256_tokens_of_a_long_message_search(exact):
     """They select what they select alone, and the message evicts no more, however long it is."""
     model, tokenizer = exact
@@ -227,6 +228,7 @@ def test_the_latest_search_decides_what_is_recalled(exact, monkeypatch):
     assert not sequence.listeners(0, 0, 0)
 
 
+@pytest.mark.full
 def test_a_block_that_is_quoted_whole_is_not_reloaded(exact):
     recalled = []
     for quoted in ((), [(0, 10**6)], None):

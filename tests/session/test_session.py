@@ -252,6 +252,7 @@ def test_stopping_an_answer_keeps_the_session(chat, config):
     assert "417295" in say(session, QUESTION)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("restored", "later"),
     [
@@ -387,6 +388,7 @@ def test_a_loaded_session_continues_where_it_was_saved(chat, service, tmp_path):
     assert resumed.ids == session.ids
 
 
+@pytest.mark.full
 def test_a_loaded_session_keeps_its_rescue_service(chat, service, tmp_path, monkeypatch):
     """A service elsewhere is not used without a flag."""
     monkeypatch.setenv("RESCUE_EMBEDDER", "none")
@@ -486,6 +488,7 @@ def test_the_first_prompt_of_a_second_session_is_in_the_prefix_cache(exact, tmp_
     assert calls[-1] == (tokens, tokens)
 
 
+@pytest.mark.full
 def test_a_cached_prompt_recalls_while_decoding(exact, tmp_path):
     """The restored caches replace the session's first caches."""
     evict = EvictConfig("recency:granularity=32:trigger=32", 128, recall=64)
@@ -590,6 +593,7 @@ def stored_text(service, session):
     return " ".join(span["text"] for span in spans)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("undone", ["by undo", pytest.param("by a stop before the answer", marks=pytest.mark.full)])
 def test_the_text_of_an_undone_turn_is_deleted_from_the_service(chat, service, undone):
     """What earlier turns evicted stays there."""
@@ -717,6 +721,7 @@ def test_by_default_a_full_conversation_stops(short, chat):
     assert session.removed_tokens == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("config", [SMALL, pytest.param(EVICTS, marks=pytest.mark.full)], ids=["all live", "evicting"])
 def test_a_search_finds_removed_turns(short, chat, service, tmp_path, config):
     """Also after saving, loading, undoing, and more removals. It is slow because each removal prefills 400 tokens."""

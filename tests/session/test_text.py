@@ -33,6 +33,7 @@ def test_the_tokenizer_alone_would_obey(embedded, plain):
     assert plain.encode(text) == embedded[1].encode(text, add_special_tokens=False)
 
 
+@pytest.mark.full
 @given(text=hostile)
 def test_no_control_token_and_the_same_text(text, plain):
     ids = plain.encode(text)

@@ -104,6 +104,7 @@ next(answer)
 """
 
 
+@pytest.mark.full
 def test_a_program_may_end_during_an_answer():
     """mlx keeps streams in each thread that computes; without care such a program is aborted at its end."""
     words = [sys.executable, "-c", _ENDS]

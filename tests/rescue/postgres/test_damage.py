@@ -79,6 +79,7 @@ def refused(service):
     return answer.json()["detail"]
 
 
+@pytest.mark.full
 def test_lost_privileges_and_a_standby(postgres, start_service):
     statements = (EXTENSION, "CREATE ROLE clerk LOGIN", "GRANT CREATE ON DATABASE {} TO clerk")
     clerks = database_after(*statements, user="clerk")(postgres)

@@ -43,6 +43,7 @@ def test_kill_of_a_service_while_it_and_another_write(survivor, store, start_ser
     check_index(survivor)
 
 
+@pytest.mark.full
 @ROUNDS
 def test_kill_of_the_server_while_two_services_write(killable, survivor, store, start_service, rounds):
     services = [survivor, start_service(store=store, embedder="none")]
@@ -59,6 +60,7 @@ def test_kill_of_the_server_while_two_services_write(killable, survivor, store, 
     assert sum(len(writer.acknowledged) for writer in writers) > 2 * rounds
 
 
+@pytest.mark.full
 def test_the_server_stops_and_returns(killable, survivor):
     """The service answers /healthz, and the client continues without retrieval until the server is back."""
     client = RescueClient(open_service(survivor.url))

@@ -163,6 +163,7 @@ def test_repeated_signals(listening):
     assert not listening.data_dir.exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("moment", "number"),
     [
@@ -185,6 +186,7 @@ def test_a_signal_during_the_start(start, tmp_path, moment, number):
 REFUSED = ("--data-dir", "data", "--embedder", "word2vec")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("flags", "options", "code"),
     [

@@ -99,6 +99,7 @@ def write_numbered(server, count, text):
         server.write("s", *((text.format(n), n, n + 1) for n in range(first, first + 256)))
 
 
+@pytest.mark.full
 def test_kill_while_saving_an_index(start_server, times):
     server = start_server()
     write_numbered(server, 2560, "item {} of many")
@@ -142,6 +143,7 @@ def test_kill_at_every_statement_of_a_migration(opening, tmp_path, version):
         assert opening(data_dir=moment)[0].write("s", [NewSpan(0, 1, -1, 0.0, "after")]) == (1, 1)
 
 
+@pytest.mark.full
 def test_kill_while_backing_up(start_server, popen, tmp_path, times):
     server = start_server(embedder="none")
     write_numbered(server, 2048, "{} " + "a long text " * 600)
@@ -199,6 +201,7 @@ def test_an_embedder_that_hangs_is_replaced(start_service, caplog):
     assert service.service.embedder.pid != hung
 
 
+@pytest.mark.full
 @IN_FULL_EACH_STORE
 def test_an_idle_embedder_ends_and_queries_and_writes_restart_it(start_service):
     service = with_fact(start_service(embed_idle_s=1, query_timeout_s=60))
@@ -213,6 +216,7 @@ def test_an_idle_embedder_ends_and_queries_and_writes_restart_it(start_service):
     wait_for(lambda: embedder.starts == starts + 1)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(psutil, "RLIMIT_NOFILE"), reason="needs prlimit, which is Linux's")
 def test_an_embedder_that_cannot_start_is_retried_and_ends_with_the_service(start_server):
     """It may open no file for a pipe; the next question after that restarts it."""
