@@ -22,6 +22,7 @@ import numpy as np
 from benchmarks.reports import save
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
+from mlx_tq.codec.normalization import MEAN_TOKENS
 from mlx_tq.config import Budget, EvictConfig, KVConfig
 from mlx_tq.prefix_cache.checkpoint import Checkpoint, decode_checkpoint
 from mlx_tq.prefix_cache.folder import BLOCKS, CHECKPOINTS, Folder
@@ -49,7 +50,7 @@ def layers(tokens):
         rows, means = (mx.tile(x, (1, 1, times, 1)) for x in (state["rows"], state["normalizer"]["means"]))
         longer = {
             "rows": rows[:, :, :tokens],
-            "normalizer": state["normalizer"] | {"means": means[:, :, : tokens // 32]},
+            "normalizer": state["normalizer"] | {"means": means[:, :, : -(-tokens // MEAN_TOKENS)]},
             "length": state["length"] + more,
             "originals": state["originals"] + more,
         }
