@@ -560,6 +560,45 @@ def prefix_cache() -> str:
     return record_table(name, about["figures"], columns, on=f"{about['model']} in float32")
 
 
+RESTORES = {"smollm2": "SmolLM2-135M", "random_long": "random, 2 layers"}
+
+
+def restores() -> str:
+    files = {f"store_restore_{model}.json": label for model, label in RESTORES.items()}
+    rows = [
+        [
+            label,
+            f"{f['tokens']:,}",
+            f"{f['bytes'] / 1e6:.1f}",
+            f"{f['prefill']:.1f}",
+            f"{f['restore']:.3f}",
+            f"{100 * f['share of prefill']:.2f} %",
+            str(f["prefilled again"]),
+        ]
+        for name, label in files.items()
+        for f in report(name)["figures"]
+    ]
+    columns = ["model", "tokens", "MB", "prefill, s", "restore, s", "of prefill", "prefilled again if it diverges"]
+    return table([*files], columns, rows, on="two models in float32")
+
+
+LONG_PROMPT = {
+    "share kept by the slowest": ("speed that the slowest of four streams keeps while 32K are prefilled", "{:.3f}"),
+    "longest gap, s": ("longest gap between two of its tokens, s", "{:.2f}"),
+    "32K alone, s": ("time to first token of 32K alone, s", "{:.1f}"),
+    "32K beside streams, s": ("beside four streams, s", "{:.1f}"),
+    "1K alone, s": ("time to first token of 1K alone, s", "{:.2f}"),
+    "1K behind 32K, s": ("behind 32K, s", "{:.2f}"),
+}
+
+
+def long_prompt() -> str:
+    name = "server_long_prompt.json"
+    figures = report(name)["figures"]
+    rows = [[text, form.format(figures[key])] for key, (text, form) in LONG_PROMPT.items()]
+    return table([name], ["what", "median"], rows, on="a random model with 2 layers and 131,072 positions")
+
+
 def hostile() -> str:
     columns: dict[str, Callable[[Record], str]] = {
         "server": lambda f: f["server"],
@@ -821,7 +860,7 @@ TABLES: dict[str, Callable[[], str]] = {
         *(profiles, formats, divergence, frontier, normalization, trellis, by_layer, answers),
         *(whole_models, long_contexts, llama_cpp, one_layer, kernels, attention_counts, verify_counts, gpu_attention),
         *(machine_code, h100_predicted, macs_predicted, prediction_checks),
-        *(streams, prefix_cache, hostile, soak),
+        *(streams, long_prompt, prefix_cache, restores, hostile, soak),
         *(
             four_arms,
             policies,
