@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
@@ -49,11 +50,18 @@ Handler = Callable[[Request], Response | Awaitable[Response]]
 
 _PUBLIC = {"/", "/health"}  # paths that anybody may call
 _INTERNAL_ERROR = "internal error; see the server's log"
+_FIELD = re.compile(r"[\w.-]{1,64}", re.ASCII)  # of a request, as a header may name it
+_MAX_LOGGED_FIELDS = 1000
 
 
 class Api:
-    def __init__(self, pool: ModelPool, guard: Guard, rescue: RescueClient | None = None) -> None:
-        self._pool, self._guard, self._rescue = pool, guard, rescue
+    """Handles requests. Fields that it does not know are ignored and named, or errors if `is_strict`."""
+
+    def __init__(
+        self, pool: ModelPool, guard: Guard, rescue: RescueClient | None = None, *, is_strict: bool = False
+    ) -> None:
+        self._pool, self._guard, self._rescue, self._is_strict = pool, guard, rescue, is_strict
+        self._logged_fields: set[str] = set()
         self._large_requests = LargeRequests()
         self._metrics = ServerMetrics({model.name: model.metrics for model in pool.models})
         self._tasks: set[asyncio.Task[None]] = set()
@@ -211,10 +219,21 @@ class Api:
 
     async def _parse_body(self, request: Request, kind: type[Body]) -> Body:
         content = await self._guard.read_body(request)
-        request.state.nbytes = len(content)
+        request.state.nbytes, ignored = len(content), None if self._is_strict else set[str]()
         # Parsing a large body holds the GIL; several in turn would block the event loop.
-        work = self._large_requests.run(len(content), schemas.parse, kind, content)
-        return await _run_until_disconnect(request, work)
+        work = self._large_requests.run(len(content), schemas.parse, kind, content, ignored)
+        body: Body = await _run_until_disconnect(request, work)
+        request.state.ignored = sorted(name for name in ignored or () if _FIELD.fullmatch(name))
+        if new := self._new_fields(request.state.ignored):
+            log.warning("fields of requests that this server ignores: %s", ", ".join(new))
+        return body
+
+    def _new_fields(self, ignored: list[str]) -> list[str]:
+        """Return the ignored fields that no request had before."""
+        new = [name for name in ignored if name not in self._logged_fields]
+        room = max(0, _MAX_LOGGED_FIELDS - len(self._logged_fields))
+        self._logged_fields.update(new[:room])
+        return new[:room]
 
     async def _complete(self, kind: type[ChatRequest] | type[CompletionRequest], request: Request) -> Response:
         body = await self._parse_body(request, kind)
@@ -257,6 +276,8 @@ class Api:
                 self._spawn(self._prefill_ahead(service, body, jobs[0], answer))
             max_tokens = min(job.max_tokens for job in jobs)
             headers = {"X-Max-Tokens": str(max_tokens)} if max_tokens < (body.answer_tokens or 0) else {}
+            if request.state.ignored:
+                headers["X-Ignored"] = ", ".join(request.state.ignored)
             events = self._events(service, jobs)
 
             async def respond() -> Response:

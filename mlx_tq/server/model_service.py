@@ -86,10 +86,13 @@ class ModelService:
         start, quotation = (None, 0) if turn is None else (turn.start, turn.start.max_quotation)
         count, constraint, logprobs = request.n or 1, None, None
         make_choice: Callable[[], Choice] = Choice
+        stops = request.stops
         if isinstance(request, ChatRequest):
             prompts = [prompt := self._prompt_builder.chat_prompt(request) if turn is None else turn.prompt]
             logprobs = (request.top_logprobs or 0) if request.logprobs else None
             tools = request.callable_tools
+            if tools and request.parallel_tool_calls is False and self._tokenizer.tool_call_end:
+                stops = [*stops, self._tokenizer.tool_call_end]  # the first call is the last
             make_choice = partial(Choice, self._tokenizer, prompt.state, tools, constrained=grammar is not None)
             if grammar is not None:
                 constraint = self._grammars.constraint(grammar, thinks=prompt.state == "reasoning")
@@ -106,7 +109,7 @@ class ModelService:
                     max_tokens,
                     sampling.sampler(vocabulary, None if request.seed is None else (request.seed + choice) % 2**64),
                     logits_processors(request, sampling, vocabulary),
-                    stops=request.stops,
+                    stops=stops,
                     logprobs=logprobs,
                     constraint=constraint and constraint.copy(),
                     index=number * count + choice,

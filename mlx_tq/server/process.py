@@ -117,7 +117,7 @@ def _serve_pool(
         return args.max_body or max(default_max_body(model.positions) for model in pool.models)
 
     guard = Guard(api_key, args.allowed_origins, max_body(), slots)
-    api = Api(pool, guard, rescue)
+    api = Api(pool, guard, rescue, is_strict=args.strict_requests)
     failures: list[Exception] = []
 
     async def load() -> None:

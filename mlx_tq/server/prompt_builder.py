@@ -123,7 +123,7 @@ class PromptBuilder:
         kwargs = request.chat_template_kwargs or {}
         if wrong := sorted(set(kwargs) & _RESERVED):
             raise InvalidRequestError(f"chat_template_kwargs may not set {', '.join(wrong)}", "chat_template_kwargs")
-        messages = [_template_message(message, index) for index, message in enumerate(request.messages)]
+        messages = [_template_message(message) for message in request.messages]
         tools = _with_sorted_keys(request.callable_tools)
         if tools and not self._shows_tools:
             advice = "leave tools out, or start the server with a --chat-template that shows them"
@@ -131,7 +131,13 @@ class PromptBuilder:
         if tools and not self.tokenizer.has_tool_calling:
             message = f"mlx-lm cannot parse the tool calls of {self._template_name}; leave tools out"
             raise InvalidRequestError(message, "tools")
-        return messages, {**self._template_args, **self.plain.escape(kwargs), "tools": self.plain.escape(tools) or None}
+        options = {**self._template_args, **self.plain.escape(kwargs), "tools": self.plain.escape(tools) or None}
+        if "reasoning_effort" in options:
+            try:
+                self._render(messages, options, add_generation_prompt=True)
+            except InvalidRequestError:  # the template does not know this effort
+                del options["reasoning_effort"]
+        return messages, options
 
     @cached_property
     def _shows_tools(self) -> bool:
@@ -227,7 +233,7 @@ def _with_sorted_keys(value: Any) -> Any:
     return {key: _with_sorted_keys(value[key]) for key in keys}
 
 
-def _template_message(message: schemas.Message, index: int) -> Message:
+def _template_message(message: schemas.Message) -> Message:
     converted = schemas.without_none(message)
     if message.role == "developer":
         converted["role"] = "system"
@@ -236,11 +242,12 @@ def _template_message(message: schemas.Message, index: int) -> Message:
     converted.setdefault("content", "")
     for call in converted.pop("tool_calls", []):
         arguments = call.function.arguments
-        try:
-            parsed = from_json(arguments or "{}") if isinstance(arguments, str) else arguments
-        except ValueError as error:
-            param = f"messages.{index}.tool_calls"
-            raise InvalidRequestError(f"{param}: the arguments of a call are not JSON ({error})", param) from error
+        parsed: Any = arguments
+        if isinstance(arguments, str):
+            try:
+                parsed = from_json(arguments or "{}")
+            except ValueError:  # as the model wrote it; a conversation with such a call goes on
+                parsed = {"arguments": arguments}
         function = {"name": call.function.name, "arguments": parsed}
         converted.setdefault("tool_calls", []).append({**schemas.without_none(call), "function": function})
     return converted

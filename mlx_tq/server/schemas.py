@@ -1,6 +1,6 @@
-"""Request bodies. Unknown arguments are refused, as OpenAI does: nothing is silently ignored."""
+"""Request bodies. Unknown fields are ignored and named, or refused, as OpenAI does."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -21,9 +21,11 @@ from http_limits.json_body import parse_json
 from mlx_tq.cli.options import LOWEST_PENALTY
 from mlx_tq.rescue import MAX_TEXT
 from mlx_tq.server.api_errors import ApiError, InvalidRequestError
+from mlx_tq.server.vendor_fields import REFUSED, template_options, translate_chat, translate_generation
 
 _MAX_ERRORS = 3  # that one response reports
 _MAX_NAME = 100  # characters of a name from the request that an error repeats
+_MAX_IGNORED = 16  # names of an object's fields that a response repeats
 _ABSENT = object()
 # Replacements for pydantic messages that name Python types.
 _MESSAGES = {
@@ -75,16 +77,26 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     # OpenAI's bookkeeping, which is accepted and changes no answer.
     ignored: ClassVar[tuple[str, ...]] = ()
+    # Gives a body of other servers the names and values of this one, unless unknown fields are errors.
+    translate: ClassVar[Callable[[dict[str, Any]], dict[str, Any]]] = dict
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_fields(cls, value: Any) -> Any:
-        """Drop ignored fields, and unknown ones beyond the number that an error reports."""
-        if not isinstance(value, dict) or (not cls.ignored and len(value) <= len(cls.model_fields) + _MAX_ERRORS):
+    def _drop_fields(cls, value: Any, info: ValidationInfo) -> Any:
+        """Drop ignored fields, and unknown ones beyond the number that an error reports.
+
+        With a context, a set, other unknown fields are dropped, too, and their names added to it.
+        """
+        if not isinstance(value, dict):
             return value
+        if (ignored := info.context) is not None:
+            value = cls.translate(value)
         names = {field.alias or name for name, field in cls.model_fields.items()}
-        unknown = islice((name for name in value if name not in names and name not in cls.ignored), _MAX_ERRORS)
-        return {name: value[name] for name in (*unknown, *names) if name in value}
+        unknown = [name for name in value if name not in names and name not in cls.ignored]
+        if ignored is not None:
+            ignored.update(islice((name for name in unknown if name not in REFUSED), _MAX_IGNORED))
+            unknown = [name for name in unknown if name in REFUSED]
+        return {name: value[name] for name in (*unknown[:_MAX_ERRORS], *names) if name in value}
 
 
 def without_none(model: BaseModel) -> dict[str, Any]:
@@ -101,9 +113,17 @@ class Loose(BaseModel):
 # Messages and tools.
 
 
+def _refuse_other_parts(part: Any) -> Any:
+    if isinstance(part, dict) and "text" not in str(part.get("type", "text")):
+        raise ValueError("the models of this server read text only; remove the image, audio or file")
+    return part
+
+
 class TextPart(Strict):
     type: Literal["text"]
     text: str
+
+    _refuse_other_parts = model_validator(mode="before")(_refuse_other_parts)
 
 
 class Function(Loose):
@@ -190,6 +210,7 @@ _BOOKKEEPING = ("user", "metadata", "store", "service_tier", "safety_identifier"
 
 class GenerationRequest(Strict):
     ignored = (*_BOOKKEEPING, "reasoning_effort")
+    translate = translate_generation
 
     model: str | None = None
     stream: bool | None = None
@@ -222,11 +243,13 @@ class GenerationRequest(Strict):
 
 
 class ChatRequest(GenerationRequest):
+    translate = translate_chat
+
     messages: Annotated[FailFastList[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     tools: FailFastList[FunctionTool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[TopLogprobs | None, _requires("logprobs")] = None
     response_format: ResponseFormat | None = None
@@ -292,6 +315,8 @@ class InputText(Loose):
     type: Literal["input_text", "output_text"]
     text: str
 
+    _refuse_other_parts = model_validator(mode="before")(_refuse_other_parts)
+
 
 Texts = str | FailFastList[InputText]
 
@@ -350,7 +375,7 @@ class ResponseTool(Strict):
 class ResponseRequest(Strict):
     """The body of a request to /v1/responses. Responses are not stored, so none can be continued by its id."""
 
-    ignored = (*_BOOKKEEPING, "reasoning", "prompt_cache_retention", "max_tool_calls")
+    ignored = (*_BOOKKEEPING, "prompt_cache_retention", "max_tool_calls")
 
     model: str | None = None
     input: Annotated[str, Field(min_length=1)] | Annotated[FailFastList[Item], Field(min_length=1)]
@@ -363,9 +388,10 @@ class ResponseRequest(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     text: TextOptions | None = None
+    reasoning: dict[str, Any] | None = None
     tools: FailFastList[ResponseTool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: bool | None = None
     previous_response_id: None = None
     conversation: None = None
     prompt: None = None
@@ -407,6 +433,8 @@ class ResponseRequest(Strict):
             tool.pop("strict", None)
         body = {
             **self.model_dump(include={"model", "temperature", "top_p", "stream", "top_logprobs", "tool_choice"}),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "chat_template_kwargs": template_options({"reasoning": self.reasoning}) or None,
             "messages": messages,
             "max_tokens": self.max_output_tokens,
             "logprobs": logprobs,
@@ -447,14 +475,17 @@ def use_response_names(error: ApiError) -> None:
 Body = TypeVar("Body", bound=Strict)
 
 
-def parse(kind: type[Body], body: bytes) -> Body:
-    """Parse and validate a request body; raise `InvalidRequestError` if it is not valid."""
+def parse(kind: type[Body], body: bytes, ignored: set[str] | None = None) -> Body:
+    """Parse and validate a request body; raise `InvalidRequestError` if it is not valid.
+
+    Names of unknown fields are added to `ignored`; without it, they are errors.
+    """
     try:
         value = parse_json(body)
     except ValueError as error:
         raise InvalidRequestError(f"Invalid JSON: {error}") from error
     try:
-        return kind.model_validate(value)
+        return kind.model_validate(value, context=ignored)
     except ValidationError as error:
         invalid = _to_api_error(error.errors(include_url=False, include_input=False), value)
     # Raised outside the `except`, without `value`: the traceback would keep the parsed body alive and free it on the

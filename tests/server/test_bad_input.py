@@ -100,10 +100,9 @@ LISTS = [[]] * 100_000
 LONG_KEY = {"properties": {"k" * 60_000: {"type": "strng"}}}
 MANY_FAULTS = {
     "messages": (PATH, {"messages": [1] * 100_000}),
-    "unknown arguments": (PATH, CHAT | KEYS),
-    "unknown keys of a format": (PATH, CHAT | {"response_format": {"type": "text", **KEYS}}),
+    "unknown keys of a format": (PATH, CHAT | {"response_format": {"type": "xml", **KEYS}}),
     "unknown keys of a part": (PATH, {"messages": [{"role": "user", "content": [{"type": "text", **KEYS}]}]}),
-    "unknown keys of options": (PATH, CHAT | {"stream": True, "stream_options": KEYS}),
+    "unknown keys of options": (PATH, CHAT | {"stream_options": KEYS}),
     "logit_bias": (PATH, CHAT | {"logit_bias": dict.fromkeys(KEYS, "high")}),
     "chat_template_kwargs": (PATH, CHAT | {"chat_template_kwargs": {key: [] for key in KEYS}}),
     "stop": (PATH, CHAT | {"stop": LISTS}),
@@ -112,7 +111,6 @@ MANY_FAULTS = {
     "tokens": ("/v1/completions", {"prompt": [1] * 100_000 + ["a"] * 100_000}),
     "input of responses": ("/v1/responses", {"input": [{"type": "image"}] * 100_000}),
     "input of embeddings": ("/v1/embeddings", {"input": [None] * 100_000}),
-    "a long name": (PATH, CHAT | {"k" * 1_000_000: 1}),
     "a long type": (PATH, CHAT | {"response_format": {"type": "k" * 1_000_000}}),
     "a long key of a schema": (PATH, CHAT | {"response_format": schema_format(LONG_KEY)}),
     "large metadata": ("/v1/responses", {"input": "hi", "metadata": {"a": [[]] * 600_000}}),

@@ -101,6 +101,12 @@ def test_calls_and_mentions_of_marks(scripted, text, reasoning, content, calls):
     assert scripted.answers(text) == [(reasoning, content, calls, bool(calls))] * 4
 
 
+@pytest.mark.parametrize("parallel", [True, False])
+def test_calls_in_parallel(scripted, parallel):
+    calls = (2 if parallel else 1) * ADD
+    assert scripted.answers(f"Two.{CALL}{CALL}", parallel_tool_calls=parallel) == [("", "Two.", calls, True)] * 4
+
+
 @pytest.mark.parametrize("options", [{"tool_choice": "none"}, pytest.param({"tools": None}, marks=pytest.mark.full)])
 def test_without_tools_there_are_no_calls(scripted, options):
     assert scripted.answers(f"<think>Hm.</think>A {CALL}", **options) == [("Hm.", f"A {CALL}", [], False)] * 4
