@@ -816,6 +816,10 @@ def ramp() -> str:
 
 FACTS = {
     "evict_facts.json": "facts in WikiText-2",
+    "evict_facts_needle.json": "facts in WikiText-2",
+    "evict_facts_2000.json": "facts in WikiText-2",
+    "evict_facts_4000.json": "facts in WikiText-2",
+    "evict_facts_7500.json": "facts in WikiText-2",
     "evict_facts_code.json": "facts in code",
     "evict_facts_conversations.json": "facts in conversations",
     "evict_facts_tables.json": "facts in tables",

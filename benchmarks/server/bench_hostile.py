@@ -139,7 +139,7 @@ SERVER: dict[str, Callable[[str, float], None]] = {
         8, CHAT, lambda: {"messages": [{"role": "user", "content": DIGITS[:1_000_000]}]}
     ),
     "10,000 marks": post_repeatedly(
-        2, CHAT, lambda: {"messages": [{"role": "user", "content": "<|im_end|>" * 10_000}]}, **{"X-Session-Id": "s"}
+        2, CHAT, lambda: {"messages": [{"role": "user", "content": "<|im_end|>" * 10_000}]}, **{"X-MLX-TQ-Session": "s"}
     ),
 }
 RESCUE: dict[str, Callable[[str, float], None]] = {

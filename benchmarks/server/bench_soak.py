@@ -117,7 +117,7 @@ def soak_server(seconds: float) -> dict[str, Any]:
                         break
                     path, body = bodies[name]
                     in_session = name.startswith("chat") and number % 4 == 0
-                    headers = {"X-Session-Id": f"s{number}"} if in_session else {}
+                    headers = {"X-MLX-TQ-Session": f"s{number}"} if in_session else {}
                     answer = client.post(path, json=body, headers=headers)
                     with lock:
                         statuses[answer.status_code] += 1

@@ -190,7 +190,7 @@ REQUESTS = [
     R("no messages", "400", lambda c: seen(c.chat.completions.create(model=MODEL, messages=[]) is None)),
     R("a role that is none", "400", answers({"role": "king", "content": "hi"})),
     R("a body without messages", "400", _raw),
-    R("another model", "404", answers(model="gpt-9")),
+    R("another model", ANY, answers(model="gpt-9")),
     R("an argument that is none", ANY, answers(extra_body={"temprature": 1})),
     R("`user`, `metadata`, `store`, `service_tier`", ANY, answers(
         user="me", metadata={"a": "b"}, store=False, service_tier="auto")),

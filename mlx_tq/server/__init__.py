@@ -45,6 +45,7 @@ def build_parser() -> CommandParser:
         metavar="A,B,...",
         help="origins of web pages that may call, comma-separated (default: none)",
     )
+    add("--served-model-name", metavar="NAME", help="the model's name for clients (default: its folder's or the hub's)")
     levels = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
     add("--log-level", default="INFO", choices=levels, help="logging level")
 
@@ -58,7 +59,8 @@ def build_parser() -> CommandParser:
         help="options of the template, such as '{\"enable_thinking\":false}'",
     )
     add_sampling_arguments(group, (*SAMPLING, *PENALTIES), from_model=True)
-    add("--max-tokens", type=int, default=512, metavar="N", help="maximum tokens to generate")
+    limit = "maximum tokens to generate (default: what the context and the memory leave)"
+    add("--max-tokens", type=int, metavar="N", help=limit)
     _add_limit_arguments(parser)
     return parser
 

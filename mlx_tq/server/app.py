@@ -91,6 +91,7 @@ class Api:
             ("GET", "/v1/models"): self._list_models,
             ("GET", "/v1/models/{name:path}"): self._model,
             ("GET", "/v1/plan"): self._plan,
+            ("GET", "/props"): self._props,
             ("DELETE", "/v1/sessions/{name}"): self._drop_session,
             ("POST", "/cache/clear"): self._clear_stored_prompts,
             ("GET", "/status"): self._status,
@@ -102,8 +103,9 @@ class Api:
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
         app = Starlette(
             routes=[
-                Route(path, partial(self._handle, path, handler), methods=[method])
+                Route(route, partial(self._handle, path, handler), methods=[method])
                 for (method, path), handler in handlers.items()
+                for route in dict.fromkeys([path, path.removeprefix("/v1")])  # some clients leave /v1 out
             ],
             lifespan=lifespan,
             middleware=[cors] if origins else [],
@@ -187,6 +189,11 @@ class Api:
     async def _plan(self, request: Request) -> Response:
         async with self._acquire(request, request.query_params.get("model")) as service:
             return JSONResponse(service.report())
+
+    def _props(self, request: Request) -> Response:
+        """Return what clients of llama.cpp ask for before a prompt."""
+        positions = self._pool.find(request.query_params.get("model"), takes_any=True).positions
+        return JSONResponse({"default_generation_settings": {"n_ctx": positions}})
 
     async def _drop_session(self, request: Request) -> Response:
         """Drop the sessions of a name; each model that is loaded may have one."""

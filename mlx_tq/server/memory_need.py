@@ -1,7 +1,8 @@
 """`MemoryNeed`: the bytes of an answer's caches, and those that a prefill step takes for a moment."""
 
+from bisect import bisect_right
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from mlx_tq.cli.loading import check_fits
@@ -44,13 +45,23 @@ class MemoryNeed:
 
     def check(self, prompt_tokens: int, total: int, answers: int = 1) -> None:
         """Raise ConfigError if the `answers` to a prompt, with `total` tokens each, do not fit alone."""
-
-        def caches(tokens: int) -> int:
-            shared = self._plan.shared_nbytes(min(prompt_tokens - 1, tokens), tokens)
-            return answers * self.caches_nbytes(tokens) - (answers - 1) * shared
-
         steps = self.step_nbytes if self._includes_steps else None
-        check_fits(total, self._grid.first, self.available, caches, steps)
+        check_fits(total, self._grid.first, self.available, partial(self._answers, prompt_tokens, answers), steps)
+
+    def most_tokens(self, prompt_tokens: int, total: int, answers: int = 1) -> int:
+        """Return the largest length, of at least `prompt_tokens` and at most `total`, with which answers fit alone."""
+
+        def needed(tokens: int) -> int:
+            return self._answers(prompt_tokens, answers, tokens) + self.step_nbytes(tokens)
+
+        if needed(total) <= self.available:
+            return total
+        return prompt_tokens + bisect_right(range(prompt_tokens + 1, total + 1), self.available, key=needed)
+
+    def _answers(self, prompt_tokens: int, answers: int, tokens: int) -> int:
+        """Return the bytes of the caches of answers to a prompt, with `tokens` tokens each."""
+        shared = self._plan.shared_nbytes(min(prompt_tokens - 1, tokens), tokens)
+        return answers * self.caches_nbytes(tokens) - (answers - 1) * shared
 
     def _compute(self, tokens: int) -> dict[int, int]:
         """Return the most bytes of steps up to `tokens` tokens, by the bits of their length."""

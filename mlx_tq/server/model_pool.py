@@ -136,9 +136,12 @@ class ModelPool:
         """Whether a model is being loaded or unloaded."""
         return self._thread is not None and self._thread.is_alive()
 
-    def find(self, name: str | None) -> PooledModel:
-        """Return the model of a name, the first for None and `default_model`; refuse names that are not in the pool."""
-        if name in (None, DEFAULT_MODEL):
+    def find(self, name: str | None, *, takes_any: bool = False) -> PooledModel:
+        """Return the model of a name, the first for None and `default_model`; refuse names that are not in the pool.
+
+        With `takes_any`, a single model has any name: clients have names of their own for its roles.
+        """
+        if name in (None, DEFAULT_MODEL) or (takes_any and len(self.models) == 1):
             return self.models[0]
         for model in self.models:
             if model.name == name:
@@ -155,13 +158,15 @@ class ModelPool:
             "owned_by": "mlx_tq",
             "loaded": model.service is not None,
             "context_length": model.positions,
+            "max_model_len": model.positions,
+            **({} if model.service is None else model.service.lengths()),
         }
 
     # Requests.
 
     async def acquire(self, name: str | None) -> ModelService:
         """Return a model's service, which is loaded first if needed; call `release` afterwards."""
-        model = self.find(name)
+        model = self.find(name, takes_any=True)
         if self._is_stopping:
             raise UnavailableError("the server is stopping; try again when it is back")
         service = model.service

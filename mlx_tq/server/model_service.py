@@ -1,6 +1,7 @@
 """`ModelService`: what the server offers, without HTTP. Requests become jobs, and an answer for their events."""
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +11,6 @@ from typing import Any
 
 from mlx_lm.sample_utils import greedy_sampler
 
-from mlx_tq.cli.loading import check_positions
 from mlx_tq.cli.options import Request
 from mlx_tq.cli.sampling_settings import choose_sampling
 from mlx_tq.cli.screen import note
@@ -36,6 +36,11 @@ from mlx_tq.server.sessions import HEADER, ServerSession, Sessions, SessionTurn
 
 AnyRequest = ChatRequest | CompletionRequest
 
+# Tokens of an answer whose length nobody limits: the fewest that must fit, and the most of a model without a stated
+# context length.
+_LEAST_ANSWER, _LONGEST_ANSWER = 256, 4096
+_UNKNOWN_CONTEXT = 2**20  # tokens that are tried for memory where a model states no context length
+
 
 class ModelService:
     """One model, and the defaults of its requests. `plan` is None where nothing is compressed."""
@@ -52,7 +57,7 @@ class ModelService:
         metrics: Metrics,
     ) -> None:
         args, self.rescue, self.metrics = request.args, rescue, metrics
-        self.name = short_name(args.model)
+        self.name = args.served_model_name or short_name(args.model)
         self.users, self.last_used = 0, time.monotonic()  # requests that use it now, and when the last one did
         self.nbytes = weights_nbytes(model) + (limits.memory or 0)  # that it may take
         self._tokenizer, self._plan = tokenizer, plan
@@ -149,25 +154,32 @@ class ModelService:
             tokens = self._answer_tokens(len(turn.prompt.ids) + turn.start.max_quotation, request)
         except ContextLengthError:
             tokens = 0
-        if turn.start.caches is None or tokens >= min(request.answer_tokens or 1, self._max_tokens):
+        if turn.start.caches is None or tokens >= min(request.answer_tokens or 1, self._max_tokens or sys.maxsize):
             return turn
         return self.sessions.begin(session, request, restart=True)
 
     def _answer_tokens(self, prompt_tokens: int, request: AnyRequest) -> int:
-        """Return how many tokens to generate at most; refuse what exceeds the context length or the memory."""
-        tokens, count, limits = request.answer_tokens or self._max_tokens, request.n or 1, self.engine.limits
+        """Return how many tokens to generate at most: all that context and memory leave, if nobody says how many.
+
+        Refuse what exceeds them.
+        """
+        asked, count, limits = request.answer_tokens or self._max_tokens, request.n or 1, self.engine.limits
         if count > limits.concurrency:
             raise InvalidRequestError(f"n is {count}; this server generates at most {limits.concurrency}", "n")
+        param = "messages" if isinstance(request, ChatRequest) else "prompt"
+        least = 1 if asked else _LEAST_ANSWER
+        if self.positions is not None and prompt_tokens + least > self.positions:
+            raise ContextLengthError.of(prompt_tokens, self.positions, least, param)
+        tokens = asked or _LONGEST_ANSWER
+        if self.positions is not None:
+            tokens = min(asked or self.positions, self.positions - prompt_tokens)
+        if (need := self.engine.memory_need) is None:
+            return tokens
         try:
-            check_positions(prompt_tokens, self.positions)
-            if self.positions is not None:
-                tokens = min(tokens, self.positions - prompt_tokens)
-            if self.engine.memory_need is not None:
-                self.engine.memory_need.check(prompt_tokens, prompt_tokens + tokens, count)
+            need.check(prompt_tokens, prompt_tokens + (tokens if asked else least), count)
         except ConfigError as error:
-            param = "messages" if isinstance(request, ChatRequest) else "prompt"
             raise ContextLengthError(str(error), param) from error
-        return tokens
+        return tokens if asked else need.most_tokens(prompt_tokens, prompt_tokens + tokens, count) - prompt_tokens
 
     def report(self) -> dict[str, Any]:
         """Return the model, defaults and how caches are stored, for /v1/plan; it contains no path of this machine."""
@@ -201,6 +213,23 @@ class ModelService:
         }
         return report
 
+    def lengths(self) -> dict[str, int | None]:
+        """Return the most tokens of a prompt and of an answer, of both in memory, and of a prompt that stays there."""
+        need, positions, limits = self.engine.memory_need, self.positions, self.engine.limits
+        longest = positions or _UNKNOWN_CONTEXT
+        servable = positions if need is None else need.most_tokens(1, longest)
+        cacheable = servable
+        if need is not None and need.caches_nbytes(longest) > limits.prompt_cache_bytes:
+            fits = [need.caches_nbytes(longest * part // 64) <= limits.prompt_cache_bytes for part in range(1, 65)]
+            cacheable = min(servable or longest, longest * sum(fits) // 64)
+        most = None if servable is None else max(1, servable - _LEAST_ANSWER)
+        return {
+            "max_input_tokens": most,
+            "max_output_tokens": None if servable is None else servable - 1,
+            "servable_tokens": servable,
+            "cacheable_tokens": cacheable,
+        }
+
     def estimate(self, request: AnyRequest) -> dict[str, Any]:
         """Return what one answer to the request would take, for /v1/estimate."""
         if isinstance(request, ChatRequest):
@@ -209,7 +238,7 @@ class ModelService:
             prompts = [self._prompt_builder.completion_prompt(prompt) for prompt in request.prompts]
         reports = []
         for prompt in prompts:
-            length, refusal, max_tokens = len(prompt.ids), None, request.answer_tokens or self._max_tokens
+            length, refusal, max_tokens = len(prompt.ids), None, request.answer_tokens or self._max_tokens or 0
             try:
                 max_tokens = self._answer_tokens(length, request)
             except ContextLengthError as error:

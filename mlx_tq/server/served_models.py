@@ -37,7 +37,7 @@ def find_models(request: Request, ranks: Ranks) -> list[ServedModel]:
         path = paths[0] if paths else None
         if request.args.model_memory_limit:
             raise ConfigError("--model-memory-limit requires several models. Name another --model, or drop it.")
-        return [ServedModel(short_name(path), path)]
+        return [ServedModel(request.args.served_model_name or short_name(path), path)]
     _check_several(request, len(paths), ranks)
     models: dict[str, ServedModel] = {}
     for path in paths:
@@ -54,6 +54,8 @@ def find_models(request: Request, ranks: Ranks) -> list[ServedModel]:
 def _check_several(request: Request, count: int, ranks: Ranks) -> None:
     """Raise ConfigError for flags that support only one model."""
     args = request.args
+    if args.served_model_name:
+        raise ConfigError("--served-model-name names one model, and several are served by their own names. Drop it.")
     if not ranks.is_alone:
         raise ConfigError(f"{count} models need a single process, and {ranks.size} ranks were started. Name one model.")
     policy = None if request.config.evict is None else request.config.evict.policy

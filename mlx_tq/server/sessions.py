@@ -30,7 +30,7 @@ from mlx_tq.session.transcript import NO_HITS, Transcript, quotation_limit
 
 log = logging.getLogger(__name__)
 
-HEADER = "X-Session-Id"
+HEADER = "X-MLX-TQ-Session"
 
 
 @dataclass(eq=False)

@@ -47,7 +47,7 @@ DIFFERENT = {
     },
     "chat": {
         "model": {"default"},
-        "max_tokens": {"default"},  # 512, as the server's
+        "max_tokens": {"default"},  # 512
         "prefill_step_size": {"default"},  # 512: Ctrl-C is noticed between steps
         "temp": {"type", "default"},  # None: the model's generation_config.json has the defaults
         "top_p": {"default"},
@@ -59,6 +59,7 @@ DIFFERENT = {
         "prompt_cache_bytes": {"type"},  # mlx-lm's takes a negative size
         "temp": {"type", "default"},  # as for the chat
         "prefill_step_size": {"default"},  # measured
+        "max_tokens": {"default"},  # None: what the context leaves
         **{name: {"default"} for name in ("top_p", "top_k", "min_p")},
     },
 }

@@ -136,7 +136,7 @@ def test_many_faults(server, path, body):
 def test_parsing_a_large_body_does_not_block_other_requests(server):
     content = b'{"model": "x", "prompt": [' + b",".join([b"1"] * 900_000) + b"]}"
     with polled(server, "/health") as health:
-        assert server.http.post("/v1/completions", content=content).status_code == 404
+        assert server.http.post("/v1/completions", content=content).status_code == 400
     assert max(health) < 2
 
 

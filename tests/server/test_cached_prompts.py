@@ -125,7 +125,7 @@ def test_two_servers_write_at_once(pair, server):
 
 
 def test_a_session_restores_the_prompt_of_another_servers_session(pair):
-    options = {"extra_headers": {"X-Session-Id": "a"}, "max_tokens": 12}
+    options = {"extra_headers": {"X-MLX-TQ-Session": "a"}, "max_tokens": 12}
     text = "Weights and coins.\n" + question(13, 274_650)
     fresh, again = (server.chat(text, **options) for server in pair)
     assert counts(fresh)[1] < 64

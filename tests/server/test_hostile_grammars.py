@@ -82,7 +82,7 @@ def num_disconnects(server):
 
 @pytest.mark.full
 def test_a_disconnected_client_stops_waiting_for_its_session(server):
-    headers = {"X-Session-Id": "waits"}
+    headers = {"X-MLX-TQ-Session": "waits"}
     busy = {**PLAIN, "max_tokens": 150, "logit_bias": ENDLESS}
     body = {**body_of(schema_format({**CODE, "title": "waits"})), "max_tokens": 2}
     before = num_disconnects(server)

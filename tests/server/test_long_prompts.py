@@ -41,7 +41,7 @@ def test_a_text_that_is_too_long_is_not_tokenized(long_context_server):
     text = "0123456789" * 400_000
     requests = [
         ("/v1/chat/completions", {"messages": user(text)}, {}),
-        ("/v1/chat/completions", {"messages": user(text)}, {"X-Session-Id": "a"}),
+        ("/v1/chat/completions", {"messages": user(text)}, {"X-MLX-TQ-Session": "a"}),
         ("/v1/chat/completions", {"messages": [*user("hi"), {"role": "assistant", "content": text}]}, {}),
         ("/v1/completions", {"prompt": text}, {}),
         ("/v1/responses", {"input": text}, {}),

@@ -194,7 +194,7 @@ def test_a_session_starts_again_when_its_model_was_unloaded(narrow):
     turns = [{"role": "user", "content": QUESTION}]
 
     def turn():
-        answer = narrow.chat(*turns, extra_headers={"X-Session-Id": "a"})
+        answer = narrow.chat(*turns, extra_headers={"X-MLX-TQ-Session": "a"})
         turns.append({"role": "assistant", "content": answer.choices[0].message.content})
         turns.append({"role": "user", "content": "What is the access code?"})
         return answer.usage.prompt_tokens_details.cached_tokens

@@ -104,7 +104,7 @@ HEADERS = {
     "Host": ["[", "a]b[c", "evil.example", "", "localhost:x", "[::1]", "\xe9", "user@localhost", "localhost,localhost"],
     "Origin": ["null", "http://[", "http://localhost", "\xff", ""],
     "Authorization": ["Bearer", "Bearer \xe9", "Basic x", "\xff" * 100],
-    "X-Session-Id": ["s", "t", "", "a b", "../x", "x" * 65, "\xe9", "\x00"],
+    "X-MLX-TQ-Session": ["s", "t", "", "a b", "../x", "x" * 65, "\xe9", "\x00"],
     "Content-Type": ["text/plain", "application/json; charset=utf-16", "multipart/form-data", "\xff"],
     "Content-Length": ["-1", "x", "0", "9" * 30, "1e3", "+5", "5, 5"],
     "Transfer-Encoding": ["chunked", "gzip", "chunked, chunked", "\xff"],

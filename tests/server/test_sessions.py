@@ -35,7 +35,7 @@ def user(text):
 
 def ask(server, session, *messages, **options):
     """Return an answer of a session, and its message."""
-    answer = server.chat(*messages, extra_headers={"X-Session-Id": session}, **{"max_tokens": 12, **options})
+    answer = server.chat(*messages, extra_headers={"X-MLX-TQ-Session": session}, **{"max_tokens": 12, **options})
     return answer, {"role": "assistant", "content": answer.choices[0].message.content}
 
 
@@ -93,7 +93,7 @@ def test_evicted_text_is_quoted(evicting, service):
 def test_a_partial_answer_leaves_the_session_unchanged(evicting):
     _, reply = ask(evicting, "half", long_text())
     conversation = (long_text(), reply, user(ASK))
-    options = {"extra_headers": {"X-Session-Id": "half"}, "stream": True, "logit_bias": ENDLESS, "max_tokens": 2000}
+    options = {"extra_headers": {"X-MLX-TQ-Session": "half"}, "stream": True, "logit_bias": ENDLESS, "max_tokens": 2000}
     for _ in range(2):
         stream = evicting.chat(*conversation, **options)
         read_first_text(stream)
@@ -165,7 +165,7 @@ def test_sessions_are_separate_and_run_at_once(evicting):
 
 
 def test_requests_of_one_session_take_turns(evicting):
-    options = {"extra_headers": {"X-Session-Id": "turns"}, "logit_bias": ENDLESS, "max_tokens": 2000}
+    options = {"extra_headers": {"X-MLX-TQ-Session": "turns"}, "logit_bias": ENDLESS, "max_tokens": 2000}
     stream = evicting.chat(long_text(), stream=True, **options)
     read_first_text(stream)
     done = []
@@ -214,7 +214,7 @@ def test_sessions_make_room(narrow):
 
 def test_limits(narrow):
     stream = narrow.chat(
-        "Hello", stream=True, extra_headers={"X-Session-Id": "busy"}, logit_bias=ENDLESS, max_tokens=1000
+        "Hello", stream=True, extra_headers={"X-MLX-TQ-Session": "busy"}, logit_bias=ENDLESS, max_tokens=1000
     )
     read_first_text(stream)
     with pytest.raises(openai.RateLimitError, match="all 1 sessions are in use"):
@@ -250,10 +250,10 @@ BODY = '{"messages": [{"role": "user", "content": "hi"}]}'
 @pytest.mark.full
 @pytest.mark.parametrize(("head", "body"), [(WAITS, BODY), (DELETES, "")], ids=["a question", "its deletion"])
 def test_clients_that_left_do_not_wait(narrow, head, body):
-    session = {"X-Session-Id": "left"}
+    session = {"X-MLX-TQ-Session": "left"}
     stream = narrow.chat("Hello", stream=True, extra_headers=session, logit_bias=ENDLESS, max_tokens=1200)
     read_first_text(stream)
-    sent = f"{head}Host: localhost\r\nX-Session-Id: left\r\n\r\n{body}".encode()
+    sent = f"{head}Host: localhost\r\nX-MLX-TQ-Session: left\r\n\r\n{body}".encode()
     with ExitStack() as stack:
 
         def is_another_waiting():
@@ -282,11 +282,11 @@ def test_names_and_routes(narrow):
     for name in ("", "a b", "x" * 65, "../etc"):
         with pytest.raises(openai.BadRequestError, match=r"it must be 1 to 64 of the characters") as refused:
             ask(narrow, name, "Hello")
-        assert refused.value.param == "X-Session-Id"
+        assert refused.value.param == "X-MLX-TQ-Session"
     with pytest.raises(openai.BadRequestError, match="sessions are for /v1/chat/completions"):
-        narrow.openai.completions.create(model="needle32", prompt="x", extra_headers={"X-Session-Id": "a"})
+        narrow.openai.completions.create(model="needle32", prompt="x", extra_headers={"X-MLX-TQ-Session": "a"})
     for messages, options in ((["x"], {"n": 2}), (["x", {"role": "assistant", "content": "4"}], {})):
-        with pytest.raises(openai.BadRequestError, match=r"leave .*X-Session-Id out"):
+        with pytest.raises(openai.BadRequestError, match=r"leave .*X-MLX-TQ-Session out"):
             ask(narrow, "one", *messages, **options)
     with pytest.raises(openai.BadRequestError):  # and a session that was refused does not stay in use
         ask(narrow, "bad", "Hello", model="default_model", max_tokens=10**6)

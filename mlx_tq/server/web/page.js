@@ -159,7 +159,7 @@ async function send(text) {
 }
 
 async function generate(turn, item) {
-  const headers = { "Content-Type": "application/json", ...(server?.sessions !== 0 && { "X-Session-Id": chat.session }) };
+  const headers = { "Content-Type": "application/json", ...(server?.sessions !== 0 && { "X-MLX-TQ-Session": chat.session }) };
   const options = { method: "POST", headers, body: JSON.stringify(requestBody()), signal: running.signal };
   const stream = await request("/v1/chat/completions", options);
   for await (const event of events(stream, showStatus)) {
