@@ -181,6 +181,12 @@ def _call_object(call: Object, index: int) -> Object:
     return {"index": index, "id": call_id, "type": "function", "function": function}
 
 
+def _custom_input(arguments: str) -> str:
+    """Return the text for a custom tool: the argument `input`, or all arguments where the model named it otherwise."""
+    text = json.loads(arguments).get("input")
+    return text if isinstance(text, str) else arguments
+
+
 class Answer:
     """The answers to a request, collected from the events of its jobs and written as chat or text completions.
 
@@ -298,6 +304,7 @@ class ResponseAnswer(Answer):
     def __init__(self, *args: Any, request: ResponseRequest) -> None:
         super().__init__(*args)
         self._request, self._id = request, f"resp_{uuid.uuid4().hex}"
+        self._tools = {tool.full_name: tool for tool in request.tools or []}
         self._items: list[Object] = []
         self._open_item: Object | None = None  # the last item, while it grows
         self._reasoning_tokens = self._num_events = 0
@@ -317,18 +324,30 @@ class ResponseAnswer(Answer):
             self._add_text("message", delta.content, logprobs)
         for call in delta.tool_calls:
             arguments = call["function"]["arguments"]
-            name, call_id = call["function"]["name"], call["id"]
-            self._open("function_call", status="in_progress", call_id=call_id, name=name, arguments="")
-            self._items[-1]["arguments"] = arguments
-            self._emit("function_call_arguments.delta", **self._place(), delta=arguments)
-            self._emit("function_call_arguments.done", **self._place(), arguments=arguments)
-            self._close_item()
+            tool = self._tools.get(call["function"]["name"])
+            fields = {"call_id": call["id"], "name": call["function"]["name"]}
+            if tool is not None:
+                fields["name"] = tool.name
+                if tool.namespace is not None:
+                    fields["namespace"] = tool.namespace
+            if tool is not None and tool.type == "custom":
+                self._add_call("custom_tool_call", "input", _custom_input(arguments), fields)
+            else:
+                self._add_call("function_call", "arguments", arguments, {**fields, "status": "in_progress"})
         self._finish_reason = self.choices[0].finish_reason
         if self._finish_reason is not None:
             if not self._items:
                 self._add_text("message", "", [])
             self._close_item()
         return self._take_events()
+
+    def _add_call(self, kind: str, key: str, text: str, fields: Object) -> None:
+        self._open(kind, **fields, **{key: ""})
+        self._items[-1][key] = text
+        event = f"{kind}_{key}"
+        self._emit(f"{event}.delta", **self._place(), delta=text)
+        self._emit(f"{event}.done", **self._place(), **{key: text})
+        self._close_item()
 
     def end_events(self, *, usage: bool) -> list[Object]:
         """Return the last event, which always has the usage."""
@@ -356,12 +375,12 @@ class ResponseAnswer(Answer):
             "metadata": request.metadata or {},
             "model": self._model,
             "output": list(self._items),
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
             "text": {"format": {"type": "text"}, **text},
             "tool_choice": request.tool_choice or "auto",
-            "tools": [dict(tool) for tool in request.tools or []],
+            "tools": [tool.model_dump(exclude={"namespace"}) for tool in request.tools or []],
             "truncation": "disabled",
             "usage": finish_reason
             and {
@@ -395,7 +414,7 @@ class ResponseAnswer(Answer):
 
     def _open(self, kind: str, **fields: Any) -> None:
         self._close_item()
-        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
+        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}[kind]
         self._open_item = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, **fields}
         self._items.append(self._open_item)
         self._emit("output_item.added", output_index=len(self._items) - 1, item=dict(self._open_item))

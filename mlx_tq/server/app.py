@@ -86,6 +86,7 @@ class Api:
             ("POST", "/v1/chat/completions"): partial(self._complete, ChatRequest),
             ("POST", "/v1/completions"): partial(self._complete, CompletionRequest),
             ("POST", "/v1/responses"): self._respond,
+            ("POST", "/v1/responses/input_tokens"): self._count_response_tokens,
             ("POST", "/v1/embeddings"): self._embed,
             ("POST", "/v1/estimate"): self._estimate,
             ("GET", "/v1/models"): self._list_models,
@@ -254,6 +255,13 @@ class Api:
         except InvalidRequestError as error:
             schemas.use_response_names(error)
             raise
+
+    async def _count_response_tokens(self, request: Request) -> Response:
+        body = await self._parse_body(request, ResponseRequest)
+        async with self._acquire(request, body.model) as service:
+            work = self._large_requests.run(request.state.nbytes, lambda: service.estimate(body.to_chat()))
+            (prompt,) = (await _run_until_disconnect(request, work))["prompts"]
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": prompt["prompt_tokens"]})
 
     async def _generate(
         self, request: Request, body: ChatRequest | CompletionRequest, make_answer: Callable[..., Answer]

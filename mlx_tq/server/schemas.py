@@ -21,7 +21,13 @@ from http_limits.json_body import parse_json
 from mlx_tq.cli.options import LOWEST_PENALTY
 from mlx_tq.rescue import MAX_TEXT
 from mlx_tq.server.api_errors import ApiError, InvalidRequestError
-from mlx_tq.server.vendor_fields import REFUSED, template_options, translate_chat, translate_generation
+from mlx_tq.server.vendor_fields import (
+    REFUSED,
+    template_options,
+    translate_chat,
+    translate_generation,
+    translate_response,
+)
 
 _MAX_ERRORS = 3  # that one response reports
 _MAX_NAME = 100  # characters of a name from the request that an error repeats
@@ -77,8 +83,8 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     # OpenAI's bookkeeping, which is accepted and changes no answer.
     ignored: ClassVar[tuple[str, ...]] = ()
-    # Gives a body of other servers the names and values of this one, unless unknown fields are errors.
-    translate: ClassVar[Callable[[dict[str, Any]], dict[str, Any]]] = dict
+    # Gives a body the names and values of this server, unless unknown fields are errors; may add to what is ignored.
+    translate: ClassVar[Callable[[dict[str, Any], set[str]], dict[str, Any]] | None] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -89,8 +95,9 @@ class Strict(BaseModel):
         """
         if not isinstance(value, dict):
             return value
-        if (ignored := info.context) is not None:
-            value = cls.translate(value)
+        ignored: set[str] | None = info.context
+        if ignored is not None and cls.translate is not None:
+            value = cls.translate(value, ignored)
         names = {field.alias or name for name, field in cls.model_fields.items()}
         unknown = [name for name in value if name not in names and name not in cls.ignored]
         if ignored is not None:
@@ -330,6 +337,14 @@ class CallItem(Loose):
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
+
+
+class CustomCallItem(Loose):
+    call_id: str
+    name: str
+    input: str
+    namespace: str | None = None
 
 
 class CallOutputItem(Loose):
@@ -337,20 +352,34 @@ class CallOutputItem(Loose):
     output: Texts
 
 
-class ReasoningItem(Loose):
-    """The model's reasoning, which later turns leave out."""
+class LeftOutItem(Loose):
+    """The model's reasoning, which later turns leave out, or a call that OpenAI's servers ran."""
+
+
+# Of the calls that OpenAI's servers run.
+_LEFT_OUT = frozenset(
+    f"{name}_call" for name in ("web_search", "file_search", "computer", "code_interpreter", "image_generation", "mcp")
+)
+
+
+def _item_tag(item: Any) -> Any:
+    kind = item.get("type", "message") if isinstance(item, dict) else "message"
+    if kind == "custom_tool_call_output":
+        return "function_call_output"
+    return "reasoning" if isinstance(kind, str) and kind in _LEFT_OUT else kind
 
 
 Item = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CustomCallItem, Tag("custom_tool_call")]
     | Annotated[CallOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
+    | Annotated[LeftOutItem, Tag("reasoning")],
     Discriminator(
-        lambda item: item.get("type", "message") if isinstance(item, dict) else "message",
+        _item_tag,
         custom_error_type="item_type",
         custom_error_message="its type should be one of 'message', 'function_call', 'function_call_output', "
-        "'reasoning'",
+        "'custom_tool_call', 'custom_tool_call_output', 'reasoning'",
     ),
 ]
 
@@ -365,17 +394,36 @@ class TextOptions(Strict):
 
 
 class ResponseTool(Strict):
-    type: Literal["function"]
+    """A function, or a custom tool, which is a function of one text; either may be of a namespace."""
+
+    type: Literal["function", "custom"]
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    namespace: str | None = None
+
+    @property
+    def full_name(self) -> str:
+        """The name that the model sees."""
+        return full_name(self.name, self.namespace)
+
+    def to_function(self) -> dict[str, Any]:
+        text = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+        parameters = text if self.type == "custom" else self.parameters
+        fields = {"name": self.full_name, "description": self.description, "parameters": parameters}
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+def full_name(name: str, namespace: str | None) -> str:
+    return f"{namespace}__{name}" if namespace else name
 
 
 class ResponseRequest(Strict):
     """The body of a request to /v1/responses. Responses are not stored, so none can be continued by its id."""
 
-    ignored = (*_BOOKKEEPING, "prompt_cache_retention", "max_tool_calls")
+    ignored = (*_BOOKKEEPING, "prompt_cache_retention", "max_tool_calls", "client_metadata", "context_management")
+    translate = translate_response
 
     model: str | None = None
     input: Annotated[str, Field(min_length=1)] | Annotated[FailFastList[Item], Field(min_length=1)]
@@ -396,7 +444,7 @@ class ResponseRequest(Strict):
     conversation: None = None
     prompt: None = None
     background: Literal[False] | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = None  # nothing is cut out of a conversation
     metadata: Annotated[FailFastDict[MetadataText], Field(max_length=16)] | None = None  # every response repeats it
 
     def to_chat(self) -> ChatRequest:
@@ -407,8 +455,10 @@ class ResponseRequest(Strict):
         for item in items:
             if isinstance(item, MessageItem):
                 messages.append({"role": item.role, "content": _join(item.content)})
-            elif isinstance(item, CallItem):
-                call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+            elif isinstance(item, CallItem | CustomCallItem):
+                arguments = {"input": item.input} if isinstance(item, CustomCallItem) else item.arguments
+                function = {"name": full_name(item.name, item.namespace), "arguments": arguments}
+                call = {"id": item.call_id, "function": function}
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": None})
                 messages[-1].setdefault("tool_calls", []).append(call)
@@ -427,10 +477,6 @@ class ResponseRequest(Strict):
                 values["schema"] = values.pop("schema_")
             is_schema = values["type"] == "json_schema"
             response_format = {"type": values.pop("type"), "json_schema": values} if is_schema else values
-        tools = [without_none(tool) for tool in self.tools or []]
-        for tool in tools:
-            del tool["type"]
-            tool.pop("strict", None)
         body = {
             **self.model_dump(include={"model", "temperature", "top_p", "stream", "top_logprobs", "tool_choice"}),
             "parallel_tool_calls": self.parallel_tool_calls,
@@ -439,7 +485,7 @@ class ResponseRequest(Strict):
             "max_tokens": self.max_output_tokens,
             "logprobs": logprobs,
             "response_format": response_format,
-            "tools": [{"type": "function", "function": tool} for tool in tools] or None,
+            "tools": [{"type": "function", "function": tool.to_function()} for tool in self.tools or []] or None,
         }
         return ChatRequest.model_validate(body)
 

@@ -16,7 +16,7 @@ _UNSET = ("max_tokens", "max_completion_tokens", "seed", "top_k")  # where -1 is
 _RENAMED = {"repeat_penalty": "repetition_penalty", "n_predict": "max_tokens"}
 
 
-def translate_generation(body: Object) -> Object:
+def translate_generation(body: Object, ignored: set[str]) -> Object:
     """Return a body with the names and the values of this server."""
     body = dict(body)
     for theirs, ours in _RENAMED.items():
@@ -30,9 +30,9 @@ def translate_generation(body: Object) -> Object:
     return body
 
 
-def translate_chat(body: Object) -> Object:
+def translate_chat(body: Object, ignored: set[str]) -> Object:
     """Return a chat's body with the names and the values of this server."""
-    body = translate_generation(body)
+    body = translate_generation(body, ignored)
     options = template_options(body)
     for name in ("enable_thinking", "thinking", "reasoning"):
         body.pop(name, None)
@@ -49,6 +49,25 @@ def translate_chat(body: Object) -> Object:
     elif isinstance(pattern, str):
         body.setdefault("response_format", {"type": "grammar", "syntax": "regex", "definition": pattern})
     return body
+
+
+def translate_response(body: Object, ignored: set[str]) -> Object:
+    """Return a response's body with the tools of its namespaces, and without those that OpenAI's servers run.
+
+    The types of the latter are added to `ignored`.
+    """
+    if not isinstance(body.get("tools"), list):
+        return body
+    tools: list[Any] = []
+    for tool in body["tools"]:
+        match tool:
+            case {"type": "namespace", "name": str(namespace), "tools": list(inner)}:
+                tools += [{**part, "namespace": namespace} if isinstance(part, dict) else part for part in inner]
+            case {"type": str(kind)} if kind not in ("function", "custom"):
+                ignored.add(kind)
+            case _:
+                tools.append(tool)
+    return {**body, "tools": tools}
 
 
 def template_options(body: Object) -> Object:

@@ -105,3 +105,48 @@ def test_reasoning_content_and_calls_are_items(tokenizer, size):  # noqa: F811
     next_body = {"input": [{"role": "user", "content": "hi"}, *body["output"], output], "tools": [FUNCTION]}
     *_, assistant, tool = parse(ResponseRequest, json.dumps(next_body).encode()).to_chat().messages
     assert (assistant.content, len(assistant.tool_calls), tool.tool_call_id) == ("Let me see.", 2, call["call_id"])
+
+
+# As Codex sends them: tools of a namespace, a custom tool, and one that OpenAI's servers run.
+CODEX_TOOLS = [
+    {"type": "namespace", "name": "math", "description": "", "tools": [{**FUNCTION, "defer_loading": True}]},
+    {"type": "custom", "name": "patch", "description": "Apply.", "format": {"type": "text"}},
+    {"type": "web_search", "external_web_access": False},
+]
+
+
+def test_tools_of_codex_are_functions_for_the_model_and_their_own_for_the_client(tokenizer):  # noqa: F811
+    ignored = set()
+    body = {"input": "hi", "tools": CODEX_TOOLS, "client_metadata": {"a": "b"}, "truncation": "auto"}
+    request = parse(ResponseRequest, json.dumps(body).encode(), ignored)
+    assert {"web_search"} <= ignored <= {"web_search", "defer_loading", "format"}
+    tools = [tool["function"] for tool in request.to_chat().callable_tools]
+    assert [tool["name"] for tool in tools] == ["math__add", "patch"]
+    assert tools[1]["parameters"]["required"] == ["input"]
+    answer = ResponseAnswer(
+        "m", [Choice(tokenizer, "normal", [{"function": tool} for tool in tools])], 5, str, request=request
+    )
+    calls = ({"name": "math__add", "arguments": {"a": 2}}, {"name": "patch", "arguments": {"input": "+1\n"}})
+    text = "".join(f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls)
+    events = [*answer.start_events(), *answer.add(Piece(text, finish_reason="stop")), *answer.end_events(usage=False)]
+    for event in json.loads(json.dumps(events)):
+        TypeAdapter(ResponseStreamEvent).validate_python(event)
+    function, custom = answer.body()["output"]
+    assert (function["type"], function["namespace"], function["name"]) == ("function_call", "math", "add")
+    assert (custom["type"], custom["name"], custom["input"]) == ("custom_tool_call", "patch", "+1\n")
+    outputs = [
+        {"type": "function_call_output", "call_id": function["call_id"], "output": "4"},
+        {"type": "custom_tool_call_output", "call_id": custom["call_id"], "output": "done"},
+    ]
+    items = [{"role": "user", "content": "hi"}, function, custom, *outputs, {"type": "web_search_call", "id": "w"}]
+    *_, assistant, first, second = parse(ResponseRequest, json.dumps({"input": items}).encode()).to_chat().messages
+    functions = [call.function for call in assistant.tool_calls]
+    assert [call.name for call in functions] == ["math__add", "patch"]
+    assert functions[1].arguments == {"input": "+1\n"}
+    assert (first.content, second.content) == ("4", "done")
+
+
+def test_tokens_are_counted(server):
+    counted = server.post("/v1/responses/input_tokens", input="hi", instructions="Be kind.").json()
+    answered = server.post("/v1/responses", input="hi", instructions="Be kind.", max_output_tokens=1).json()
+    assert counted == {"object": "response.input_tokens", "input_tokens": answered["usage"]["input_tokens"]}
