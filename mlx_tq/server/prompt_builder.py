@@ -17,6 +17,7 @@ from mlx_tq.prefix_cache.prefix_cache import common_prefix
 from mlx_tq.server import schemas
 from mlx_tq.server.api_errors import ContextLengthError, InvalidRequestError
 from mlx_tq.server.schemas import ChatRequest
+from mlx_tq.server.system_messages import fold_later, has_later, join_leading
 from mlx_tq.session.text import TEMPLATE_ERRORS, PlainText, PromptLengthLimit, is_reasoning_open, unescape
 
 Message = dict[str, Any]  # as templates expect it
@@ -123,7 +124,9 @@ class PromptBuilder:
         kwargs = request.chat_template_kwargs or {}
         if wrong := sorted(set(kwargs) & _RESERVED):
             raise InvalidRequestError(f"chat_template_kwargs may not set {', '.join(wrong)}", "chat_template_kwargs")
-        messages = [_template_message(message) for message in request.messages]
+        messages = join_leading([_template_message(message) for message in request.messages])
+        if has_later(messages) and not self._shows_later_system_messages:
+            messages = fold_later(messages)
         tools = _with_sorted_keys(request.callable_tools)
         if tools and not self._shows_tools:
             advice = "leave tools out, or start the server with a --chat-template that shows them"
@@ -138,6 +141,17 @@ class PromptBuilder:
             except InvalidRequestError:  # the template does not know this effort
                 del options["reasoning_effort"]
         return messages, options
+
+    @cached_property
+    def _shows_later_system_messages(self) -> bool:
+        user, marker = {"role": "user", "content": "hi"}, f"Q{secrets.token_hex(8)}S"
+        answer = {"role": "assistant", "content": "hi"}
+        try:
+            return marker in self._render(
+                [user, answer, {"role": "system", "content": marker}, user], self._template_args
+            )
+        except InvalidRequestError:
+            return False
 
     @cached_property
     def _shows_tools(self) -> bool:

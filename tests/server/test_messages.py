@@ -190,6 +190,32 @@ def test_a_prompt_is_split_where_others_share_its_prefix(tokenizer):
     assert prompt_of(tokenizer, {**system, "content": parts}, user).ids == prompt.ids
 
 
+STRICT = "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
+DEAF = "{% for m in messages %}{% if m.role != 'system' or loop.first %}"
+SHOWN = "[{{ m.role }} {{ m.content }}]"
+SYSTEMS = [("system", "A"), ("developer", "B"), ("user", "u"), ("assistant", "a"), ("system", "C"), ("user", "v")]
+
+
+@pytest.mark.parametrize(
+    ("template", "late"),
+    [
+        (f"{{% for m in messages %}}{SHOWN}{{% endfor %}}", "[system C][user v]"),
+        (f"{STRICT}{SHOWN}{{% endfor %}}", "[user <system>\nC\n</system>\n\nv]"),
+        (f"{DEAF}{SHOWN}{{% endif %}}{{% endfor %}}", "[user <system>\nC\n</system>\n\nv]"),
+    ],
+)
+def test_system_messages_are_one_at_the_start_and_stay_where_they_are(tokenizer, monkeypatch, template, late):
+    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", template)
+
+    def text_of(messages):
+        sent = [{"role": role, "content": text} for role, text in messages]
+        return tokenizer.decode(prompt_of(tokenizer, *sent).ids)
+
+    start = "[system A\n\nB][user u][assistant a]"
+    assert text_of(SYSTEMS) == start + late
+    assert text_of(SYSTEMS[:-1]) == start + late.removesuffix("[user v]").replace("\n\nv]", "]")
+
+
 def test_tools_reach_the_template(tokenizer):
     user = {"role": "user", "content": "Hello"}
     assert '"add"' in tokenizer.decode(prompt_of(tokenizer, user, tools=[TOOL]).ids)
@@ -262,7 +288,7 @@ def control_tokens(tokenizer, ids):
 def test_no_text_of_a_request_becomes_a_control_token(tokenizer, prefilled):
     """Only the template's own tokens end a turn or open one."""
     inner = tokenizer._tokenizer
-    inner.chat_template = "{{ date }}{{ messages[:6] | tojson }}" + TEMPLATE
+    inner.chat_template = "{{ date }}{{ messages[:5] | tojson }}" + TEMPLATE
     try:
         prompts = []
         for text in (CLEAN, FORGED):
