@@ -79,17 +79,16 @@ def run(args: argparse.Namespace, client_words: list[str]) -> int:
         return _run_client(args, client, key, client_words)
 
     server = find_endpoint(args.url or _URL, args.model, key)
-    if args.write and client.folder is not None:
-        _write_files(client, server, dry_run=args.dry_run)
-        if client.environment(server):
-            sys.stdout.write("\nThe rest are environment variables:\n")
-            _show(client, server, {}, {})
+    files = client.files(server, os.environ)
+    if not args.write:
+        _show(client, server, {}, files)
         return DONE
-    if args.write:
-        reason = f"{client.title} is configured by environment variables. Nothing is written; put these into your shell"
-        sys.stdout.write(f"# {reason}, or use --run.\n")
-    files = {} if client.folder is None else client.folder.paths(os.environ)
-    _show(client, server, {}, {path: settings(server) for path, settings in files.items()})
+    _write_files(files, dry_run=args.dry_run)
+    if not files:
+        sys.stdout.write(f"# {client.title} is configured by environment variables; nothing is written.\n")
+    if client.environment(server):
+        sys.stdout.write("# Set these variables in your shell, or use --run:\n")
+        _show(client, server, {}, {})
     return DONE
 
 
@@ -106,10 +105,9 @@ def _show(
     sys.stdout.write("\n".join(lines) + "\n")
 
 
-def _write_files(client: CodingClient, server: Endpoint, *, dry_run: bool) -> None:
+def _write_files(files: Mapping[Path, Mapping[str, Any]], *, dry_run: bool) -> None:
     """Merge the settings into the client's files; all are read before the first is written."""
-    paths = client.folder.paths(os.environ) if client.folder is not None else {}
-    texts = {path: merge_settings(path, settings(server)) for path, settings in paths.items()}
+    texts = {path: merge_settings(path, settings) for path, settings in files.items()}
     for path, text in texts.items():
         if dry_run:
             sys.stdout.write(f"# would write {path}\n{text}")
@@ -127,18 +125,18 @@ def _run_client(args: argparse.Namespace, client: CodingClient, key: str | None,
     if args.dry_run:
         return _show_run(args, client, key, command)
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mlx-tq-connect-")))
+        # Errors: a process that the client left behind may still write to the folder.
+        temporary = tempfile.TemporaryDirectory(prefix="mlx-tq-connect-", ignore_cleanup_errors=True)
+        folder = Path(stack.enter_context(temporary))
         url = args.url
         if url is None:
             log = folder / "server.log"
             sys.stderr.write(f"starting mlx_tq.server; its log is {log} until {client.program} ends\n")
             url = stack.enter_context(started_server(args.model, args.server_args or [], key, log))
         server = find_endpoint(url, args.model if args.url else None, key)
-        moved = {}
-        if client.folder is not None:
-            moved = client.folder.moved_to(folder)
-            for path, settings in client.folder.paths(moved).items():
-                write_text(path, settings_text(path.suffix, settings(server)))
+        moved = client.moved_to(folder)
+        for path, settings in client.files(server, moved).items():
+            write_text(path, settings_text(path.suffix, settings))
         inherited = {name: value for name, value in os.environ.items() if name not in client.unset}
         return _call(command, {**inherited, **client.environment(server), **moved})
 
@@ -152,9 +150,8 @@ def _show_run(args: argparse.Namespace, client: CodingClient, key: str | None, c
         server = Endpoint(url_of_port(_PORT), short_name(args.model), ASSUMED_CONTEXT, key)
     else:
         server = find_endpoint(args.url, args.model, key)
-    moved = {} if client.folder is None else client.folder.moved_to(_FOLDER)
-    files = {} if client.folder is None else client.folder.paths(moved)
-    _show(client, server, moved, {path: settings(server) for path, settings in files.items()})
+    moved = client.moved_to(_FOLDER)
+    _show(client, server, moved, client.files(server, moved))
     sys.stdout.write(f"\n{shlex.join(command)}\n")
     return DONE
 

@@ -22,13 +22,15 @@ _TIMEOUT_MS = 1_800_000  # a long prompt takes minutes to prefill, and clients g
 class ConfigFolder:
     """A folder with a client's configuration files.
 
-    `variable` moves it elsewhere: it names the folder, or its only file if `names_file` is set.
+    `variable` moves it elsewhere: it names the folder, or its only file if `names_file` is set. `if_moved` are
+    variables that the client needs then.
     """
 
     path: str
     variable: str
     files: dict[str, MakeSettings]
     names_file: bool = False
+    if_moved: dict[str, str] = field(default_factory=dict)
 
     def paths(self, environment: Mapping[str, str]) -> dict[Path, MakeSettings]:
         """Return where the client reads its files."""
@@ -40,8 +42,9 @@ class ConfigFolder:
         return {folder / name: settings for name, settings in self.files.items()}
 
     def moved_to(self, folder: Path) -> dict[str, str]:
-        """Return the variable that makes the client read its files in `folder`."""
-        return {self.variable: str(folder / next(iter(self.files)) if self.names_file else folder)}
+        """Return the variables that make the client read its files in `folder`."""
+        place = folder / next(iter(self.files)) if self.names_file else folder
+        return {self.variable: str(place), **self.if_moved}
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,14 @@ class CodingClient:
     environment: Callable[[Endpoint], dict[str, str]] = field(default=lambda _: {})
     unset: tuple[str, ...] = ()
     folder: ConfigFolder | None = None
+
+    def files(self, server: Endpoint, environment: Mapping[str, str]) -> dict[Path, dict[str, Any]]:
+        """Return the settings of the client's files, by where it reads them."""
+        paths = {} if self.folder is None else self.folder.paths(environment)
+        return {path: settings(server) for path, settings in paths.items()}
+
+    def moved_to(self, folder: Path) -> dict[str, str]:
+        return {} if self.folder is None else self.folder.moved_to(folder)
 
 
 def _claude(server: Endpoint) -> dict[str, str]:
@@ -224,7 +235,11 @@ CLIENTS = {
         "cline",
         "npm install -g cline",
         folder=ConfigFolder(
-            "~/.cline/data/settings", "CLINE_PROVIDER_SETTINGS_PATH", {"providers.json": _cline}, names_file=True
+            "~/.cline/data/settings",
+            "CLINE_PROVIDER_SETTINGS_PATH",
+            {"providers.json": _cline},
+            names_file=True,
+            if_moved={"CLINE_SESSION_BACKEND_MODE": "local"},  # else a daemon keeps the settings beyond the run
         ),
     ),
     "aider": CodingClient(

@@ -97,7 +97,7 @@ def test_the_variables_of_claude_are_shell(connect, server):
 
 def test_the_name_of_a_model_in_opencode_has_no_slash():
     server = Endpoint("http://127.0.0.1:1", "maker/Model-4B", 8192, None)
-    (settings,) = (make(server) for make in CLIENTS["opencode"].folder.files.values())
+    (settings,) = CLIENTS["opencode"].files(server, {}).values()
     assert settings["model"] == "mlx_tq/maker-Model-4B"
     assert settings["provider"]["mlx_tq"]["models"]["maker-Model-4B"]["id"] == "maker/Model-4B"
 
@@ -106,8 +106,7 @@ def test_the_name_of_a_model_in_opencode_has_no_slash():
 def test_a_key_is_shown_or_named_by_its_variable(client):
     server = Endpoint("http://127.0.0.1:1", "m", 8192, "key-of-the-server")
     settings = CLIENTS[client]
-    made = [make(server) for make in settings.folder.files.values()] if settings.folder else []
-    text = json.dumps([settings.environment(server), *made])
+    text = json.dumps([settings.environment(server), *settings.files(server, {}).values()])
     assert "key-of-the-server" in text or "MLX_TQ_API_KEY" in text
     assert '"none"' not in text
 
@@ -196,7 +195,7 @@ def test_a_dry_run_of_writing_changes_nothing(connect, home):
 def test_a_client_without_a_file_says_so(connect, home):
     code, out, _ = connect("claude", "--write")
     assert (code, snapshot(home)) == (0, {})
-    assert "Claude Code is configured by environment variables. Nothing is written" in out
+    assert "Claude Code is configured by environment variables; nothing is written" in out
     assert "export ANTHROPIC_BASE_URL=" in out
 
 
@@ -276,6 +275,12 @@ def test_a_run_with_a_url_uses_that_server_and_a_temporary_folder(server, progra
     assert tomllib.loads("\n".join(config))["model_context_window"] == CONTEXT
     assert not Path(folder).exists()
     assert not (home / ".codex").exists()
+
+
+def test_a_run_of_cline_starts_no_daemon_that_would_keep_its_settings(cli):
+    out = cli("connect", "cline", "--run", "--dry-run").out
+    assert "export CLINE_PROVIDER_SETTINGS_PATH=TEMPORARY_FOLDER/providers.json\n" in out
+    assert "export CLINE_SESSION_BACKEND_MODE=local\n" in out
 
 
 @pytest.mark.full
