@@ -11,6 +11,7 @@ from mlx_tq.errors import unknown_name
 COMMANDS = {
     "generate": "generate text on a compressed KV cache",
     "server": "serve OpenAI's API on compressed KV caches",
+    "connect": "set up a coding agent for a running server, or run it with one",
     "chat": "chat in the terminal, with eviction and recall",
     "cache_prompt": "prefill a prompt once and save its cache",
     "evaluate": "measure quality: perplexity, divergence, needles, formats",

@@ -111,6 +111,8 @@ def policy_options() -> str:
 
 
 def spelling(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    if not action.option_strings:
+        return f"`{action.metavar}`"
     formatter = parser._get_formatter()
     takes = formatter._format_args(action, formatter._get_default_metavar_for_optional(action))
     short, long = sorted(action.option_strings, key=len)[:-1], max(action.option_strings, key=len)

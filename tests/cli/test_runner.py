@@ -69,7 +69,12 @@ def test_the_blocker_blocks():
     assert "ImportError: mlx was loaded" in without_model_code("mlx_tq", "doctor").stderr
 
 
-REQUIRED = {"cache_prompt": ["--prompt-cache-file", "x"], "evaluate": ["needle"], "store": ["list"]}
+REQUIRED = {
+    "cache_prompt": ["--prompt-cache-file", "x"],
+    "evaluate": ["needle"],
+    "store": ["list"],
+    "connect": ["claude"],
+}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

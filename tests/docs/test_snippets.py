@@ -99,6 +99,7 @@ class Reader:
         assert command in COMMANDS, words
         known = self.full or "--kv-mean-bits" in words  # by what is shipped for the model's own type
         added = [] if known or "--memory" in words else SHORTER.get(words[0], "").split()
+        added += ["--url", self.server.url] if command == "connect" else []
         talk = conversation(self.page) if command == "chat" else []
         self.monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{said}\n" for said, _ in talk)))
         code = main([command, *words[1:], *added])

@@ -184,7 +184,7 @@ NO_BACKEND = (
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere mlx comes with its backend")
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "connect"])  # it computes nothing
 def test_without_a_backend_of_mlx_each_command_names_the_extra(without_libmlx, tmp_path, command):
     words = REQUIRED.get(command, ["-p", "hi"] if command == "generate" else [])
     code, out, err = says(without_libmlx / f"mlx_tq.{command}", *words, cwd=tmp_path)
