@@ -28,7 +28,9 @@ class Delta:
     tool_calls: list[Object] = field(default_factory=list)
 
     def to_dict(self) -> Object:
-        return {name: value for name, value in vars(self).items() if value}
+        """Return what there is; reasoning under both names that clients read."""
+        reasoning_content = {"reasoning_content": self.reasoning} if self.reasoning else {}
+        return {name: value for name, value in vars(self).items() if value} | reasoning_content
 
 
 class Choice:

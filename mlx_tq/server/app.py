@@ -288,7 +288,7 @@ class Api:
             if turn is not None:
                 finishing = self._spawn(self._finish_turn(service, turn, jobs[0], answer))
             elif isinstance(body, ChatRequest):
-                self._spawn(self._prefill_ahead(service, body, jobs[0], answer))
+                self._spawn(self._prepare_next(service, body, jobs[0], answer))
             max_tokens = min(job.max_tokens for job in jobs)
             headers = {"X-Max-Tokens": str(max_tokens)} if max_tokens < (body.answer_tokens or 0) else {}
             if request.state.ignored:
@@ -329,9 +329,10 @@ class Api:
             self._pool.release(service)
         self._spawn(run_in_threadpool(sessions.forget_dropped))
 
-    async def _prefill_ahead(self, service: ModelService, body: ChatRequest, job: Job, answer: Answer) -> None:
+    async def _prepare_next(self, service: ModelService, body: ChatRequest, job: Job, answer: Answer) -> None:
         """Prefill, while nothing else runs, what the next prompt of a conversation begins with."""
         await job.events_closed.wait()
+        service.keep_thoughts(answer)
         message = answer.message()
         if answer.is_complete and message is not None and not job.others and not body.prefill:
             with suppress(ApiError):  # the next request will get the same error

@@ -1,6 +1,7 @@
 """`ModelService`: what the server offers, without HTTP. Requests become jobs, and an answer for their events."""
 
 import asyncio
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -128,6 +129,14 @@ class ModelService:
         prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         answer = make_answer(self.name, choices, prompt_tokens, self._tokenizer.decode, None if turn is None else 0)
         return jobs, answer, turn
+
+    def keep_thoughts(self, answer: Answer) -> None:
+        """Keep the reasoning before tool calls: many clients do not send it back."""
+        for message in (choice.message for choice in answer.choices):
+            if message.reasoning and message.tool_calls:
+                call = message.tool_calls[0]
+                name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
+                self._prompt_builder.thoughts.keep(call["id"], name, arguments, message.reasoning)
 
     def job_ahead(self, request: ChatRequest, answer: dict[str, Any]) -> Job:
         """Return a job that prefills what the next prompt begins with if a conversation goes on with this answer.

@@ -16,6 +16,7 @@ from mlx_tq.errors import ConfigError
 from mlx_tq.prefix_cache.prefix_cache import common_prefix
 from mlx_tq.server import schemas
 from mlx_tq.server.api_errors import ContextLengthError, InvalidRequestError
+from mlx_tq.server.kept_thoughts import KeptThoughts
 from mlx_tq.server.schemas import ChatRequest
 from mlx_tq.server.system_messages import fold_later, has_later, join_leading
 from mlx_tq.session.text import TEMPLATE_ERRORS, PlainText, PromptLengthLimit, is_reasoning_open, unescape
@@ -24,6 +25,7 @@ Message = dict[str, Any]  # as templates expect it
 
 _LEADING_KEYS = ("type", "function", "name", "description", "parameters", "properties", "items", "enum", "required")
 _KEY_RANKS = {key: rank for rank, key in enumerate(_LEADING_KEYS)}
+_REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")  # in messages, of templates
 _RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 
 
@@ -64,7 +66,7 @@ class PromptBuilder:
         *,
         splits_answer: bool = True,
     ) -> None:
-        self.tokenizer, self.plain = tokenizer, PlainText(tokenizer)
+        self.tokenizer, self.plain, self.thoughts = tokenizer, PlainText(tokenizer), KeptThoughts()
         self._template_args, self._template_name, self._splits_answer = template_args, template_name, splits_answer
         self._limit = PromptLengthLimit(tokenizer, positions)
         # A fast tokenizer is thread-safe unless its truncation or padding changes, which the first call may do; hence
@@ -124,7 +126,7 @@ class PromptBuilder:
         kwargs = request.chat_template_kwargs or {}
         if wrong := sorted(set(kwargs) & _RESERVED):
             raise InvalidRequestError(f"chat_template_kwargs may not set {', '.join(wrong)}", "chat_template_kwargs")
-        messages = join_leading([_template_message(message) for message in request.messages])
+        messages = join_leading([self._template_message(message) for message in request.messages])
         if has_later(messages) and not self._shows_later_system_messages:
             messages = fold_later(messages)
         tools = _with_sorted_keys(request.callable_tools)
@@ -141,6 +143,16 @@ class PromptBuilder:
             except InvalidRequestError:  # the template does not know this effort
                 del options["reasoning_effort"]
         return messages, options
+
+    def _template_message(self, message: schemas.Message) -> Message:
+        converted = _template_message(message)
+        reasoning = message.reasoning_content or message.reasoning
+        calls = converted.get("tool_calls") or []
+        if not reasoning and calls and isinstance(arguments := calls[0]["function"]["arguments"], dict):
+            reasoning = self.thoughts.find(calls[0].get("id", ""), calls[0]["function"]["name"], arguments)
+        if reasoning:
+            converted |= dict.fromkeys(_REASONING_NAMES, reasoning)
+        return converted
 
     @cached_property
     def _shows_later_system_messages(self) -> bool:
@@ -249,6 +261,8 @@ def _with_sorted_keys(value: Any) -> Any:
 
 def _template_message(message: schemas.Message) -> Message:
     converted = schemas.without_none(message)
+    for name in ("reasoning", "reasoning_content"):
+        converted.pop(name, None)
     if message.role == "developer":
         converted["role"] = "system"
     if isinstance(message.content, list):

@@ -148,6 +148,7 @@ class Message(Loose):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | FailFastList[TextPart] | None = Field(_ABSENT, validate_default=True)  # may be null, not absent
     reasoning: str | None = None
+    reasoning_content: str | None = None
     tool_calls: FailFastList[ToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
@@ -352,8 +353,18 @@ class CallOutputItem(Loose):
     output: Texts
 
 
+class ReasoningText(Loose):
+    text: str
+
+
+class ReasoningItem(Loose):
+    """The model's reasoning before the next message or call."""
+
+    content: FailFastList[ReasoningText] | None = None
+
+
 class LeftOutItem(Loose):
-    """The model's reasoning, which later turns leave out, or a call that OpenAI's servers ran."""
+    """A call that OpenAI's servers ran."""
 
 
 # Of the calls that OpenAI's servers run.
@@ -366,7 +377,7 @@ def _item_tag(item: Any) -> Any:
     kind = item.get("type", "message") if isinstance(item, dict) else "message"
     if kind == "custom_tool_call_output":
         return "function_call_output"
-    return "reasoning" if isinstance(kind, str) and kind in _LEFT_OUT else kind
+    return "left_out" if isinstance(kind, str) and kind in _LEFT_OUT else kind
 
 
 Item = Annotated[
@@ -374,7 +385,8 @@ Item = Annotated[
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[CustomCallItem, Tag("custom_tool_call")]
     | Annotated[CallOutputItem, Tag("function_call_output")]
-    | Annotated[LeftOutItem, Tag("reasoning")],
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[LeftOutItem, Tag("left_out")],
     Discriminator(
         _item_tag,
         custom_error_type="item_type",
@@ -452,7 +464,11 @@ class ResponseRequest(Strict):
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
         items = [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        reasoning = ""
         for item in items:
+            if isinstance(item, ReasoningItem):
+                reasoning += "".join(part.text for part in item.content or [])
+                continue
             if isinstance(item, MessageItem):
                 messages.append({"role": item.role, "content": _join(item.content)})
             elif isinstance(item, CallItem | CustomCallItem):
@@ -464,6 +480,8 @@ class ResponseRequest(Strict):
                 messages[-1].setdefault("tool_calls", []).append(call)
             elif isinstance(item, CallOutputItem):
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _join(item.output)})
+            if reasoning and messages and messages[-1]["role"] == "assistant":
+                messages[-1]["reasoning_content"], reasoning = reasoning, ""
         if not messages:
             raise InvalidRequestError("the input has no message; send at least one", "input")
         logprobs = "message.output_text.logprobs" in (self.include or [])

@@ -14,10 +14,10 @@ from mlx_tq.server.job import Piece
 from mlx_tq.server.prompt_builder import PromptBuilder
 from mlx_tq.server.schemas import ChatRequest, parse
 
-# Like Qwen's: the template opens the reasoning, and leaves it out of earlier turns.
+# Like Qwen's: the template opens the reasoning, and shows earlier reasoning only where it gets it.
 TEMPLATE = """\
 {% for m in messages %}<|im_start|>{{ m['role'] }}
-{{ m['content'] }}{{ m['tool_calls'] | tojson if m['tool_calls'] }}<|im_end|>
+{{ m['reasoning_content'] }}{{ m['content'] }}{{ m['tool_calls'] | tojson if m['tool_calls'] }}<|im_end|>
 {% endfor %}{{ tools | tojson if tools }}{% if add_generation_prompt %}<|im_start|>assistant
 {% if enable_thinking %}<think>
 {% endif %}{% endif %}"""
@@ -214,6 +214,13 @@ def test_system_messages_are_one_at_the_start_and_stay_where_they_are(tokenizer,
     start = "[system A\n\nB][user u][assistant a]"
     assert text_of(SYSTEMS) == start + late
     assert text_of(SYSTEMS[:-1]) == start + late.removesuffix("[user v]").replace("\n\nv]", "]")
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_that_is_sent_back_reaches_the_template(tokenizer, name):
+    user = {"role": "user", "content": "Hello"}
+    answer = {"role": "assistant", "content": "Hi!", name: "A greeting."}
+    assert "A greeting.Hi!" in tokenizer.decode(prompt_of(tokenizer, user, answer, user).ids)
 
 
 def test_tools_reach_the_template(tokenizer):

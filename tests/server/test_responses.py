@@ -105,6 +105,7 @@ def test_reasoning_content_and_calls_are_items(tokenizer, size):  # noqa: F811
     next_body = {"input": [{"role": "user", "content": "hi"}, *body["output"], output], "tools": [FUNCTION]}
     *_, assistant, tool = parse(ResponseRequest, json.dumps(next_body).encode()).to_chat().messages
     assert (assistant.content, len(assistant.tool_calls), tool.tool_call_id) == ("Let me see.", 2, call["call_id"])
+    assert assistant.reasoning_content == "I add."
 
 
 # As Codex sends them: tools of a namespace, a custom tool, and one that OpenAI's servers run.

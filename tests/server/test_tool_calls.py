@@ -45,12 +45,20 @@ class Scripted:
             ("/v1/responses", response, read_response),
         ):
             for stream in (False, True):
-                parts = re.findall("<|[^<]+", text)  # so that no mark becomes a control token
-                self.tokens = [token for part in parts for token in self._encode(part)] + [END]
-                sent = self._client.post(path, json={**body, "stream": stream})
-                assert sent.status_code == 200, sent.text
+                sent = self._post(text, path, {**body, "stream": stream})
                 answers.append(read(events_of(sent.text) if stream else sent.json()))
         return answers
+
+    def answer(self, text, **body):
+        """Return the body of a chat's answer."""
+        return self._post(text, "/v1/chat/completions", body).json()
+
+    def _post(self, text, path, body):
+        parts = re.findall("<|[^<]+", text)  # so that no mark becomes a control token
+        self.tokens = [token for part in parts for token in self._encode(part)] + [END]
+        sent = self._client.post(path, json=body)
+        assert sent.status_code == 200, sent.text
+        return sent
 
 
 def events_of(text):
@@ -105,6 +113,24 @@ def test_calls_and_mentions_of_marks(scripted, text, reasoning, content, calls):
 def test_calls_in_parallel(scripted, parallel):
     calls = (2 if parallel else 1) * ADD
     assert scripted.answers(f"Two.{CALL}{CALL}", parallel_tool_calls=parallel) == [("", "Two.", calls, True)] * 4
+
+
+def test_reasoning_before_a_call_is_kept_for_clients_that_drop_it(scripted):
+    question = {"role": "user", "content": "hi"}
+    answer = scripted.answer(f"<think>Let me add these two.</think>{CALL}", messages=[question], tools=[TOOL])
+    message = answer["choices"][0]["message"]
+    assert message["reasoning"] == message["reasoning_content"] == "Let me add these two."
+    (call,) = message["tool_calls"]
+
+    def prompt_tokens(call, **fields):
+        said = {"role": "assistant", "content": None, "tool_calls": [call], **fields}
+        tool = {"role": "tool", "tool_call_id": call["id"], "content": "4"}
+        return scripted.answer("4", messages=[question, said, tool], tools=[TOOL])["usage"]["prompt_tokens"]
+
+    sent = prompt_tokens(call, reasoning_content=message["reasoning"])
+    assert prompt_tokens(call) == sent
+    other = {**call, "function": {"name": "add", "arguments": '{"a": 3}'}}
+    assert prompt_tokens(other) < sent, "what another call of this id was thought about"
 
 
 @pytest.mark.parametrize("options", [{"tool_choice": "none"}, pytest.param({"tools": None}, marks=pytest.mark.full)])
