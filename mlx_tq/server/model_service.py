@@ -34,12 +34,14 @@ from mlx_tq.server.response_formats import ResponseFormats
 from mlx_tq.server.sampling import Sampling, logits_processors
 from mlx_tq.server.schemas import ChatRequest, CompletionRequest
 from mlx_tq.server.sessions import HEADER, ServerSession, Sessions, SessionTurn
+from mlx_tq.server.thinking_budget import ThinkingBudget, thinking_budget
 
 AnyRequest = ChatRequest | CompletionRequest
 
 # Tokens of an answer whose length nobody limits: the fewest that must fit, and the most of a model without a stated
 # context length.
 _LEAST_ANSWER, _LONGEST_ANSWER = 256, 4096
+_THINKING_PART = 4  # of an answer's tokens, one that reasoning may take if the request does not say how many
 _UNKNOWN_CONTEXT = 2**20  # tokens that are tried for memory where a model states no context length
 
 
@@ -109,12 +111,13 @@ class ModelService:
         jobs = []
         for number, prompt in enumerate(prompts):
             max_tokens = self._answer_tokens(len(prompt.ids) + quotation, request)
+            budgets = [self._thinking_budget(request, prompt, max_tokens) for _ in range(count)]
             answers = [
                 Job(
                     prompt,
                     max_tokens,
                     sampling.sampler(vocabulary, None if request.seed is None else (request.seed + choice) % 2**64),
-                    logits_processors(request, sampling, vocabulary),
+                    [*logits_processors(request, sampling, vocabulary), *budgets[choice]],
                     stops=stops,
                     logprobs=logprobs,
                     constraint=constraint and constraint.copy(),
@@ -129,6 +132,15 @@ class ModelService:
         prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         answer = make_answer(self.name, choices, prompt_tokens, self._tokenizer.decode, None if turn is None else 0)
         return jobs, answer, turn
+
+    def _thinking_budget(self, request: AnyRequest, prompt: Prompt, max_tokens: int) -> list[ThinkingBudget]:
+        """Return the logits processor that ends the reasoning of an answer, unless the model has none."""
+        if not isinstance(request, ChatRequest):
+            return []
+        budget = request.thinking_budget or max(1, max_tokens // _THINKING_PART)
+        is_open, has_tools = prompt.state == "reasoning", bool(request.callable_tools)
+        processor = thinking_budget(self._tokenizer, budget, is_open=is_open, has_tools=has_tools)
+        return [] if processor is None else [processor]
 
     def keep_thoughts(self, answer: Answer) -> None:
         """Keep the reasoning before tool calls: many clients do not send it back."""

@@ -24,6 +24,7 @@ from mlx_tq.server.api_errors import ApiError, InvalidRequestError
 from mlx_tq.server.vendor_fields import (
     REFUSED,
     template_options,
+    thinking_budget,
     translate_chat,
     translate_generation,
     translate_response,
@@ -263,6 +264,7 @@ class ChatRequest(GenerationRequest):
     response_format: ResponseFormat | None = None
     modalities: FailFastList[Literal["text"]] | None = None
     chat_template_kwargs: FailFastDict[str | int | float | bool | None] | None = None
+    thinking_budget: Count | None = None
 
     @property
     def answer_tokens(self) -> int | None:
@@ -499,6 +501,7 @@ class ResponseRequest(Strict):
             **self.model_dump(include={"model", "temperature", "top_p", "stream", "top_logprobs", "tool_choice"}),
             "parallel_tool_calls": self.parallel_tool_calls,
             "chat_template_kwargs": template_options({"reasoning": self.reasoning}) or None,
+            "thinking_budget": thinking_budget({"reasoning": self.reasoning}),
             "messages": messages,
             "max_tokens": self.max_output_tokens,
             "logprobs": logprobs,

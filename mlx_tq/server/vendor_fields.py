@@ -34,6 +34,8 @@ def translate_chat(body: Object, ignored: set[str]) -> Object:
     """Return a chat's body with the names and the values of this server."""
     body = translate_generation(body, ignored)
     options = template_options(body)
+    if (budget := thinking_budget(body)) is not None:
+        body.setdefault("thinking_budget", budget)
     for name in ("enable_thinking", "thinking", "reasoning"):
         body.pop(name, None)
     given = body.get("chat_template_kwargs") or {}
@@ -68,6 +70,15 @@ def translate_response(body: Object, ignored: set[str]) -> Object:
             case _:
                 tools.append(tool)
     return {**body, "tools": tools}
+
+
+def thinking_budget(body: Object) -> int | None:
+    """Return the most tokens of reasoning that a body asks for."""
+    for name, key in (("thinking", "budget_tokens"), ("reasoning", "max_tokens")):
+        match body.get(name):
+            case dict(options) if isinstance(tokens := options.get(key), int):
+                return max(1, tokens)
+    return None
 
 
 def template_options(body: Object) -> Object:

@@ -65,6 +65,8 @@ def test_strict_requests(start):
         ({"enable_thinking": False}, "chat_template_kwargs", {"enable_thinking": False}),
         ({"thinking": {"type": "disabled"}}, "chat_template_kwargs", {"enable_thinking": False}),
         ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "chat_template_kwargs", {"enable_thinking": True}),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking_budget", 9),
+        ({"reasoning": {"max_tokens": 9}}, "thinking_budget", 9),
         ({"reasoning": {"enabled": False}}, "chat_template_kwargs", {"enable_thinking": False}),
         ({"reasoning": {"effort": "none"}}, "chat_template_kwargs", {"enable_thinking": False}),
         ({"reasoning": {"effort": "high"}}, "chat_template_kwargs", {"reasoning_effort": "high"}),

@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import contextmanager
 
 import mlx.core as mx
 import pytest
@@ -91,16 +92,22 @@ def read_response(body):
     return *texts, calls, bool(calls)
 
 
-@pytest.fixture(scope="module")
-def scripted(loaded, tokenizer):  # noqa: F811
+@contextmanager
+def scripted_server(loaded, tokenizer, *flags):  # noqa: F811
     model = loaded[0]
     kind = type(model)
     forward = kind.__call__
-    with pytest.MonkeyPatch.context() as patch, serving((model, tokenizer), *NO_THINKING) as (_, client):
+    with pytest.MonkeyPatch.context() as patch, serving((model, tokenizer), *flags) as (_, client):
         server = Scripted(client, loaded[1].encode)
         patch.setattr(
             kind, "__call__", lambda self, ids, *args, **kw: server.forward(ids, forward(self, ids, *args, **kw))
         )
+        yield server
+
+
+@pytest.fixture(scope="module")
+def scripted(loaded, tokenizer):  # noqa: F811
+    with scripted_server(loaded, tokenizer, *NO_THINKING) as server:
         yield server
 
 
