@@ -121,6 +121,9 @@ class ModelService:
         answer = make_answer(self.name, choices, prompt_tokens, self._tokenizer.decode, None if turn is None else 0)
         return jobs, answer, turn
 
+    def count_tokens(self, request: ChatRequest) -> int:
+        return len(self._prompt_builder.chat_prompt(request).ids)
+
     def job_ahead(self, request: ChatRequest, answer: dict[str, Any]) -> Job:
         """Return a job that prefills what the next prompt begins with if a conversation goes on with this answer.
 
@@ -162,8 +165,10 @@ class ModelService:
             if self.engine.memory_need is not None:
                 self.engine.memory_need.check(prompt_tokens, prompt_tokens + tokens, count)
         except ConfigError as error:
-            param = "messages" if isinstance(request, ChatRequest) else "prompt"
-            raise ContextLengthError(str(error), param) from error
+            param, counts = "messages" if isinstance(request, ChatRequest) else "prompt", None
+            if self.positions is not None and prompt_tokens >= self.positions:
+                counts = (prompt_tokens, self.positions - 1)
+            raise ContextLengthError(str(error), param, counts=counts) from error
         return tokens
 
     def report(self) -> dict[str, Any]:

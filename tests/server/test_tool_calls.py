@@ -25,7 +25,7 @@ class Scripted:
     """A server whose model generates given texts."""
 
     def __init__(self, client, encode):
-        self._client, self._encode = client, encode
+        self.client, self._encode = client, encode
         self.tokens = []
 
     def forward(self, tokens, logits):
@@ -33,6 +33,11 @@ class Scripted:
         if tokens.shape[1] > 1 or not self.tokens:
             return logits
         return mx.where(mx.arange(logits.shape[-1]) == self.tokens.pop(0), 0.0, -100.0)[None, None]
+
+    def script(self, text):
+        """Let the next answer be this text."""
+        parts = re.findall("<|[^<]+", text)  # so that no mark becomes a control token
+        self.tokens = [token for part in parts for token in self._encode(part)] + [END]
 
     def answers(self, text, **options):
         """Return reasoning, content, calls and finish of an answer: of chats and of responses, whole and streamed."""
@@ -45,9 +50,8 @@ class Scripted:
             ("/v1/responses", response, read_response),
         ):
             for stream in (False, True):
-                parts = re.findall("<|[^<]+", text)  # so that no mark becomes a control token
-                self.tokens = [token for part in parts for token in self._encode(part)] + [END]
-                sent = self._client.post(path, json={**body, "stream": stream})
+                self.script(text)
+                sent = self.client.post(path, json={**body, "stream": stream})
                 assert sent.status_code == 200, sent.text
                 answers.append(read(events_of(sent.text) if stream else sent.json()))
         return answers
