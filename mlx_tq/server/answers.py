@@ -196,6 +196,7 @@ class Answer:
     """
 
     stream_end = "data: [DONE]\n\n"
+    comments_progress = True  # whether a stream has comments with the progress of the prefill
 
     def __init__(
         self,

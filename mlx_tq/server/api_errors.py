@@ -41,9 +41,16 @@ class InvalidRequestError(ApiError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """The prompt, or prompt and completion together, exceed the context length or the memory."""
+    """The prompt, or prompt and completion together, exceed the context length or the memory.
+
+    `counts` are the tokens of the prompt, and those that it may have, if they are what is wrong.
+    """
 
     code = "context_length_exceeded"
+
+    def __init__(self, message: str, param: str | None = None, *, counts: tuple[int, int] | None = None) -> None:
+        super().__init__(message, param)
+        self.counts = counts
 
     @classmethod
     def of(cls, prompt_tokens: int, positions: int, answer_tokens: int, param: str) -> "ContextLengthError":
@@ -54,6 +61,7 @@ class ContextLengthError(InvalidRequestError):
             f"tokens: prompt is too long: {prompt_tokens} tokens > {positions - answer_tokens} maximum."
             f"{needs} Shorten the prompt.",
             param,
+            counts=(prompt_tokens, positions - answer_tokens),
         )
 
 

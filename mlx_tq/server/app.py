@@ -36,6 +36,8 @@ from mlx_tq.server.api_errors import (
 from mlx_tq.server.embeddings import embed, embedder_objects
 from mlx_tq.server.guard import Guard, LargeRequests
 from mlx_tq.server.job import Event, Job, Piece, PrefillProgress
+from mlx_tq.server.messages_answer import MessagesAnswer, error_body
+from mlx_tq.server.messages_schemas import MessagesRequest
 from mlx_tq.server.metrics import ServerMetrics
 from mlx_tq.server.model_pool import DEFAULT_MODEL, ModelPool
 from mlx_tq.server.model_service import ModelService
@@ -87,6 +89,8 @@ class Api:
             ("POST", "/v1/completions"): partial(self._complete, CompletionRequest),
             ("POST", "/v1/responses"): self._respond,
             ("POST", "/v1/responses/input_tokens"): self._count_response_tokens,
+            ("POST", "/v1/messages"): self._message,
+            ("POST", "/v1/messages/count_tokens"): self._count_tokens,
             ("POST", "/v1/embeddings"): self._embed,
             ("POST", "/v1/estimate"): self._estimate,
             ("GET", "/v1/models"): self._list_models,
@@ -116,20 +120,22 @@ class Api:
         return app
 
     async def _handle(self, path: str, handler: Handler, request: Request) -> Response:
-        """Run a handler; whatever it raises becomes a response in OpenAI's shape."""
+        """Run a handler; whatever it raises becomes a response in the API's shape."""
         request.state.path, request.state.started = path, time.perf_counter()
         try:
             if path not in _PUBLIC:
                 self._guard.check_caller(request)
             result = handler(request)
             response = result if isinstance(result, Response) else await result
-        except ApiError as error:
-            response = _error_response(error)
+        except ApiError as api_error:
+            response = _error_response(request, api_error)
         except ClientDisconnect:
-            response = _error_response(ClientDisconnectedError("the client disconnected while it sent its request"))
+            response = _error_response(
+                request, ClientDisconnectedError("the client disconnected while it sent its request")
+            )
         except Exception:
             log.exception("internal error")
-            response = _error_response(ApiError(_INTERNAL_ERROR))
+            response = _error_response(request, ApiError(_INTERNAL_ERROR))
         self._metrics.requests.labels(path, response.status_code).inc()
         if not isinstance(response, AnswerStream):  # which logs its end
             _log_end(request, response.status_code)
@@ -259,9 +265,22 @@ class Api:
     async def _count_response_tokens(self, request: Request) -> Response:
         body = await self._parse_body(request, ResponseRequest)
         async with self._acquire(request, body.model) as service:
-            work = self._large_requests.run(request.state.nbytes, lambda: service.estimate(body.to_chat()))
-            (prompt,) = (await _run_until_disconnect(request, work))["prompts"]
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": prompt["prompt_tokens"]})
+            work = self._large_requests.run(request.state.nbytes, lambda: service.count_tokens(body.to_chat()))
+            tokens = await _run_until_disconnect(request, work)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
+
+    async def _message(self, request: Request) -> Response:
+        return await self._generate(request, await self._messages_chat(request), MessagesAnswer)
+
+    async def _count_tokens(self, request: Request) -> Response:
+        chat = await self._messages_chat(request)
+        async with self._acquire(request, chat.model) as service:
+            work = self._large_requests.run(request.state.nbytes, service.count_tokens, chat)
+            return JSONResponse({"input_tokens": await _run_until_disconnect(request, work)})
+
+    async def _messages_chat(self, request: Request) -> ChatRequest:
+        body = await self._parse_body(request, MessagesRequest)
+        return await run_in_threadpool(body.to_chat)
 
     async def _generate(
         self, request: Request, body: ChatRequest | CompletionRequest, make_answer: Callable[..., Answer]
@@ -375,13 +394,13 @@ class Api:
     async def _stream(
         self, request: Request, events: AsyncGenerator[Event], finishing: asyncio.Task[None] | None, *, usage: bool
     ) -> AsyncIterator[str]:
-        """Yield server-sent events; during the prefill, comments with its progress."""
+        """Yield server-sent events."""
         answer: Answer = request.state.answer
         try:
             for value in answer.start_events():
                 yield _sse(value)
             async for event in events:
-                if isinstance(event, PrefillProgress):
+                if isinstance(event, PrefillProgress) and answer.comments_progress:
                     yield f": prefill {event.done} of {event.total} tokens\n\n"
                 for value in await _add(answer, event):
                     yield _sse(value)
@@ -437,8 +456,10 @@ def _log_end(request: Request, status: int) -> None:
     log.info("%s %s %d %s", request.method, state.path, status, ", ".join(facts))
 
 
-def _error_response(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body(), error.status, ERROR_HEADERS.get(error.status))
+def _error_response(request: Request, error: ApiError) -> JSONResponse:
+    """Return an error in Anthropic's shape on the routes of its API, in OpenAI's on all others."""
+    body = error_body(error) if request.url.path.startswith("/v1/messages") else error.body()
+    return JSONResponse(body, error.status, ERROR_HEADERS.get(error.status))
 
 
 def _parse_prompt(content: bytes) -> ChatRequest | CompletionRequest:
@@ -453,7 +474,7 @@ def _parse_prompt(content: bytes) -> ChatRequest | CompletionRequest:
 async def _handle_http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 404
     message = f"this route does not support {request.method}" if status == 405 else "unknown route"
-    return _error_response(InvalidRequestError(message, status=status))
+    return _error_response(request, InvalidRequestError(message, status=status))
 
 
 async def _run_until_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

@@ -48,9 +48,11 @@ class Guard:
                 message = "without an API key, only requests to localhost are accepted; use that host name"
                 raise InvalidRequestError(message, status=403)
             return
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not secrets.compare_digest(key.strip().encode(), self._api_key):
-            raise InvalidRequestError("the API key is missing or wrong; send `Authorization: Bearer KEY`", status=401)
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        keys = [request.headers.get("x-api-key", ""), token if scheme.lower() == "bearer" else ""]
+        if not any(secrets.compare_digest(key.strip().encode(), self._api_key) for key in keys):
+            message = "the API key is missing or wrong; send `Authorization: Bearer KEY` or `x-api-key: KEY`"
+            raise InvalidRequestError(message, status=401)
 
     async def read_body(self, request: Request) -> bytes:
         """Read a body. Only requests whose body has arrived count in the queue: slow clients block no one."""

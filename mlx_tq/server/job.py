@@ -63,6 +63,7 @@ class Piece:
     logprob: TokenLogprob | None = None
     top_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None
+    stop: str | None = None  # the stop sequence that ended the answer
     index: int = 0  # of the answer, where a prompt has several
     recalled: RecallResult | None = None  # with the last token
 
@@ -179,7 +180,10 @@ class RunningJob:
         processors = [*job.processors] if job.constraint is None else [*job.processors, job.constraint]
         self.processors = [guard_processors(processors)] if processors else []
         self.sampler, self._detokenizer = sampler, detokenizer
-        self._stop_state = TextStateMachine({"normal": [(stop, None) for stop in job.stops]}).make_state()
+        # A stop sequence leads to the state that is its index.
+        ends: dict[Any, Any] = {index: [] for index in range(len(job.stops))}
+        starts = [(stop, index) for index, stop in enumerate(job.stops)]
+        self._stop_state = TextStateMachine({"normal": starts, **ends}).make_state()
         self.failed = False  # the client has the error; it is removed before the next step
 
     @property
@@ -263,32 +267,33 @@ class RunningJob:
                 return ModelFailedError(
                     "the model failed: its logits are NaN; check its weights, or load it in bfloat16 or float32"
                 )
-            text, stopped = self._decode(response.token, response.finish_reason)
+            text, stop = self._decode(response.token, response.finish_reason)
             if self.job.constraint is not None:
                 self.job.constraint.check()
-            finish_reason = "stop" if stopped else response.finish_reason
+            finish_reason = response.finish_reason if stop is None else "stop"
             logprob, top_logprobs = self._logprobs(response)
             recalled = None if finish_reason is None else self.total_recalled
-            return Piece(text, logprob, top_logprobs, finish_reason, self.job.index, recalled)
+            return Piece(text, logprob, top_logprobs, finish_reason, stop, self.job.index, recalled)
         except GrammarError as error:
             return InvalidRequestError(str(error), "response_format")
         except Exception as error:
             log.exception("cannot decode the text of an answer")
             return ModelFailedError(f"the model failed: {error}")
 
-    def _decode(self, token: int, finish_reason: str | None) -> tuple[str, bool]:
-        """Return the text that is certain after a token, and whether a stop sequence ended it."""
+    def _decode(self, token: int, finish_reason: str | None) -> tuple[str, str | None]:
+        """Return the text that is certain after a token, and the stop sequence that ended it, if one did."""
         if finish_reason != "stop":  # the token that ends an answer is no text
             self._detokenizer.add_token(token)
         if finish_reason is not None:
             self._detokenizer.finalize()
         self._stop_state, segments = TextStateMachine.split(self._stop_state, self._detokenizer.last_segment)
-        text = "".join(part for state, part in segments if state is not None)
-        stopped = self._stop_state[0] is None
-        if finish_reason is not None and not stopped:
+        text = "".join(part for state, part in segments if state == "normal")
+        if self._stop_state[0] != "normal":
+            return text, self.job.stops[self._stop_state[0]]
+        if finish_reason is not None:
             self._stop_state, rest, _ = TextStateMachine.flush(self._stop_state)
             text += rest
-        return text, stopped
+        return text, None
 
     def _logprobs(self, response: Any) -> tuple[TokenLogprob | None, tuple[TokenLogprob, ...]]:
         """Return the log-probabilities of the token and of the most likely ones, if the job reports them."""

@@ -150,6 +150,9 @@ class ModelService:
                 name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
                 self._prompt_builder.thoughts.keep(call["id"], name, arguments, message.reasoning)
 
+    def count_tokens(self, request: ChatRequest) -> int:
+        return len(self._prompt_builder.chat_prompt(request).ids)
+
     def job_ahead(self, request: ChatRequest, answer: dict[str, Any]) -> Job:
         """Return a job that prefills what the next prompt begins with if a conversation goes on with this answer.
 

@@ -18,7 +18,7 @@ import uvicorn
 
 from http_limits.connections import server_config, url_of
 from mlx_tq.cli.loading import free_memory, load_model
-from mlx_tq.cli.options import Request
+from mlx_tq.cli.options import API_KEY_VARIABLE, Request
 from mlx_tq.cli.runner import DONE, FAILED, INTERRUPTED
 from mlx_tq.cli.screen import show_plan, stderr
 from mlx_tq.distributed.group import Ranks
@@ -126,6 +126,14 @@ def _serve_pool(
             guard.max_body = max_body()  # the context length is known now
             if pool.is_ready:
                 stderr.print(f"listening on {url_of(listener)} (chat page; API at /v1)")
+                key = f"${API_KEY_VARIABLE}" if api_key else "none"
+                stderr.print(
+                    f"OpenAI's clients: OPENAI_BASE_URL={url_of(listener)}/v1 OPENAI_API_KEY={key}", soft_wrap=True
+                )
+                settings = f"ANTHROPIC_BASE_URL={url_of(listener)} ANTHROPIC_AUTH_TOKEN={key}"
+                stderr.print(
+                    f"Claude Code: {settings} (all settings, and other clients: mlx_tq.connect)", soft_wrap=True
+                )
         except Exception as error:  # noqa: BLE001  raised below
             failures.append(error)
             api.stop()

@@ -539,7 +539,7 @@ def use_response_names(error: ApiError) -> None:
 
 # Parsing.
 
-Body = TypeVar("Body", bound=Strict)
+Body = TypeVar("Body", bound=BaseModel)
 
 
 def parse(kind: type[Body], body: bytes, ignored: set[str] | None = None) -> Body:

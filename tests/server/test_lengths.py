@@ -85,3 +85,9 @@ def test_several_models_keep_their_own_names(folder, capsys):
     words_ = ["server", "--model", str(folder), "--model", str(folder), "--served-model-name", "a", "--port", "0"]
     assert main(words_) == 2
     assert "--served-model-name names one model" in capsys.readouterr().err
+
+
+def test_the_settings_of_two_clients_are_printed(server):
+    log = server.log()
+    assert f"OPENAI_BASE_URL={server.url}/v1 OPENAI_API_KEY=none" in log
+    assert f"ANTHROPIC_BASE_URL={server.url} ANTHROPIC_AUTH_TOKEN=none" in log

@@ -26,7 +26,7 @@ class Scripted:
     """A server whose model generates given texts."""
 
     def __init__(self, client, encode):
-        self._client, self._encode = client, encode
+        self.client, self._encode = client, encode
         self.tokens = []
 
     def forward(self, tokens, logits):
@@ -34,6 +34,11 @@ class Scripted:
         if tokens.shape[1] > 1 or not self.tokens:
             return logits
         return mx.where(mx.arange(logits.shape[-1]) == self.tokens.pop(0), 0.0, -100.0)[None, None]
+
+    def script(self, text):
+        """Let the next answer be this text."""
+        parts = re.findall("<|[^<]+", text)  # so that no mark becomes a control token
+        self.tokens = [token for part in parts for token in self._encode(part)] + [END]
 
     def answers(self, text, **options):
         """Return reasoning, content, calls and finish of an answer: of chats and of responses, whole and streamed."""
@@ -55,9 +60,8 @@ class Scripted:
         return self._post(text, "/v1/chat/completions", body).json()
 
     def _post(self, text, path, body):
-        parts = re.findall("<|[^<]+", text)  # so that no mark becomes a control token
-        self.tokens = [token for part in parts for token in self._encode(part)] + [END]
-        sent = self._client.post(path, json=body)
+        self.script(text)
+        sent = self.client.post(path, json=body)
         assert sent.status_code == 200, sent.text
         return sent
 
