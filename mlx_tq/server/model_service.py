@@ -134,7 +134,7 @@ class ModelService:
         return jobs, answer, turn
 
     def _thinking_budget(self, request: AnyRequest, prompt: Prompt, max_tokens: int) -> list[ThinkingBudget]:
-        """Return the logits processor that ends the reasoning of an answer, unless the model has none."""
+        """Return the logits processor that ends the reasoning of an answer, unless the model does not reason."""
         if not isinstance(request, ChatRequest):
             return []
         budget = request.thinking_budget or max(1, max_tokens // _THINKING_PART)
@@ -154,7 +154,7 @@ class ModelService:
         return len(self._prompt_builder.chat_prompt(request).ids)
 
     def job_ahead(self, request: ChatRequest, answer: dict[str, Any]) -> Job:
-        """Return a job that prefills what the next prompt begins with if a conversation goes on with this answer.
+        """Return a job that prefills what the next prompt begins with if a conversation continues with this answer.
 
         A template may show the answer without its reasoning: then the next prompt does not extend what was generated.
         """
@@ -187,23 +187,23 @@ class ModelService:
 
         Refuse what exceeds them.
         """
-        asked, count, limits = request.answer_tokens or self._max_tokens, request.n or 1, self.engine.limits
+        requested, count, limits = request.answer_tokens or self._max_tokens, request.n or 1, self.engine.limits
         if count > limits.concurrency:
             raise InvalidRequestError(f"n is {count}; this server generates at most {limits.concurrency}", "n")
         param = "messages" if isinstance(request, ChatRequest) else "prompt"
-        least = 1 if asked else _LEAST_ANSWER
+        least = 1 if requested else _LEAST_ANSWER
         if self.positions is not None and prompt_tokens + least > self.positions:
             raise ContextLengthError.of(prompt_tokens, self.positions, least, param)
-        tokens = asked or _LONGEST_ANSWER
+        tokens = requested or _LONGEST_ANSWER
         if self.positions is not None:
-            tokens = min(asked or self.positions, self.positions - prompt_tokens)
+            tokens = min(requested or self.positions, self.positions - prompt_tokens)
         if (need := self.engine.memory_need) is None:
             return tokens
         try:
-            need.check(prompt_tokens, prompt_tokens + (tokens if asked else least), count)
+            need.check(prompt_tokens, prompt_tokens + (tokens if requested else least), count)
         except ConfigError as error:
             raise ContextLengthError(str(error), param) from error
-        return tokens if asked else need.most_tokens(prompt_tokens, prompt_tokens + tokens, count) - prompt_tokens
+        return tokens if requested else need.most_tokens(prompt_tokens, prompt_tokens + tokens, count) - prompt_tokens
 
     def report(self) -> dict[str, Any]:
         """Return the model, defaults and how caches are stored, for /v1/plan; it contains no path of this machine."""

@@ -110,7 +110,7 @@ class PromptBuilder:
         return Prompt(ids, segments, self._state(ids))
 
     def next_beginning(self, request: ChatRequest, answer: Message) -> list[int]:
-        """Return the tokens that the next prompt begins with if a conversation goes on with this answer."""
+        """Return the tokens that the next prompt begins with if a conversation continues with this answer."""
         messages, options = self.render_input(request)
         first, second = (
             self._encode(self._render([*messages, answer, {"role": "user", "content": text}], options), "messages")
@@ -274,7 +274,7 @@ def _template_message(message: schemas.Message) -> Message:
         if isinstance(arguments, str):
             try:
                 parsed = from_json(arguments or "{}")
-            except ValueError:  # as the model wrote it; a conversation with such a call goes on
+            except ValueError:  # as the model wrote it: a conversation with such a call continues
                 parsed = {"arguments": arguments}
         function = {"name": call.function.name, "arguments": parsed}
         converted.setdefault("tool_calls", []).append({**schemas.without_none(call), "function": function})
