@@ -586,7 +586,7 @@ LONG_PROMPT = {
     "share kept by the slowest": ("speed that the slowest of four streams keeps while 32K are prefilled", "{:.3f}"),
     "longest gap, s": ("longest gap between two of its tokens, s", "{:.2f}"),
     "32K alone, s": ("time to first token of 32K alone, s", "{:.1f}"),
-    "32K beside streams, s": ("beside four streams, s", "{:.1f}"),
+    "32K beside streams, s": ("with four streams, s", "{:.1f}"),
     "1K alone, s": ("time to first token of 1K alone, s", "{:.2f}"),
     "1K behind 32K, s": ("behind 32K, s", "{:.2f}"),
 }

@@ -58,7 +58,7 @@ def write_text(path: Path, text: str) -> bool:
 
 
 def _parse(suffix: str, text: str) -> MutableMapping[str, Any]:
-    """Parse a document; raise ValueError if it has no settings by name. An empty one has none."""
+    """Parse a document; raise ValueError if it has no settings by name. An empty one is an empty mapping."""
     document: Any = {}
     if suffix == ".toml":
         document = _tomlkit().parse(text)

@@ -128,6 +128,7 @@ class Api:
             result = handler(request)
             response = result if isinstance(result, Response) else await result
         except ApiError as api_error:
+            request.state.refusal = api_error
             response = _error_response(request, api_error)
         except ClientDisconnect:
             response = _error_response(
@@ -444,6 +445,9 @@ def _log_end(request: Request, status: int) -> None:
         facts.append("the client disconnected")
     if hasattr(state, "error"):
         facts.append(f"error {state.error.code} in the stream")
+    if (refusal := getattr(state, "refusal", None)) is not None:
+        param = refusal.param or ""
+        facts.append(f"{refusal.code}{f' ({param})' if _FIELD.fullmatch(param) else ''}")
     answer: Answer | None = getattr(state, "answer", None)
     if answer is not None:
         facts.append(f"{answer.prompt_tokens} prompt tokens ({answer.cached_tokens} cached)")

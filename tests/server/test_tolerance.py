@@ -1,6 +1,7 @@
 """Fields of other servers: those with a meaning are followed, others are named and change nothing."""
 
 import json
+import re
 
 import pytest
 
@@ -49,6 +50,13 @@ def test_strict_requests(start):
     assert (response.status_code, response.json()["error"]["param"]) == (400, "temprature")
     assert server.post(**HI, max_tokens=-1).status_code == 400
     assert server.post(**HI, max_tokens=1, reasoning_effort="low").status_code == 200
+
+
+def test_the_log_says_which_field_was_refused(server):
+    assert server.post(**HI, tool_choice="required").status_code == 400
+    assert re.search(
+        r"POST /v1/chat/completions 400 \d+ ms, invalid_value \(tool_choice\)$", server.log(), re.MULTILINE
+    )
 
 
 @pytest.mark.parametrize(
