@@ -99,10 +99,16 @@ def _show(
     lines = [f"# {client.title} with {server.model} ({server.context_length} tokens) at {server.url}"]
     lines += [f"unset {name}" for name in client.unset]
     variables = {**client.environment(server), **added}
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    lines += [f"export {name}={_shell_value(value, server.key)}" for name, value in variables.items()]
     for path, settings in files.items():
-        lines += ["", f"# {path}", settings_text(path.suffix, settings).rstrip()]
+        text = settings_text(path.suffix, settings).rstrip()
+        lines += ["", f"# {path}", *([f"# {line}" for line in text.splitlines()] if variables else [text])]
     sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _shell_value(value: str, key: str | None) -> str:
+    """Return a value as a shell reads it; of the API key its variable, so that it is not printed."""
+    return f'"${API_KEY_VARIABLE}"' if value == key else shlex.quote(value)
 
 
 def _write_files(files: Mapping[Path, Mapping[str, Any]], *, dry_run: bool) -> None:

@@ -45,7 +45,7 @@ def write_text(path: Path, text: str) -> bool:
     if path.exists():
         if path.read_text(encoding="utf-8") == text:
             return False
-        mode = stat.S_IMODE(path.stat().st_mode)
+        mode = stat.S_IMODE(path.stat().st_mode) & ~stat.S_IRWXO
         copy = path.with_name(path.name + COPY_SUFFIX)
         if not copy.exists():
             shutil.copy2(path, copy)

@@ -1,11 +1,13 @@
 """`Endpoint`: a running server and the model that a client uses."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from mlx_tq.cli.options import API_KEY_VARIABLE
 from mlx_tq.errors import ConfigError, MlxTqError, one_line, unknown_name
 
+_NAME = re.compile(r"[\w./:@+ -]{1,200}", re.ASCII)  # of a model, also where a shell reads it
 NO_KEY = "none"  # clients insist on a key, and a server without one accepts any
 ASSUMED_CONTEXT = 32_768  # tokens, where a model states no context length
 _MAX_OUTPUT = 32_000
@@ -38,6 +40,10 @@ def find_endpoint(url: str, model: str | None, key: str | None) -> Endpoint:
     if name not in entries:
         raise unknown_name("--model", name, entries)
     context = entries[name]["context_length"]
+    if not _NAME.fullmatch(name) or not isinstance(context, int | None):
+        raise MlxTqError(
+            f"the server at {url} describes its model in a way that no client takes: {one_line(name)[:80]!r}"
+        )
     if context is None and not entries[name].get("loaded"):
         raise MlxTqError(f"the server at {url} has not loaded {name}. Try again when it has.")
     return Endpoint(url, name, context or ASSUMED_CONTEXT, key)

@@ -39,13 +39,20 @@ class Choice:
     Without `tokenizer`, all text is content. `state` is "reasoning" where the prompt ended inside the model's
     reasoning; else an answer may begin with reasoning. If the answer is `constrained` to a grammar, all text after the
     reasoning is content. Calls are parsed only if the request has `tools`, and not in the reasoning. A call that is not
-    valid is content with its marks, as are marks that the content only mentions.
+    valid is content with its marks, as are marks that the content only mentions. With `one_call`, the answer ends after
+    its first call.
     """
 
     def __init__(
-        self, tokenizer: Any = None, state: str = "normal", tools: Sequence[Object] = (), *, constrained: bool = False
+        self,
+        tokenizer: Any = None,
+        state: str = "normal",
+        tools: Sequence[Object] = (),
+        *,
+        constrained: bool = False,
+        one_call: bool = False,
     ) -> None:
-        self._tokenizer, self._tools = tokenizer, list(tools)
+        self._tokenizer, self._tools, self._one_call = tokenizer, list(tools), one_call
         transitions: Transitions = {}
         if tokenizer is not None:
             transitions = _transitions(tokenizer, has_tools=bool(tools), constrained=constrained)
@@ -63,6 +70,8 @@ class Choice:
         """Add a piece; return what it adds to the message."""
         delta, message = Delta(), self.message
         for state, text in self._split(piece.text, is_last=piece.finish_reason is not None):
+            if self._one_call and delta.tool_calls:
+                break
             if state == "tool":
                 self._call_text = (self._call_text or "") + text
                 continue
@@ -79,6 +88,8 @@ class Choice:
         if piece.finish_reason is not None:
             calls_tools = piece.finish_reason == "stop" and message.tool_calls
             self.finish_reason = "tool_calls" if calls_tools else piece.finish_reason
+        elif self._one_call and message.tool_calls:
+            self.finish_reason = "tool_calls"
         recalled = piece.recalled
         if recalled is not None and recalled.archived:
             ranges = [list(span) for span in to_ranges(recalled.positions)]
@@ -128,7 +139,7 @@ class Choice:
             delta.content += start_mark + mention
             calls = self._parse_calls(text, first_index)
         if calls:
-            delta.tool_calls += calls
+            delta.tool_calls += calls[:1] if self._one_call else calls
         else:
             delta.content += start_mark + text + (end_mark if finish_reason is None else "")
 
@@ -224,10 +235,12 @@ class Answer:
             self.rescued_tokens = event.tokens
         if not isinstance(event, Piece):
             return []
+        choice = self.choices[event.index]
+        if choice.finish_reason is not None:  # it has ended itself, and others of the request have not
+            return []
         self.completion_tokens += 1
         self.last_token_at = time.perf_counter()
         self.first_token_at = self.first_token_at or self.last_token_at
-        choice = self.choices[event.index]
         delta, logprobs = choice.add(event), list[Object]()
         if event.logprob is not None:
             top = [self._logprob_object(other) for other in event.top_logprobs]

@@ -5,8 +5,8 @@ import json
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -53,7 +53,7 @@ Handler = Callable[[Request], Response | Awaitable[Response]]
 _PUBLIC = {"/", "/health"}  # paths that anybody may call
 _INTERNAL_ERROR = "internal error; see the server's log"
 _FIELD = re.compile(r"[\w.-]{1,64}", re.ASCII)  # of a request, as a header may name it
-_MAX_LOGGED_FIELDS = 1000
+_MAX_IGNORED, _MAX_LOGGED_FIELDS = 16, 1000  # in a header, and in all of the log
 
 
 class Api:
@@ -224,7 +224,8 @@ class Api:
     async def _estimate(self, request: Request) -> Response:
         """Return what an answer to a chat, or to a completion, would take, without generating it."""
         content = await self._guard.read_body(request)
-        parsing = self._large_requests.run(len(content), _parse_prompt, content)
+        ignored = None if self._is_strict else set[str]()
+        parsing = self._large_requests.run(len(content), _parse_prompt, content, ignored)
         body = await _run_until_disconnect(request, parsing)
         async with self._acquire(request, body.model) as service:
             work = self._large_requests.run(len(content), service.estimate, body)
@@ -238,7 +239,7 @@ class Api:
         # Parsing a large body holds the GIL; several in turn would block the event loop.
         work = self._large_requests.run(len(content), schemas.parse, kind, content, ignored)
         body: Body = await _run_until_disconnect(request, work)
-        request.state.ignored = sorted(name for name in ignored or () if _FIELD.fullmatch(name))
+        request.state.ignored = sorted(name for name in ignored or () if _FIELD.fullmatch(name))[:_MAX_IGNORED]
         if new := self._new_fields(request.state.ignored):
             log.warning("fields of requests that this server ignores: %s", ", ".join(new))
         return body
@@ -256,18 +257,16 @@ class Api:
 
     async def _respond(self, request: Request) -> Response:
         body = await self._parse_body(request, ResponseRequest)
-        try:
+        with _response_names():
             chat = await run_in_threadpool(body.to_chat)
             return await self._generate(request, chat, partial(ResponseAnswer, request=body))
-        except InvalidRequestError as error:
-            schemas.use_response_names(error)
-            raise
 
     async def _count_response_tokens(self, request: Request) -> Response:
         body = await self._parse_body(request, ResponseRequest)
-        async with self._acquire(request, body.model) as service:
-            work = self._large_requests.run(request.state.nbytes, lambda: service.count_tokens(body.to_chat()))
-            tokens = await _run_until_disconnect(request, work)
+        with _response_names():
+            async with self._acquire(request, body.model) as service:
+                work = self._large_requests.run(request.state.nbytes, lambda: service.count_tokens(body.to_chat()))
+                tokens = await _run_until_disconnect(request, work)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
     async def _message(self, request: Request) -> Response:
@@ -300,6 +299,8 @@ class Api:
                 work = self._large_requests.run(request.state.nbytes, *preparation)
                 jobs, answer, turn = await _run_until_disconnect(request, work)
                 request.state.answer = answer
+                for other in self._pool.services:
+                    other.engine.cancel_ahead()
                 service.engine.submit(*jobs)
             except BaseException:
                 if session is not None:
@@ -313,7 +314,7 @@ class Api:
             headers = {"X-Max-Tokens": str(max_tokens)} if max_tokens < (body.answer_tokens or 0) else {}
             if request.state.ignored:
                 headers["X-Ignored"] = ", ".join(request.state.ignored)
-            events = self._events(service, jobs)
+            events = self._events(service, jobs, answer)
 
             async def respond() -> Response:
                 await _add(answer, await anext(events))
@@ -352,11 +353,18 @@ class Api:
     async def _prepare_next(self, service: ModelService, body: ChatRequest, job: Job, answer: Answer) -> None:
         """Prefill, while nothing else runs, what the next prompt of a conversation begins with."""
         await job.events_closed.wait()
-        service.keep_thoughts(answer)
+        service.keep_thoughts(body, answer)
         message = answer.message()
-        if answer.is_complete and message is not None and not job.others and not body.prefill:
+        if not answer.is_complete or message is None or job.others or body.prefill:
+            return
+        self._pool.retain(service)
+        try:
             with suppress(ApiError):  # the next request will get the same error
-                service.engine.prefill_ahead(await run_in_threadpool(service.job_ahead, body, message))
+                ahead = await run_in_threadpool(service.job_ahead, body, message)
+                if ahead is not None and not any(other.engine.is_busy for other in self._pool.services):
+                    service.engine.prefill_ahead(ahead)
+        finally:
+            self._pool.release(service)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` in the background; asyncio may drop a task that nothing refers to."""
@@ -365,8 +373,11 @@ class Api:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _events(self, service: ModelService, jobs: list[Job]) -> AsyncGenerator[Event]:
-        """Yield the events of jobs, which share a queue, and raise their errors. Closing it early cancels the jobs."""
+    async def _events(self, service: ModelService, jobs: list[Job], answer: Answer) -> AsyncGenerator[Event]:
+        """Yield the events of jobs, which share a queue, and raise their errors.
+
+        Closing it early cancels the jobs, as does an answer that is complete before them.
+        """
         metrics, started, first_token, ended = service.metrics, time.perf_counter(), True, False
         unfinished, queue = sum(len(job.answers) for job in jobs), jobs[0].events
         self._unfinished.add(queue)
@@ -383,6 +394,7 @@ class Api:
                     first_token, unfinished = False, unfinished - (event.finish_reason is not None)
                     ended = not unfinished
                 yield event
+                ended = ended or answer.is_complete
         finally:
             self._unfinished.discard(queue)
             self._pool.release(service)
@@ -437,6 +449,16 @@ class AnswerStream(StreamingResponse):
             _log_end(self._request, self.status_code if is_ended else ClientDisconnectedError.status)
 
 
+@contextmanager
+def _response_names() -> Iterator[None]:
+    """Let errors name the arguments of /v1/responses, which become those of a chat in the block."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        schemas.use_response_names(error)
+        raise
+
+
 def _log_end(request: Request, status: int) -> None:
     """Log a request that has ended, and the tokens of its answer if it has one."""
     state, now = request.state, time.perf_counter()
@@ -462,17 +484,17 @@ def _log_end(request: Request, status: int) -> None:
 
 def _error_response(request: Request, error: ApiError) -> JSONResponse:
     """Return an error in Anthropic's shape on the routes of its API, in OpenAI's on all others."""
-    body = error_body(error) if request.url.path.startswith("/v1/messages") else error.body()
+    body = error_body(error) if request.url.path.removeprefix("/v1").startswith("/messages") else error.body()
     return JSONResponse(body, error.status, ERROR_HEADERS.get(error.status))
 
 
-def _parse_prompt(content: bytes) -> ChatRequest | CompletionRequest:
+def _parse_prompt(content: bytes, ignored: set[str] | None) -> ChatRequest | CompletionRequest:
     """Parse the body of a chat, which has messages, or of a completion."""
     with suppress(ValueError):  # which parsing it as a completion reports
         value = from_json(content)
         if isinstance(value, dict) and "messages" in value:
-            return schemas.parse(ChatRequest, content)
-    return schemas.parse(CompletionRequest, content)
+            return schemas.parse(ChatRequest, content, ignored)
+    return schemas.parse(CompletionRequest, content, ignored)
 
 
 async def _handle_http_error(request: Request, error: Exception) -> Response:

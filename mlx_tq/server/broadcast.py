@@ -80,7 +80,12 @@ class OrderBroadcast:
         return registered
 
     def _job(
-        self, prompt: dict[str, Any], max_tokens: list[int], samplers: list[int], session: dict[str, Any] | None
+        self,
+        prompt: dict[str, Any],
+        max_tokens: list[int],
+        samplers: list[int],
+        session: dict[str, Any] | None,
+        only_prefills: bool,
     ) -> Job:
         """Return a job whose tokens the first rank samples, and whose events no client receives."""
         start = None
@@ -96,6 +101,7 @@ class OrderBroadcast:
                 [],
                 index=index,
                 session=start,
+                only_prefills=only_prefills,
             )
             for index, (count, sampler) in enumerate(zip(max_tokens, samplers, strict=True))
         )
@@ -108,6 +114,7 @@ def _job_message(job: Job) -> dict[str, Any]:
         "prompt": asdict(job.prompt),
         "max_tokens": [answer.max_tokens for answer in job.answers],
         "samplers": [id(answer.sampler) for answer in job.answers],
+        "only_prefills": job.only_prefills,
         "session": start
         and {
             "caches": None if start.caches is None else start.caches.number,

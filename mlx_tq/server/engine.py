@@ -163,8 +163,7 @@ class Engine:
         with self._changed:
             if not self.is_healthy:
                 raise UnavailableError("the server is stopping; try again when it is back")
-            if self._job_ahead is not None:
-                self._job_ahead.cancelled.set()
+            self.cancel_ahead()
             for job in [job for job in self._waiting if job.cancelled.is_set()]:
                 self._waiting.remove(job)
                 job.session_result.put_nowait(SessionResult())
@@ -174,13 +173,25 @@ class Engine:
             self.metrics.waiting.set(len(self._waiting))
             self._changed.notify()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether jobs run or wait; those that are cancelled do not count."""
+        running = [*self._running.values(), *self._suspended]
+        return bool(self._waiting) or any(not other.job.cancelled.is_set() for other in running)
+
+    def count_stored(self, ids: list[int]) -> int:
+        """Return how many first tokens of a prompt are stored; any thread may ask."""
+        return self._stored_prompts.longest(ids)
+
+    def cancel_ahead(self) -> None:
+        """Cancel what is prefilled ahead."""
+        if self._job_ahead is not None:
+            self._job_ahead.cancelled.set()
+
     def prefill_ahead(self, job: Job) -> None:
-        """Run a job that only prefills, unless others run or most of its prompt is stored. Any later job cancels it."""
-        if len(job.prompt.ids) - self._stored_prompts.longest(job.prompt.ids) < MIN_STORED:
-            return
+        """Run a job that only prefills, unless others run. Any later job cancels it."""
         with self._changed:
-            is_busy = self._waiting or any(not other.job.cancelled.is_set() for other in [*self._running.values()])
-            if self.is_healthy and not is_busy:
+            if self.is_healthy and not self.is_busy:
                 self._job_ahead = job
                 self._waiting.append(job)
                 self._changed.notify()

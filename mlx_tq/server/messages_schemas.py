@@ -1,5 +1,6 @@
 """Bodies of Anthropic's Messages API, which become chats. Unknown fields are ignored: clients add new ones often."""
 
+import re
 from collections.abc import Sequence
 from itertools import takewhile
 from typing import Annotated, Any, Literal
@@ -15,12 +16,13 @@ from mlx_tq.server.schemas import (
     Probability,
     Stop,
     Temperature,
+    chat_of,
     without_none,
 )
 
 # Claude Code's first system line. It differs in each conversation, so with it no two of them would share a prefix.
 _BILLING_LINE = "x-anthropic-billing-header:"
-_COUNTER_START, _COUNTER_END = "<total_tokens>", "</total_tokens>"
+_COUNTER = re.compile(r"\s*<total_tokens>[\w ,.]{1,40}</total_tokens>\s*\Z")
 
 Message = dict[str, Any]  # of a chat
 
@@ -83,11 +85,9 @@ def _texts(content: "str | Sequence[Any]") -> list[str]:
     texts = []
     for block in _blocks(content):
         text = block.text
-        if text.rstrip().endswith(_COUNTER_END) and _COUNTER_START in text:
-            text = text.rpartition(_COUNTER_START)[0].rstrip()
-            if not text:
-                continue
-        texts.append(text)
+        kept = _COUNTER.sub("", text)
+        if kept or kept == text:
+            texts.append(kept)
     return texts
 
 
@@ -226,4 +226,4 @@ class MessagesRequest(Loose):
             "thinking_budget": self.thinking and self.thinking.budget_tokens,
             "chat_template_kwargs": self.thinking and {"enable_thinking": self.thinking.type != "disabled"},
         }
-        return ChatRequest.model_validate(body)
+        return chat_of(body)

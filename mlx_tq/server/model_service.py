@@ -1,7 +1,6 @@
 """`ModelService`: what the server offers, without HTTP. Requests become jobs, and an answer for their events."""
 
 import asyncio
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -34,7 +33,8 @@ from mlx_tq.server.response_formats import ResponseFormats
 from mlx_tq.server.sampling import Sampling, logits_processors
 from mlx_tq.server.schemas import ChatRequest, CompletionRequest
 from mlx_tq.server.sessions import HEADER, ServerSession, Sessions, SessionTurn
-from mlx_tq.server.thinking_budget import ThinkingBudget, thinking_budget
+from mlx_tq.server.stored_prompts import MIN_STORED
+from mlx_tq.server.thinking_budget import BRIDGE, BRIDGE_TO_CALL, ThinkingBudget
 
 AnyRequest = ChatRequest | CompletionRequest
 
@@ -69,6 +69,7 @@ class ModelService:
         self._prompt_builder = PromptBuilder(
             tokenizer, args.chat_template_args, self.positions, template, splits_answer=_splits_answer(model, plan)
         )
+        self._bridges = [self._prompt_builder.plain.encode(text) for text in (BRIDGE, BRIDGE_TO_CALL)]
         self.sessions = Sessions(request, self._prompt_builder, self.rescue, self.positions, self.metrics)
         self._grammars = Grammars(tokenizer)
         self.response_formats = ResponseFormats(self._grammars, args.max_queue, allow_lark=args.allow_lark)
@@ -94,14 +95,18 @@ class ModelService:
         start, quotation = (None, 0) if turn is None else (turn.start, turn.start.max_quotation)
         count, constraint, logprobs = request.n or 1, None, None
         make_choice: Callable[[], Choice] = Choice
-        stops = request.stops
         if isinstance(request, ChatRequest):
             prompts = [prompt := self._prompt_builder.chat_prompt(request) if turn is None else turn.prompt]
             logprobs = (request.top_logprobs or 0) if request.logprobs else None
             tools = request.callable_tools
-            if tools and request.parallel_tool_calls is False and self._tokenizer.tool_call_end:
-                stops = [*stops, self._tokenizer.tool_call_end]  # the first call is the last
-            make_choice = partial(Choice, self._tokenizer, prompt.state, tools, constrained=grammar is not None)
+            make_choice = partial(
+                Choice,
+                self._tokenizer,
+                prompt.state,
+                tools,
+                constrained=grammar is not None,
+                one_call=request.parallel_tool_calls is False,
+            )
             if grammar is not None:
                 constraint = self._grammars.constraint(grammar, thinks=prompt.state == "reasoning")
         else:
@@ -118,7 +123,7 @@ class ModelService:
                     max_tokens,
                     sampling.sampler(vocabulary, None if request.seed is None else (request.seed + choice) % 2**64),
                     [*logits_processors(request, sampling, vocabulary), *budgets[choice]],
-                    stops=stops,
+                    stops=request.stops,
                     logprobs=logprobs,
                     constraint=constraint and constraint.copy(),
                     index=number * count + choice,
@@ -137,28 +142,30 @@ class ModelService:
         """Return the logits processor that ends the reasoning of an answer, unless the model does not reason."""
         if not isinstance(request, ChatRequest):
             return []
+        if not (end := self._tokenizer.think_end_tokens):
+            return []
         budget = request.thinking_budget or max(1, max_tokens // _THINKING_PART)
-        is_open, has_tools = prompt.state == "reasoning", bool(request.callable_tools)
-        processor = thinking_budget(self._tokenizer, budget, is_open=is_open, has_tools=has_tools)
-        return [] if processor is None else [processor]
+        start = () if prompt.state == "reasoning" else self._tokenizer.think_start_tokens or ()
+        return [ThinkingBudget(budget, start, end, [*self._bridges[bool(request.callable_tools)], *end])]
 
-    def keep_thoughts(self, answer: Answer) -> None:
-        """Keep the reasoning before tool calls: many clients do not send it back."""
+    def keep_thoughts(self, request: ChatRequest, answer: Answer) -> None:
+        """Keep the reasoning before tool calls."""
         for message in (choice.message for choice in answer.choices):
             if message.reasoning and message.tool_calls:
-                call = message.tool_calls[0]
-                name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
-                self._prompt_builder.thoughts.keep(call["id"], name, arguments, message.reasoning)
+                self._prompt_builder.keep_thoughts(request, message.tool_calls[0], message.reasoning)
 
     def count_tokens(self, request: ChatRequest) -> int:
         return len(self._prompt_builder.chat_prompt(request).ids)
 
-    def job_ahead(self, request: ChatRequest, answer: dict[str, Any]) -> Job:
+    def job_ahead(self, request: ChatRequest, answer: dict[str, Any]) -> Job | None:
         """Return a job that prefills what the next prompt begins with if a conversation continues with this answer.
 
-        A template may show the answer without its reasoning: then the next prompt does not extend what was generated.
+        None if most of that is stored. A template may show the answer without its reasoning: then the next prompt does
+        not extend what was generated.
         """
         ids = self._prompt_builder.next_beginning(request, answer)
+        if len(ids) - self.engine.count_stored(ids) < MIN_STORED:
+            return None
         self._answer_tokens(len(ids), request)  # refuses what does not fit
         return Job(Prompt(ids, [ids]), 1, greedy_sampler, [], only_prefills=True)
 

@@ -1,7 +1,9 @@
 """`PromptBuilder`: from messages or text to token ids, split where later requests are likely to share the prefix."""
 
 import inspect
+import json
 import secrets
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +18,7 @@ from mlx_tq.errors import ConfigError
 from mlx_tq.prefix_cache.prefix_cache import common_prefix
 from mlx_tq.server import schemas
 from mlx_tq.server.api_errors import ContextLengthError, InvalidRequestError
-from mlx_tq.server.kept_thoughts import KeptThoughts
+from mlx_tq.server.kept_thoughts import KeptThoughts, thoughts_key
 from mlx_tq.server.schemas import ChatRequest
 from mlx_tq.server.system_messages import fold_later, has_later, join_leading
 from mlx_tq.session.text import TEMPLATE_ERRORS, PlainText, PromptLengthLimit, is_reasoning_open, unescape
@@ -66,7 +68,7 @@ class PromptBuilder:
         *,
         splits_answer: bool = True,
     ) -> None:
-        self.tokenizer, self.plain, self.thoughts = tokenizer, PlainText(tokenizer), KeptThoughts()
+        self.tokenizer, self.plain, self._thoughts = tokenizer, PlainText(tokenizer), KeptThoughts()
         self._template_args, self._template_name, self._splits_answer = template_args, template_name, splits_answer
         self._limit = PromptLengthLimit(tokenizer, positions)
         # A fast tokenizer is thread-safe unless its truncation or padding changes, which the first call may do; hence
@@ -126,7 +128,11 @@ class PromptBuilder:
         kwargs = request.chat_template_kwargs or {}
         if wrong := sorted(set(kwargs) & _RESERVED):
             raise InvalidRequestError(f"chat_template_kwargs may not set {', '.join(wrong)}", "chat_template_kwargs")
-        messages = join_leading([self._template_message(message) for message in request.messages])
+        question, converted_messages = "", list[Message]()
+        for message in request.messages:
+            converted_messages.append(self._template_message(message, question))
+            question = converted_messages[-1]["content"] if message.role == "user" else question
+        messages = join_leading(converted_messages)
         if has_later(messages) and not self._shows_later_system_messages:
             messages = fold_later(messages)
         tools = _with_sorted_keys(request.callable_tools)
@@ -134,8 +140,8 @@ class PromptBuilder:
             advice = "leave tools out, or start the server with a --chat-template that shows them"
             raise InvalidRequestError(f"{self._template_name} does not show tools to the model; {advice}", "tools")
         if tools and not self.tokenizer.has_tool_calling:
-            message = f"mlx-lm cannot parse the tool calls of {self._template_name}; leave tools out"
-            raise InvalidRequestError(message, "tools")
+            fault = f"mlx-lm cannot parse the tool calls of {self._template_name}; leave tools out"
+            raise InvalidRequestError(fault, "tools")
         options = {**self._template_args, **self.plain.escape(kwargs), "tools": self.plain.escape(tools) or None}
         if "reasoning_effort" in options:
             try:
@@ -144,12 +150,21 @@ class PromptBuilder:
                 del options["reasoning_effort"]
         return messages, options
 
-    def _template_message(self, message: schemas.Message) -> Message:
+    def keep_thoughts(self, request: ChatRequest, call: Message, reasoning: str) -> None:
+        """Keep the reasoning before a call of an answer: many clients do not send it back."""
+        users = [_template_message(message) for message in request.messages if message.role == "user"]
+        question, function = users[-1]["content"] if users else "", call["function"]
+        key = thoughts_key(question, call["id"], function["name"], json.loads(function["arguments"]))
+        self._thoughts.keep(key, reasoning)
+
+    def _template_message(self, message: schemas.Message, question: str) -> Message:
+        """Return a message as templates expect it. `question` is the user's last one before it."""
         converted = _template_message(message)
         reasoning = message.reasoning_content or message.reasoning
         calls = converted.get("tool_calls") or []
         if not reasoning and calls and isinstance(arguments := calls[0]["function"]["arguments"], dict):
-            reasoning = self.thoughts.find(calls[0].get("id", ""), calls[0]["function"]["name"], arguments)
+            key = thoughts_key(question, calls[0].get("id", ""), calls[0]["function"]["name"], arguments)
+            reasoning = self._thoughts.find(key)
         if reasoning:
             converted |= dict.fromkeys(_REASONING_NAMES, reasoning)
         return converted
@@ -247,6 +262,11 @@ class PromptBuilder:
     def _state(self, ids: list[int]) -> str:
         is_open = is_reasoning_open(self.tokenizer, ids)
         return "reasoning" if is_open else self.tokenizer.response_initial_state or "normal"
+
+
+def without_reasoning(messages: Sequence[Message]) -> list[Message]:
+    """Return messages without what some clients send back and others do not."""
+    return [{key: value for key, value in m.items() if key not in _REASONING_NAMES} for m in messages]
 
 
 def _with_sorted_keys(value: Any) -> Any:

@@ -79,7 +79,7 @@ TopLogprobs = Annotated[int, Field(ge=0, le=20)]
 
 
 class Strict(BaseModel):
-    """Objects that may not have unknown fields."""
+    """Objects whose unknown fields are errors, or are named and dropped."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     # OpenAI's bookkeeping, which is accepted and changes no answer.
@@ -102,8 +102,9 @@ class Strict(BaseModel):
         names = {field.alias or name for name, field in cls.model_fields.items()}
         unknown = [name for name in value if name not in names and name not in cls.ignored]
         if ignored is not None:
+            refused = [name for name in unknown if name in REFUSED]
             ignored.update(islice((name for name in unknown if name not in REFUSED), _MAX_IGNORED))
-            unknown = [name for name in unknown if name in REFUSED]
+            unknown = [name for name in refused if value[name]]  # others ask for nothing
         return {name: value[name] for name in (*unknown[:_MAX_ERRORS], *names) if name in value}
 
 
@@ -482,8 +483,11 @@ class ResponseRequest(Strict):
                 messages[-1].setdefault("tool_calls", []).append(call)
             elif isinstance(item, CallOutputItem):
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _join(item.output)})
-            if reasoning and messages and messages[-1]["role"] == "assistant":
-                messages[-1]["reasoning_content"], reasoning = reasoning, ""
+            else:
+                continue
+            if reasoning and messages[-1]["role"] == "assistant":
+                messages[-1]["reasoning_content"] = messages[-1].get("reasoning_content", "") + reasoning
+                reasoning = ""
         if not messages:
             raise InvalidRequestError("the input has no message; send at least one", "input")
         logprobs = "message.output_text.logprobs" in (self.include or [])
@@ -508,7 +512,15 @@ class ResponseRequest(Strict):
             "response_format": response_format,
             "tools": [{"type": "function", "function": tool.to_function()} for tool in self.tools or []] or None,
         }
+        return chat_of(body)
+
+
+def chat_of(body: dict[str, Any]) -> ChatRequest:
+    """Return the chat that another API's body became; raise `InvalidRequestError` if it is not valid."""
+    try:
         return ChatRequest.model_validate(body)
+    except ValidationError as error:
+        raise _to_api_error(error.errors(include_url=False, include_input=False), body) from None
 
 
 def _join(content: Texts) -> str:

@@ -22,7 +22,7 @@ from mlx_tq.server.api_errors import InvalidRequestError, QueueFullError
 from mlx_tq.server.job import SessionCaches, SessionResult, SessionStart
 from mlx_tq.server.job_recall import log_archive_warning
 from mlx_tq.server.metrics import Metrics
-from mlx_tq.server.prompt_builder import Message, Prompt, PromptBuilder
+from mlx_tq.server.prompt_builder import Message, Prompt, PromptBuilder, without_reasoning
 from mlx_tq.server.schemas import ChatRequest
 from mlx_tq.session.restore import live_positions
 from mlx_tq.session.text import SESSION_ID
@@ -123,7 +123,8 @@ class Sessions:
         """Return the turn of a request: what it adds to the session, or all of it if it does not continue that."""
         messages, options = self._prompt_builder.render_input(request)
         cached = session.messages or []
-        continues = messages[: len(cached)] == cached and messages[len(cached) :] and not restart
+        is_told = without_reasoning(messages[: len(cached)]) == without_reasoning(cached)
+        continues = is_told and messages[len(cached) :] and not restart
         count = len(cached) if continues and options == session.template_options else 0
         parts = self._prompt_builder.split_turn(messages, options, count)
         if parts is None:  # the template shows earlier answers in another way

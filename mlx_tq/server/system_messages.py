@@ -25,10 +25,17 @@ def has_later(messages: Sequence[Message]) -> bool:
 def fold_later(messages: Sequence[Message]) -> list[Message]:
     """Return messages in which each system message after the first message begins the user message that follows it.
 
-    Where none follows it immediately, it is a user message.
+    Where none follows it immediately, it ends the user message before it, or is one.
     """
     folded: list[Message] = list(messages[:1])
     texts: list[str] = []
+
+    def add() -> None:
+        if folded[-1]["role"] == "user":
+            folded[-1] = {**folded[-1], "content": "\n\n".join([str(folded[-1]["content"]), *texts])}
+        else:
+            folded.append({"role": "user", "content": "\n\n".join(texts)})
+
     for message in messages[1:]:
         if message["role"] == "system":
             texts.append(f"<system>\n{message['content']}\n</system>")
@@ -36,9 +43,9 @@ def fold_later(messages: Sequence[Message]) -> list[Message]:
         if texts and message["role"] == "user":
             message = {**message, "content": "\n\n".join([*texts, str(message["content"])])}
         elif texts:
-            folded.append({"role": "user", "content": "\n\n".join(texts)})
+            add()
         texts = []
         folded.append(message)
     if texts:
-        folded.append({"role": "user", "content": "\n\n".join(texts)})
+        add()
     return folded

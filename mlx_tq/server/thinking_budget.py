@@ -5,10 +5,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_tq.session.text import PlainText
-
-_BRIDGE = "\nI have thought long enough, so I answer now.\n"
-_BRIDGE_TO_CALL = "\nI have thought long enough, so I call a tool or answer now.\n"
+BRIDGE = "\nI have thought long enough, so I answer now.\n"
+BRIDGE_TO_CALL = "\nI have thought long enough, so I call a tool or answer now.\n"
 
 
 class ThinkingBudget:
@@ -20,10 +18,12 @@ class ThinkingBudget:
 
     def __init__(self, budget: int, start: Sequence[int], end: Sequence[int], bridge: Sequence[int]) -> None:
         self._budget, self._start, self._end, self._bridge = budget, list(start), list(end), list(bridge)
-        self._count = 0  # tokens that were generated
+        self._prompt_tokens: int | None = None
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        count, self._count = self._count, self._count + 1
+        if self._prompt_tokens is None:
+            self._prompt_tokens = tokens.size
+        count = tokens.size - self._prompt_tokens  # generated ones
         if count == self._budget:
             generated: Any = tokens[tokens.size - count :].tolist()
             if _contains(generated, self._end) or not _contains(generated, self._start):
@@ -32,16 +32,6 @@ class ThinkingBudget:
             return logits
         is_next = mx.arange(logits.shape[-1]) == self._bridge[count - self._budget]
         return mx.where(is_next, mx.zeros_like(logits), -mx.inf)
-
-
-def thinking_budget(tokenizer: Any, budget: int, *, is_open: bool, has_tools: bool) -> ThinkingBudget | None:
-    """Return the processor of an answer, or None for a model without reasoning."""
-    end = list(tokenizer.think_end_tokens or ())
-    if not end:
-        return None
-    text = PlainText(tokenizer).encode(_BRIDGE_TO_CALL if has_tools else _BRIDGE)
-    start = [] if is_open else list(tokenizer.think_start_tokens or ())
-    return ThinkingBudget(budget, start, end, [*text, *end])
 
 
 def _contains(tokens: list[int], part: list[int]) -> bool:

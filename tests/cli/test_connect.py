@@ -10,7 +10,9 @@ import stat
 import subprocess
 import sys
 import tomllib
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import psutil
 import pytest
@@ -21,7 +23,8 @@ from server.harness import running
 
 from mlx_tq.clients.coding_clients import CLIENTS
 from mlx_tq.clients.config_file import COPY_SUFFIX, settings_text
-from mlx_tq.clients.endpoint import Endpoint
+from mlx_tq.clients.endpoint import Endpoint, find_endpoint
+from mlx_tq.errors import MlxTqError
 
 from .tools import EMBEDDED, FLOAT32, command, environment, refused
 
@@ -118,7 +121,7 @@ def test_written_settings_join_those_that_are_there(connect, client):
     for path in files_of(client):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(settings_text(path.suffix, before))
-        path.chmod(0o660)
+        path.chmod(0o664)
     originals = {path: path.read_text() for path in files_of(client)}
     shown = connect(client).out
     for times in range(2):
@@ -127,7 +130,9 @@ def test_written_settings_join_those_that_are_there(connect, client):
         for path, text in originals.items():
             assert f"{path} {'has the settings already' if times else 'written'}\n" in out
             merged = PARSERS[path.suffix](path.read_text())
-            ours = PARSERS[path.suffix](shown.partition(f"# {path}\n")[2].partition("\n# ")[0])
+            section = shown.partition(f"# {path}\n")[2]
+            commented = [line.removeprefix("# ") for line in section.splitlines()]
+            ours = PARSERS[path.suffix]("\n".join(commented) if section[0] == "#" else section.partition("\n# ")[0])
             assert merged["theirs"] == before["theirs"]
             assert merged["providers"]["other"] == before["providers"]["other"]
             assert {name: merged[name] for name in ours if name != "providers"} == {
@@ -135,7 +140,30 @@ def test_written_settings_join_those_that_are_there(connect, client):
             }
             assert merged["providers"].items() >= ours.get("providers", {}).items()
             assert path.with_name(path.name + COPY_SUFFIX).read_text() == text
-            assert stat.S_IMODE(path.stat().st_mode) == 0o660
+            assert stat.S_IMODE(path.stat().st_mode) == 0o660, "it may have the key, which is not for all"
+
+
+@pytest.mark.parametrize("client", ["claude", "aider"])
+def test_a_shell_can_read_what_has_variables(connect, client, monkeypatch):
+    monkeypatch.delenv("MLX_TQ_API_KEY", raising=False)
+    lines = [line for line in connect(client).out.splitlines() if line]
+    assert all(line.startswith(("#", "export ", "unset ")) for line in lines)
+
+
+@pytest.mark.parametrize("name", ["x\nrm -rf ~", "$(touch x)", "", "a" * 300])
+def test_a_model_whose_name_is_a_command_is_refused(name):
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = json.dumps({"data": [{"id": name, "context_length": 8192}]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.handle_request, daemon=True).start()
+        with pytest.raises(MlxTqError, match="in a way that no client takes"):
+            find_endpoint(f"http://127.0.0.1:{server.server_port}", None, None)
 
 
 def test_the_copy_is_of_the_first_file(connect):

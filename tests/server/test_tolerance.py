@@ -93,6 +93,33 @@ def test_fields_with_a_meaning(fields, name, value):
 
 
 @pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice: unsupported"),
+        ({"structured_outputs": []}, None),
+        ({"structured_outputs": 3}, "should be an object"),
+        ({"guided_json": "{"}, "EOF"),
+        ({"guided_json": 3}, "should be a JSON schema"),
+        ({"guided_json": None, "structured_outputs": None, "n_predict": None, "thinking": 3, "reasoning": []}, None),
+        ({"enable_thinking": "false"}, None),
+    ],
+)
+def test_odd_values_are_errors_or_nothing(fields, words):
+    if words is None:
+        request = read(**HI, **fields)
+        assert (request.response_format, request.chat_template_kwargs, request.max_tokens) == (None, None, None)
+    else:
+        with pytest.raises(InvalidRequestError, match=words):
+            read(**HI, **fields)
+
+
+@pytest.mark.parametrize("budget", [2**31, True, "9", -1])
+def test_odd_budgets_of_responses(budget):
+    request = read(ResponseRequest, input="hi", reasoning={"max_tokens": budget}).to_chat()
+    assert request.thinking_budget == {2**31: 2**31 - 1, -1: 1}.get(budget)
+
+
+@pytest.mark.parametrize(
     "fields", [{"guided_json": {"type": "integer"}}, {"structured_outputs": {"json": {"type": "integer"}}}]
 )
 def test_schemas_of_vllm(fields):
@@ -107,7 +134,8 @@ def test_reasoning_of_responses():
 @pytest.mark.parametrize("field", ["functions", "grammar", "adapters", "web_search_options", "min_tokens"])
 def test_fields_that_would_change_the_answer_are_refused(field):
     with pytest.raises(InvalidRequestError, match=f"^{field}: unsupported parameter"):
-        read(**HI, **{field: {}})
+        read(**HI, **{field: {"a": 1}})
+    assert read(**HI, **{field: None})
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_reasoning_before_a_call_is_kept_for_clients_that_drop_it(scripted):
     assert message["reasoning"] == message["reasoning_content"] == "Let me add these two."
     (call,) = message["tool_calls"]
 
-    def prompt_tokens(call, **fields):
+    def prompt_tokens(call, question=question, **fields):
         said = {"role": "assistant", "content": None, "tool_calls": [call], **fields}
         tool = {"role": "tool", "tool_call_id": call["id"], "content": "4"}
         return scripted.answer("4", messages=[question, said, tool], tools=[TOOL])["usage"]["prompt_tokens"]
@@ -142,6 +142,10 @@ def test_reasoning_before_a_call_is_kept_for_clients_that_drop_it(scripted):
     assert prompt_tokens(call) == sent
     other = {**call, "function": {"name": "add", "arguments": '{"a": 3}'}}
     assert prompt_tokens(other) < sent, "what another call of this id was thought about"
+    others = {"role": "user", "content": "ho"}
+    assert prompt_tokens(call, others) < prompt_tokens(call, others, reasoning_content=message["reasoning"]), (
+        "another conversation"
+    )
 
 
 @pytest.mark.parametrize("options", [{"tool_choice": "none"}, pytest.param({"tools": None}, marks=pytest.mark.full)])
