@@ -123,7 +123,7 @@ def test_shared_rows_count_once_against_the_memory(llama, alone, monkeypatch):
 def test_later_jobs_share_stored_prompts(llama, alone, monkeypatch):
     """The first is decoding when the others come; they fit into the memory only because they share its prefix."""
     plan = plan_caches(llama[0], CONFIG)
-    first, *others = make_jobs(first_tokens=200)[:5]
+    first, *others = make_jobs(first_tokens=1000)[:5]
     total = sum(plan.cache_peak_nbytes(job.max_total_tokens) for job in (first, *others))
     limit = total - 3 * plan.shared_nbytes(384, 600)
     engine = make_engine(llama, memory=limit)
