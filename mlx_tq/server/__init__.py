@@ -81,7 +81,11 @@ def _add_limit_arguments(parser: CommandParser) -> None:
         help="maximum request size in bytes (default: 32 per token of context length, at least 2MB; 10MB if the model "
         "states no context length)",
     )
-    add("--strict-requests", action="store_true", help="refuse requests with unknown fields, which else are ignored")
+    add(
+        "--strict-requests",
+        action="store_true",
+        help="refuse requests with unknown fields, which are otherwise ignored",
+    )
     add("--allow-lark", action="store_true", help="accept Lark grammars in response_format from clients")
     add(
         "--prompt-cache-bytes",

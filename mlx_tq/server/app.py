@@ -223,22 +223,23 @@ class Api:
 
     async def _estimate(self, request: Request) -> Response:
         """Return what an answer to a chat, or to a completion, would take, without generating it."""
-        content = await self._guard.read_body(request)
-        ignored = None if self._is_strict else set[str]()
-        parsing = self._large_requests.run(len(content), _parse_prompt, content, ignored)
-        body = await _run_until_disconnect(request, parsing)
+        body = await self._parse_with(request, _parse_prompt)
         async with self._acquire(request, body.model) as service:
-            work = self._large_requests.run(len(content), service.estimate, body)
+            work = self._large_requests.run(request.state.nbytes, service.estimate, body)
             return JSONResponse(await _run_until_disconnect(request, work))
 
     # Routes with generation.
 
     async def _parse_body(self, request: Request, kind: type[Body]) -> Body:
+        return await self._parse_with(request, partial(schemas.parse, kind))
+
+    async def _parse_with(self, request: Request, parse: Callable[[bytes, set[str] | None], Result]) -> Result:
+        """Read and parse a body; `parse` gets a set for the names of ignored fields, or None if they are errors."""
         content = await self._guard.read_body(request)
         request.state.nbytes, ignored = len(content), None if self._is_strict else set[str]()
         # Parsing a large body holds the GIL; several in turn would block the event loop.
-        work = self._large_requests.run(len(content), schemas.parse, kind, content, ignored)
-        body: Body = await _run_until_disconnect(request, work)
+        work = self._large_requests.run(len(content), parse, content, ignored)
+        body = await _run_until_disconnect(request, work)
         request.state.ignored = sorted(name for name in ignored or () if _FIELD.fullmatch(name))[:_MAX_IGNORED]
         if new := self._new_fields(request.state.ignored):
             log.warning("fields of requests that this server ignores: %s", ", ".join(new))
@@ -264,9 +265,7 @@ class Api:
     async def _count_response_tokens(self, request: Request) -> Response:
         body = await self._parse_body(request, ResponseRequest)
         with _response_names():
-            async with self._acquire(request, body.model) as service:
-                work = self._large_requests.run(request.state.nbytes, lambda: service.count_tokens(body.to_chat()))
-                tokens = await _run_until_disconnect(request, work)
+            tokens = await self._count_prompt_tokens(request, await run_in_threadpool(body.to_chat))
         return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
     async def _message(self, request: Request) -> Response:
@@ -274,9 +273,12 @@ class Api:
 
     async def _count_tokens(self, request: Request) -> Response:
         chat = await self._messages_chat(request)
+        return JSONResponse({"input_tokens": await self._count_prompt_tokens(request, chat)})
+
+    async def _count_prompt_tokens(self, request: Request, chat: ChatRequest) -> int:
         async with self._acquire(request, chat.model) as service:
             work = self._large_requests.run(request.state.nbytes, service.count_tokens, chat)
-            return JSONResponse({"input_tokens": await _run_until_disconnect(request, work)})
+            return await _run_until_disconnect(request, work)
 
     async def _messages_chat(self, request: Request) -> ChatRequest:
         body = await self._parse_body(request, MessagesRequest)

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator
@@ -19,6 +18,7 @@ from mlx_tq.server.schemas import (
     chat_of,
     without_none,
 )
+from mlx_tq.server.system_messages import join_leading
 
 # Claude Code's first system line. It differs in each conversation, so with it no two of them would share a prefix.
 _BILLING_LINE = "x-anthropic-billing-header:"
@@ -84,11 +84,15 @@ def _texts(content: "str | Sequence[Any]") -> list[str]:
     """Return the texts of blocks without the counters of remaining tokens, which clients move from turn to turn."""
     texts = []
     for block in _blocks(content):
-        text = block.text
-        kept = _COUNTER.sub("", text)
-        if kept or kept == text:
-            texts.append(kept)
+        text = _COUNTER.sub("", block.text)
+        if text or text == block.text:
+            texts.append(text)
     return texts
+
+
+def _system_text(content: "str | Sequence[Any]") -> str:
+    text = "\n".join(_texts(content))
+    return text.partition("\n")[2].lstrip("\n") if text.startswith(_BILLING_LINE) else text
 
 
 # Messages.
@@ -99,7 +103,8 @@ class SystemMessage(Loose):
     content: Texts
 
     def add_to(self, messages: list[Message]) -> None:
-        messages.append({"role": "system", "content": "\n".join(_texts(self.content))})
+        if text := _system_text(self.content):
+            messages.append({"role": "system", "content": text})
 
 
 class UserMessage(Loose):
@@ -199,17 +204,7 @@ class MessagesRequest(Loose):
 
     def to_chat(self) -> ChatRequest:
         messages: list[Message] = []
-        leading = list(takewhile(lambda message: message.role == "system", self.messages))
-        # Most templates accept one system message.
-        parts = [
-            "\n".join(_texts(content)) for content in (self.system or "", *(message.content for message in leading))
-        ]
-        system = "\n\n".join(part for part in parts if part)
-        if system.startswith(_BILLING_LINE):
-            system = system.partition("\n")[2].lstrip("\n")
-        if system:
-            messages.append({"role": "system", "content": system})
-        for message in self.messages[len(leading) :]:
+        for message in (SystemMessage(role="system", content=self.system or ""), *self.messages):
             message.add_to(messages)
         if not messages:
             raise InvalidRequestError("the messages have no text; send at least one that has", "messages")
@@ -218,7 +213,7 @@ class MessagesRequest(Loose):
             function["parameters"] = function.pop("input_schema")
         body = {
             **self.model_dump(include={"model", "max_tokens", "stream", "temperature", "top_p", "top_k"}),
-            "messages": messages,
+            "messages": join_leading(messages),
             "stop": self.stop_sequences,
             "tools": [{"type": "function", "function": function} for function in functions] or None,
             "tool_choice": self.tool_choice and self.tool_choice.type,

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import time
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -116,13 +117,15 @@ class ModelService:
         jobs = []
         for number, prompt in enumerate(prompts):
             max_tokens = self._answer_tokens(len(prompt.ids) + quotation, request)
-            budgets = [self._thinking_budget(request, prompt, max_tokens) for _ in range(count)]
             answers = [
                 Job(
                     prompt,
                     max_tokens,
                     sampling.sampler(vocabulary, None if request.seed is None else (request.seed + choice) % 2**64),
-                    [*logits_processors(request, sampling, vocabulary), *budgets[choice]],
+                    [
+                        *logits_processors(request, sampling, vocabulary),
+                        *self._thinking_budget(request, prompt, max_tokens),
+                    ],
                     stops=request.stops,
                     logprobs=logprobs,
                     constraint=constraint and constraint.copy(),
@@ -140,9 +143,7 @@ class ModelService:
 
     def _thinking_budget(self, request: AnyRequest, prompt: Prompt, max_tokens: int) -> list[ThinkingBudget]:
         """Return the logits processor that ends the reasoning of an answer, unless the model does not reason."""
-        if not isinstance(request, ChatRequest):
-            return []
-        if not (end := self._tokenizer.think_end_tokens):
+        if not isinstance(request, ChatRequest) or not (end := self._tokenizer.think_end_tokens):
             return []
         budget = request.thinking_budget or max(1, max_tokens // _THINKING_PART)
         start = () if prompt.state == "reasoning" else self._tokenizer.think_start_tokens or ()
@@ -247,12 +248,10 @@ class ModelService:
     def lengths(self) -> dict[str, int | None]:
         """Return the most tokens of a prompt and of an answer, of both in memory, and of a prompt that stays there."""
         need, positions, limits = self.engine.memory_need, self.positions, self.engine.limits
-        longest = positions or _UNKNOWN_CONTEXT
-        servable = positions if need is None else need.most_tokens(1, longest)
-        cacheable = servable
-        if need is not None and need.caches_nbytes(longest) > limits.prompt_cache_bytes:
-            fits = [need.caches_nbytes(longest * part // 64) <= limits.prompt_cache_bytes for part in range(1, 65)]
-            cacheable = min(servable or longest, longest * sum(fits) // 64)
+        servable = cacheable = positions
+        if need is not None:
+            servable = need.most_tokens(1, positions or _UNKNOWN_CONTEXT)
+            cacheable = bisect_right(range(1, servable + 1), limits.prompt_cache_bytes, key=need.caches_nbytes)
         most = None if servable is None else max(1, servable - _LEAST_ANSWER)
         return {
             "max_input_tokens": most,
