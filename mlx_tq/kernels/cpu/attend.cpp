@@ -30,10 +30,17 @@ constexpr int MEAN_TOKENS = 128;
 
 int round_up(int count, int multiple) { return (count + multiple - 1) / multiple * multiple; }
 
+// The queries of a block, as loaded for full-precision tokens and for packed ones.
+struct Queries {
+  Floats64 floats[2];
+  ByteQueries bytes;  // those of packed tokens, where keys have 8 bits
+  bool loaded[2] = {false, false};
+};
+
 // Of one thread.
 struct Scratch {
-  Floats64 queries, keys, values, scores, mean_scores, partial;
-  ByteQueries byte_queries;  // those of packed tokens, where keys have 8 bits
+  Floats64 keys, values, scores, mean_scores, partial;
+  Queries queries;
   std::vector<char> rows;
 };
 
@@ -79,6 +86,9 @@ class Call {
     if (split) memory_.resize(pieces * partial_floats());
     std::unique_ptr<std::atomic<int64_t>[]> left(new std::atomic<int64_t>[blocks_.size()]);
     for (size_t i = 0; i < blocks_.size(); i++) left[i] = first_piece_[i + 1] - first_piece_[i];
+    std::vector<Queries> prefix_queries(blocks_.size() - own_blocks_);  // loaded once for the many runs of a prefix
+    for (size_t i = own_blocks_; i < blocks_.size(); i++)
+      for (int64_t p = 0; p < blocks_[i].cache->part_count; p++) load_queries(blocks_[i], blocks_[i].cache->parts[p], prefix_queries[i - own_blocks_]);
     share(a_.threads, pieces, [&](int64_t turn) {
       static thread_local Scratch scratch;
       const int64_t piece = pieces - 1 - turn;  // the last rows see the most tokens
@@ -88,7 +98,8 @@ class Call {
       if (!split) scratch.partial.resize(partial_floats());
       const Spaces partial = split ? partial_of(piece) : split_partial(scratch.partial.data());
       for (const Partial& space : partial) clear(space, block.rows);
-      attend_run(block, piece - start, runs, partial, scratch);
+      scratch.queries.loaded[PLAIN] = scratch.queries.loaded[ROTATED] = false;
+      attend_run(block, piece - start, runs, partial, number < own_blocks_ ? scratch.queries : prefix_queries[number - own_blocks_], scratch);
       if (a_.prefix_count || left[number].fetch_sub(1) > 1) return;
       finish(block, split ? merge_runs(number) : partial);
     });
@@ -202,52 +213,49 @@ class Call {
     }
   }
 
-  // Loads the queries of a block, times the scale, for scores in powers of two.
-  void load_queries(const Block& block, bool rotated, float* queries) const {
+  // Loads the queries of a block, times the scale, for scores of a part in powers of two, unless they are loaded.
+  void load_queries(const Block& block, const Part& part, Queries& queries) const {
     const Cache& cache = *block.cache;
+    const int space = part.rotated ? ROTATED : PLAIN;
+    if (queries.loaded[space]) return;
+    queries.loaded[space] = true;
+    queries.floats[space].resize(size_t(block.rows) * a_.key_dim);
     for (int r = 0; r < block.rows; r++) {
       const float* const from = a_.queries + sequence(block, r) * a_.query_strides[0] + query_head(block, r) * a_.query_strides[1] +
                                 query_number(block, r) * a_.query_strides[2];
-      float* const query = queries + r * a_.key_dim;
+      float* const query = queries.floats[space].data() + r * a_.key_dim;
       for (int d = 0; d < a_.key_dim; d++) query[d] = from[d] * (a_.scale * LOG2E);
-      if (!rotated) continue;
+      if (!part.rotated) continue;
       if (cache.key_scale)
         for (int d = 0; d < a_.key_dim; d++) query[d] /= cache.key_scale[block.head * a_.key_dim + d];
       rotate(query, a_.key_dim, a_.key_rotation);
     }
+    if (multiplies_bytes(part)) queries.bytes.set(queries.floats[space].data(), block.rows, a_.key_dim);
   }
 
   // Attends to the tokens of run number `run` of `runs`, whose edges are those of tiles.
-  void attend_run(const Block& block, int64_t run, int64_t runs, const Spaces& spaces, Scratch& scratch) const {
+  void attend_run(const Block& block, int64_t run, int64_t runs, const Spaces& spaces, Queries& queries, Scratch& scratch) const {
     const Cache& cache = *block.cache;
     scratch.keys.resize(size_t(a_.key_dim) * TILE);
     scratch.values.resize(size_t(value_pitch_) * TILE + LANES);
     scratch.scores.resize(size_t(block.rows) * TILE);
-    scratch.queries.resize(2 * size_t(block.rows) * a_.key_dim);
     int64_t tiles = 0;
     for (int64_t p = 0; p < cache.part_count; p++) tiles += (cache.parts[p].tokens + TILE - 1) / TILE;
     int64_t first = tiles * run / runs, last = tiles * (run + 1) / runs;
-    bool loaded[2] = {false, false};
     for (int64_t p = 0; p < cache.part_count && last > 0; p++) {
       const Part& part = cache.parts[p];
       const int64_t here = (part.tokens + TILE - 1) / TILE;
       const int64_t start = std::max<int64_t>(first, 0) * TILE, stop = std::min(std::min(last, here) * TILE, part.tokens);
       if (start < stop) {
-        const int space = part.rotated ? ROTATED : PLAIN;
-        float* const queries = scratch.queries.data() + space * block.rows * a_.key_dim;
-        if (!loaded[space]) {
-          load_queries(block, part.rotated, queries);
-          if (multiplies_bytes(part)) scratch.byte_queries.set(queries, block.rows, a_.key_dim);
-        }
-        loaded[space] = true;
-        attend_part(block, part, start, stop, queries, spaces[space], scratch);
+        load_queries(block, part, queries);
+        attend_part(block, part, start, stop, queries, spaces[part.rotated ? ROTATED : PLAIN], scratch);
       }
       first -= here;
       last -= here;
     }
   }
 
-  void attend_part(const Block& block, const Part& part, int64_t start, int64_t stop, const float* queries, const Partial& partial, Scratch& scratch) const {
+  void attend_part(const Block& block, const Part& part, int64_t start, int64_t stop, const Queries& queries, const Partial& partial, Scratch& scratch) const {
     const Cache& cache = *block.cache;
     int64_t offset = 0;
     if (part.ranges) {
@@ -266,7 +274,7 @@ class Call {
     if (start >= stop) return;
     const bool normalized = part.rotated && cache.key_scale;
     int64_t first_mean = 0, mean_count = 0;
-    if (normalized) mean_count = score_means(block, part, offset + start, offset + stop, queries, first_mean, scratch);
+    if (normalized) mean_count = score_means(block, part, offset + start, offset + stop, queries.floats[ROTATED].data(), first_mean, scratch);
     for (int64_t base = start; base < stop; base += TILE) {
       const int count = int(std::min<int64_t>(TILE, stop - base));
       if (a_.mask && a_.mask_is_bool && is_hidden(block, part.position + base, count)) continue;
@@ -327,7 +335,7 @@ class Call {
   }
 
   // Attends to `count` tokens from `token` on, which are `count` positions from `place` on after the part's first.
-  void attend_tile(const Block& block, const Part& part, int64_t token, int64_t place, int count, const float* queries, const Partial& partial, int64_t first_mean, int64_t mean_count, Scratch& scratch) const {
+  void attend_tile(const Block& block, const Part& part, int64_t token, int64_t place, int count, const Queries& queries, const Partial& partial, int64_t first_mean, int64_t mean_count, Scratch& scratch) const {
     const Cache& cache = *block.cache;
     float* const scores = scratch.scores.data();
     const char *key_rows[TILE], *value_rows[TILE];
@@ -353,10 +361,10 @@ class Call {
     char* const copies = copy_last_codes(key_rows, count, in_order, part.key_format, a_.key_dim, scratch.rows.data());
     copy_last_codes(value_rows, count, in_order, part.value_format, a_.value_dim, copies);
     if (multiplies_bytes(part)) {
-      scratch.byte_queries.score(block.rows, key_rows, count, reinterpret_cast<Words*>(scratch.keys.data()), scores);
+      queries.bytes.score(block.rows, key_rows, count, reinterpret_cast<Words*>(scratch.keys.data()), scores);
     } else {
       KEY_DECODERS[part.key_format](key_rows, count, a_.key_dim, *a_.levels, scratch.keys.data());
-      multiply<false>(block.rows, queries, a_.key_dim, scratch.keys.data(), TILE, a_.key_dim, scores, TILE, TILE);
+      multiply<false>(block.rows, queries.floats[part.rotated ? ROTATED : PLAIN].data(), a_.key_dim, scratch.keys.data(), TILE, a_.key_dim, scores, TILE, TILE);
     }
     for (int r = 0; r < block.rows; r++) {
       float* const score = scores + r * TILE;
