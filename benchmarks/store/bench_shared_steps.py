@@ -1,11 +1,11 @@
 """Measure attention in a decode step of one stream, of eight with copies of one prefix, and of eight that share it.
 
-    python -m benchmarks.store.bench_shared_steps
+    taskset -c 0 python -m benchmarks.store.bench_shared_steps
 
 The caches have the shape of SmolLM2-135M, random keys and values, and the default profile. Each stream continues with
 16 to 128 tokens of its own. The three take turns; a ratio is the median over rounds of the ratio of two in one round.
-Next to the wall time is the processor time, which other programs on the machine change less: pin the benchmark to one
-core (`taskset -c 0`), so that it has no time in which threads wait.
+Next to the wall time is the processor time, which other programs on the machine change less; on one core no thread
+waits for another.
 """
 
 import argparse
@@ -29,6 +29,7 @@ LAYERS, HEADS, QUERY_HEADS, DIM = 30, 3, 9, 64
 PREFIX, OWN, STREAMS = 4096, 128, 8
 PAIRS = tuple((i, i + DIM // 2) for i in range(DIM // 2))  # dims that RoPE rotates together
 SCALE, CHUNK = DIM**-0.5, 512
+COMMAND = "taskset -c 0 python -m benchmarks.store.bench_shared_steps"
 
 
 def random(rows: int, heads: int, tokens: int) -> mx.array:
@@ -104,10 +105,8 @@ def main() -> None:
             figures.append(measure(profile, args.rounds))
             print(json.dumps(figures[-1]), flush=True)
     shape = {"layers": LAYERS, "kv_heads": HEADS, "query_heads": QUERY_HEADS, "head_dim": DIM}
-    setting = {"prefix": PREFIX, "own": OWN, "streams": STREAMS, "rounds": args.rounds, "backend": backend.describe()}
-    save(
-        "store_shared_steps.json", "python -m benchmarks.store.bench_shared_steps", **shape, **setting, figures=figures
-    )
+    setting = {"prefix": PREFIX, "own": OWN, "streams": STREAMS, "rounds": args.rounds, "backend": backend.current()}
+    save("store_shared_steps.json", COMMAND, **shape, **setting, figures=figures)
 
 
 if __name__ == "__main__":
