@@ -83,7 +83,10 @@ def launch_attend_batch(
     normalized = any(regions.normalization is not None for regions in batch)
     is_one = len(batch) == 1 and len(batch[0].groups) < 2
     sources = 1 if is_one else most_sources(layout, normalized=normalized)
-    prefixes = find_shared_prefixes(batch)
+    # Short contexts whose rows lie in one buffer take one dispatch: to read what they share several times costs less.
+    short_tokens = thresholds.current(queries.shape[3], queries.shape[1] // batch[0].full_keys.shape[1]).short_tokens
+    is_long = [bool(regions.shared) or regions.tokens > short_tokens for regions in batch]
+    prefixes = [prefix for prefix in find_shared_prefixes(batch) if any(is_long[i] for i in prefix.members)]
     separate = set(range(len(batch))).difference(*(prefix.members for prefix in prefixes))
     groups = [*prefixes, *([SharedPrefix(tuple(sorted(separate)), 0)] if separate else [])]
     order = [number for members, _ in groups for number in members]

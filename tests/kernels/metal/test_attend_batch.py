@@ -103,13 +103,14 @@ def test_rows_with_shared_prefixes_are_as_exact_as_alone(changes):
 
 
 @pytest.mark.parametrize(("normalized", "calls"), [(None, 2), pytest.param("blocks", 3, marks=pytest.mark.full)])
-def test_a_prefix_is_read_once_for_more_rows_than_a_call_has(normalized, calls):
+def test_a_prefix_is_read_once_for_more_rows_than_a_call_has_unless_it_is_short(normalized, calls):
     problem = make_problem(**CASE | {"packed": 64, "normalized": normalized})
-    with simulated() as counters:
-        queries, result = solve(problem, [problem.regions()] * 9)
-    assert len(counters) == 1 + 2 * calls
-    for i in range(9):
-        check_attention(problem.replace(queries=queries[i : i + 1]), result[i : i + 1], peak=PEAK)
+    for short_tokens, dispatches in ((0, 1 + 2 * calls), (4096, calls)):
+        with simulated() as counters, thresholds.using(KernelThresholds(short_tokens=short_tokens)):
+            queries, result = solve(problem, [problem.regions()] * 9)
+        assert len(counters) == dispatches
+        for i in range(9):
+            check_attention(problem.replace(queries=queries[i : i + 1]), result[i : i + 1], peak=PEAK)
 
 
 @pytest.mark.parametrize("normalized", [None, "blocks", "gaps"])
