@@ -218,7 +218,7 @@ def test_a_processor_sees_each_token_of_a_job_that_joins_a_batch_without_one(loa
 
 @pytest.mark.parametrize("name", ["gemma3_text", pytest.param("gpt_oss", marks=pytest.mark.full)])
 def test_sliding_windows_in_a_batch(name, tmp_path, monkeypatch):
-    """Second turns, whose windows are full, join others and a prompt without any row; memory is cleared meanwhile."""
+    """Second turns, whose windows are full, join prompts without any row; memory is cleared meanwhile."""
     loaded, offsets = load(zoo_model(tmp_path / name, name)), []
     record_stored_prompts(
         monkeypatch, lambda tokens, caches: offsets.append({len(tokens), *(cache.offset for cache in caches)})
@@ -229,18 +229,31 @@ def test_sliding_windows_in_a_batch(name, tmp_path, monkeypatch):
         first = [make_job(count, seed=count, max_tokens=30, logprobs=0) for count in (10, 90, 200)]
         engine.submit(*first)
         prompts = [[*job.prompt.ids, *tokens_of(await outcome(job)), *random_ids(9, seed=5)] for job in first]
-        prompts.append(random_ids(40, seed=3)[1:])
+        prompts += [random_ids(count, seed=count)[1:] for count in (12, 150)]
         jobs = [job_of(ids, max_tokens=12) for ids in prompts]
         engine.submit(*jobs)
         return prompts, [await outcome(job) for job in jobs]
 
     engine = make_engine(loaded)
     prompts, answers = serve(engine, [], two_turns)[1]
-    assert [events[0].cached_tokens for events in answers] == [*(len(ids) - 9 for ids in prompts[:3]), 0]
+    assert [events[0].cached_tokens for events in answers] == [*(len(ids) - 9 for ids in prompts[:3]), 0, 0]
     assert all(len(lengths) == 1 for lengths in offsets)
     for ids, events in zip(prompts, answers, strict=True):
         (alone,) = serve(make_engine(loaded), [job_of(ids, max_tokens=12)])
         assert text_of(events) == text_of(alone)
+
+
+def test_the_prompt_cache_keeps_its_limit(loaded, monkeypatch):
+    """By the bytes that are held: those of mlx-lm's cache would be over the limit with one prompt."""
+    plan = plan_caches(loaded[0], CONFIG)
+    engine = make_engine(loaded, prompt_cache_bytes=(limit := plan.native_nbytes(280)))
+    nbytes, entries = (
+        record_gauge(monkeypatch, gauge)
+        for gauge in (engine.metrics.prompt_cache_bytes, engine.metrics.prompt_cache_entries)
+    )
+    serve(engine, [make_job(300, seed=n, max_tokens=1) for n in range(6)])
+    assert max(nbytes) <= limit
+    assert 1 < max(entries) < 6
 
 
 def test_the_speed_of_prefill_is_that_of_the_latest_steps(tmp_path, monkeypatch):
