@@ -582,6 +582,23 @@ def restores() -> str:
     return table([*files], columns, rows, on="two models in float32")
 
 
+def shared_steps() -> str:
+    name = "store_shared_steps.json"
+    rows = [
+        [
+            f"`{f['profile']}`",
+            *(f"{f['processor']['milliseconds'][arm]:.1f}" for arm in ("one", "copies", "shared")),
+            f"{f['processor']['shared_to_copies']:.2f}",
+            f"{f['processor']['shared_to_one']:.2f}",
+            *(f"{f['cache_bytes'][arm] / 1e6:.1f}" for arm in ("copies", "shared")),
+        ]
+        for f in report(name)["figures"]
+    ]
+    columns = ["profile", "one stream, ms", "eight with copies", "eight that share", "of copies", "times one stream"]
+    columns += ["KV of copies, MB", "shared, MB"]
+    return table([name], columns, rows, on="caches of SmolLM2's shape with random rows, processor time on one core")
+
+
 LONG_PROMPT = {
     "share kept by the slowest": ("speed that the slowest of four streams keeps while 32K are prefilled", "{:.3f}"),
     "longest gap, s": ("longest gap between two of its tokens, s", "{:.2f}"),
@@ -864,7 +881,7 @@ TABLES: dict[str, Callable[[], str]] = {
         *(profiles, formats, divergence, frontier, normalization, trellis, by_layer, answers),
         *(whole_models, long_contexts, llama_cpp, one_layer, kernels, attention_counts, verify_counts, gpu_attention),
         *(machine_code, h100_predicted, macs_predicted, prediction_checks),
-        *(streams, long_prompt, prefix_cache, restores, hostile, soak),
+        *(streams, shared_steps, long_prompt, prefix_cache, restores, hostile, soak),
         *(
             four_arms,
             policies,
