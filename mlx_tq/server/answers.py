@@ -17,6 +17,13 @@ from mlx_tq.session.transcript import to_ranges
 Object = dict[str, Any]
 Transitions = dict[str, list[tuple[str, str]]]  # state to marks and next states
 
+_ITEM_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+    "compaction": "cmp",
+}  # of the ids of items in responses
 # Characters. Some models' parsers take quadratic time: at this length, about as long as generating the text.
 _MAX_CALL = 2**16
 
@@ -430,7 +437,7 @@ class ResponseAnswer(Answer):
 
     def _open(self, kind: str, **fields: Any) -> None:
         self._close_item()
-        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}[kind]
+        prefix = _ITEM_PREFIXES[kind]
         self._open_item = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, **fields}
         self._items.append(self._open_item)
         self._emit("output_item.added", output_index=len(self._items) - 1, item=dict(self._open_item))

@@ -33,6 +33,7 @@ from mlx_tq.server.api_errors import (
     ModelNotFoundError,
     UnavailableError,
 )
+from mlx_tq.server.compacted_answer import CompactedAnswer
 from mlx_tq.server.embeddings import embed, embedder_objects
 from mlx_tq.server.guard import Guard, LargeRequests
 from mlx_tq.server.job import Event, Job, Piece, PrefillProgress
@@ -41,7 +42,14 @@ from mlx_tq.server.messages_schemas import MessagesRequest
 from mlx_tq.server.metrics import ServerMetrics
 from mlx_tq.server.model_pool import DEFAULT_MODEL, ModelPool
 from mlx_tq.server.model_service import ModelService
-from mlx_tq.server.schemas import Body, ChatRequest, CompletionRequest, EmbeddingRequest, ResponseRequest
+from mlx_tq.server.schemas import (
+    Body,
+    ChatRequest,
+    CompactionTrigger,
+    CompletionRequest,
+    EmbeddingRequest,
+    ResponseRequest,
+)
 from mlx_tq.server.sessions import HEADER, SessionTurn
 from mlx_tq.server.web import HEADERS, PAGE
 
@@ -88,6 +96,7 @@ class Api:
             ("POST", "/v1/chat/completions"): partial(self._complete, ChatRequest),
             ("POST", "/v1/completions"): partial(self._complete, CompletionRequest),
             ("POST", "/v1/responses"): self._respond,
+            ("POST", "/v1/responses/compact"): self._compact,
             ("POST", "/v1/responses/input_tokens"): self._count_response_tokens,
             ("POST", "/v1/messages"): self._message,
             ("POST", "/v1/messages/count_tokens"): self._count_tokens,
@@ -258,9 +267,20 @@ class Api:
 
     async def _respond(self, request: Request) -> Response:
         body = await self._parse_body(request, ResponseRequest)
+        make_answer = CompactedAnswer if body.asks_for_summary else ResponseAnswer
+        return await self._generate_response(request, body, partial(make_answer, request=body))
+
+    async def _compact(self, request: Request) -> Response:
+        """Return what takes the place of a conversation: its user messages, and a summary by the model."""
+        body = await self._parse_body(request, ResponseRequest)
+        body.stream, body.input = None, [*body.items, CompactionTrigger()]
+        return await self._generate_response(request, body, partial(CompactedAnswer, request=body, replaces_input=True))
+
+    async def _generate_response(
+        self, request: Request, body: ResponseRequest, make_answer: Callable[..., Answer]
+    ) -> Response:
         with _response_names():
-            chat = await run_in_threadpool(body.to_chat)
-            return await self._generate(request, chat, partial(ResponseAnswer, request=body))
+            return await self._generate(request, await run_in_threadpool(body.to_chat), make_answer)
 
     async def _count_response_tokens(self, request: Request) -> Response:
         body = await self._parse_body(request, ResponseRequest)

@@ -3,7 +3,7 @@
 import inspect
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +19,7 @@ from mlx_tq.prefix_cache.prefix_cache import common_prefix
 from mlx_tq.server import schemas
 from mlx_tq.server.api_errors import ContextLengthError, InvalidRequestError
 from mlx_tq.server.kept_thoughts import KeptThoughts, thoughts_key
+from mlx_tq.server.message_shapes import SHAPES
 from mlx_tq.server.schemas import ChatRequest
 from mlx_tq.server.system_messages import fold_later, has_later, join_leading
 from mlx_tq.session.text import TEMPLATE_ERRORS, PlainText, PromptLengthLimit, is_reasoning_open, unescape
@@ -135,6 +136,8 @@ class PromptBuilder:
         messages = join_leading(converted_messages)
         if has_later(messages) and not self._shows_later_system_messages:
             messages = fold_later(messages)
+        for convert in self._conversions:
+            messages = convert(messages)
         tools = _with_sorted_keys(request.callable_tools)
         if tools and not self._shows_tools:
             advice = "leave tools out, or start the server with a --chat-template that shows them"
@@ -162,8 +165,9 @@ class PromptBuilder:
         converted = _template_message(message)
         reasoning = message.reasoning_content or message.reasoning
         calls = converted.get("tool_calls") or []
-        if not reasoning and calls and isinstance(arguments := calls[0]["function"]["arguments"], dict):
-            key = thoughts_key(question, calls[0].get("id", ""), calls[0]["function"]["name"], arguments)
+        if not reasoning and calls:
+            function = calls[0]["function"]
+            key = thoughts_key(question, calls[0].get("id", ""), function["name"], function["arguments"])
             reasoning = self._thoughts.find(key)
         if reasoning:
             converted |= dict.fromkeys(_REASONING_NAMES, reasoning)
@@ -179,6 +183,25 @@ class PromptBuilder:
             )
         except InvalidRequestError:
             return False
+
+    @cached_property
+    def _conversions(self) -> list[Callable[[Sequence[Message]], list[Message]]]:
+        """How conversations are changed, because the template refuses them otherwise and takes them then."""
+        conversions: list[Callable[[Sequence[Message]], list[Message]]] = []
+        for shape in SHAPES:
+            example = shape.example
+            for convert in conversions:
+                example = convert(example)
+            if not self._takes(example) and self._takes(shape.convert(example)):
+                conversions.append(shape.convert)
+        return conversions
+
+    def _takes(self, messages: list[Message]) -> bool:
+        try:
+            self._render(messages, self._template_args, add_generation_prompt=True)
+        except InvalidRequestError:
+            return False
+        return True
 
     @cached_property
     def _shows_tools(self) -> bool:
@@ -289,13 +312,20 @@ def _template_message(message: schemas.Message) -> Message:
         converted["content"] = "".join(part.text for part in message.content)
     converted.setdefault("content", "")
     for call in converted.pop("tool_calls", []):
-        arguments = call.function.arguments
-        parsed: Any = arguments
-        if isinstance(arguments, str):
-            try:
-                parsed = from_json(arguments or "{}")
-            except ValueError:  # as the model wrote it: a conversation with such a call continues
-                parsed = {"arguments": arguments}
-        function = {"name": call.function.name, "arguments": parsed}
+        function = {"name": call.function.name, "arguments": _argument_object(call.function.arguments)}
         converted.setdefault("tool_calls", []).append({**schemas.without_none(call), "function": function})
     return converted
+
+
+def _argument_object(arguments: Any) -> dict[str, Any]:
+    """Return the arguments of a call as templates need them, also of one that the model wrote in another form."""
+    parsed = arguments
+    for _ in range(2):  # some clients encode JSON twice
+        if isinstance(parsed, str):
+            try:
+                parsed = from_json(parsed.strip() or "{}")
+            except ValueError:
+                break
+    if parsed is None:
+        return {}
+    return parsed if isinstance(parsed, dict) else {"arguments": arguments}
