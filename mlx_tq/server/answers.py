@@ -213,6 +213,7 @@ class Answer:
     `rescued_tokens` counts the quoted tokens of a session; it is None outside of sessions.
     """
 
+    media_type = "text/event-stream"  # of a stream
     stream_end = "data: [DONE]\n\n"
     comments_progress = True  # whether a stream has comments with the progress of the prefill
 
@@ -296,6 +297,11 @@ class Answer:
 
     def error_event(self, error: ApiError) -> Object:
         return error.body()
+
+    def event_text(self, event: Object) -> str:
+        """Return an event as a stream has it."""
+        name = f"event: {event['type']}\n" if "type" in event else ""
+        return f"{name}data: {json.dumps(event)}\n\n"
 
     def body(self) -> Object:
         choices = []

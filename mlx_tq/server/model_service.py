@@ -260,6 +260,12 @@ class ModelService:
             "cacheable_tokens": cacheable,
         }
 
+    def capabilities(self) -> list[str]:
+        """Return what the model can do, in Ollama's words."""
+        tokenizer = self._tokenizer
+        facts = {"tools": self._prompt_builder.takes_tools, "thinking": tokenizer.has_thinking}
+        return ["completion", *(name for name, is_true in facts.items() if is_true)]
+
     def estimate(self, request: AnyRequest) -> dict[str, Any]:
         """Return what one answer to the request would take, for /v1/estimate."""
         if isinstance(request, ChatRequest):

@@ -153,6 +153,10 @@ class PromptBuilder:
                 del options["reasoning_effort"]
         return messages, options
 
+    @property
+    def takes_tools(self) -> bool:
+        return bool(self.tokenizer.has_chat_template and self.tokenizer.has_tool_calling and self._shows_tools)
+
     def keep_thoughts(self, request: ChatRequest, call: Message, reasoning: str) -> None:
         """Keep the reasoning before a call of an answer: many clients do not send it back."""
         users = [_template_message(message) for message in request.messages if message.role == "user"]
