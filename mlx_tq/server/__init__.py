@@ -74,6 +74,10 @@ def _add_limit_arguments(parser: CommandParser) -> None:
     add("--decode-share", type=float, default=0.5, metavar="SHARE", help=share)
     step = "prompt tokens per prefill step (default: what takes 0.2 s on this machine, which is measured once)"
     add("--prefill-step-size", type=int, metavar="N", help=step)
+    window = (
+        "report the prompt tokens of /v1/messages as if the context had N tokens, which Claude Code assumes are 200000"
+    )
+    add("--scale-usage", type=int, metavar="N", help=f"{window} (default: as they are)")
     add("--max-queue", type=int, default=64, metavar="N", help="waiting requests; more are refused with status 429")
     add(
         "--max-body",

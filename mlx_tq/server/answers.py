@@ -216,6 +216,7 @@ class Answer:
     media_type = "text/event-stream"  # of a stream
     stream_end = "data: [DONE]\n\n"
     comments_progress = True  # whether a stream has comments with the progress of the prefill
+    usage_scale = 1.0  # of prompt tokens, for the clients of an API that need it
 
     def __init__(
         self,

@@ -302,15 +302,15 @@ class Api:
     async def _count_response_tokens(self, request: Request) -> Response:
         body = await self._parse_body(request, ResponseRequest)
         with _response_names():
-            tokens = await self._count_prompt_tokens(request, await run_in_threadpool(body.to_chat))
+            tokens, _ = await self._count_prompt_tokens(request, await run_in_threadpool(body.to_chat))
         return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
     async def _message(self, request: Request) -> Response:
         return await self._generate(request, await self._messages_chat(request), MessagesAnswer)
 
     async def _count_tokens(self, request: Request) -> Response:
-        chat = await self._messages_chat(request)
-        return JSONResponse({"input_tokens": await self._count_prompt_tokens(request, chat)})
+        tokens, scale = await self._count_prompt_tokens(request, await self._messages_chat(request))
+        return JSONResponse({"input_tokens": round(scale * tokens)})
 
     async def _answer_ollama(self, kind: type[OllamaChat] | type[OllamaPrompt], request: Request) -> Response:
         body = await self._parse_body(request, kind)
@@ -321,10 +321,11 @@ class Api:
         make_answer = partial(OllamaAnswer, model=body.model, is_chat=kind is OllamaChat)
         return await self._generate(request, generation, make_answer)
 
-    async def _count_prompt_tokens(self, request: Request, chat: ChatRequest) -> int:
+    async def _count_prompt_tokens(self, request: Request, chat: ChatRequest) -> tuple[int, float]:
+        """Return the tokens of a prompt, and what /v1/messages multiplies them by."""
         async with self._acquire(request, chat.model) as service:
             work = self._large_requests.run(request.state.nbytes, service.count_tokens, chat)
-            return await _run_until_disconnect(request, work)
+            return await _run_until_disconnect(request, work), service.usage_scale
 
     async def _messages_chat(self, request: Request) -> ChatRequest:
         body = await self._parse_body(request, MessagesRequest)
