@@ -201,6 +201,10 @@ def _call_object(call: Object, index: int) -> Object:
     return {"index": index, "id": call_id, "type": "function", "function": function}
 
 
+def _without_index(calls: Sequence[Object]) -> list[Object]:
+    return [{key: call[key] for key in call if key != "index"} for call in calls]
+
+
 def _custom_input(arguments: str) -> str:
     """Return the text for a custom tool: the argument `input`, or all arguments where the model named it otherwise."""
     text = json.loads(arguments).get("input")
@@ -265,10 +269,11 @@ class Answer:
     def is_complete(self) -> bool:
         return all(choice.finish_reason is not None for choice in self.choices)
 
-    def message(self) -> Object | None:
-        """Return the message that a client sends back with its next request, or None for one with tool calls."""
+    def message(self) -> Object:
+        """Return the message that a client sends back with its next request, without the reasoning."""
         message = self.choices[0].message
-        return None if message.tool_calls else {"role": "assistant", "content": message.content}
+        calls = {"tool_calls": _without_index(message.tool_calls)} if message.tool_calls else {}
+        return {"role": "assistant", "content": message.content, **calls}
 
     def usage(self) -> Object:
         details = {"cached_tokens": self.cached_tokens}
@@ -310,7 +315,7 @@ class Answer:
             logprobs = {"content": choice.logprobs} if choice.logprobs else None
             body: Object = {"index": index, "finish_reason": choice.finish_reason, "logprobs": logprobs}
             if self._is_chat:
-                calls = [{key: call[key] for key in call if key != "index"} for call in choice.message.tool_calls]
+                calls = _without_index(choice.message.tool_calls)
                 message = {**choice.message.to_dict(), **({"tool_calls": calls} if calls else {})}
                 body["message"] = {"role": "assistant", "content": None if calls else "", **message}
             else:

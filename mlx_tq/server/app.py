@@ -404,7 +404,7 @@ class Api:
         await job.events_closed.wait()
         service.keep_thoughts(body, answer)
         message = answer.message()
-        if not answer.is_complete or message is None or job.others or body.prefill:
+        if not answer.is_complete or "tool_calls" in message or job.others or body.prefill:
             return
         self._pool.retain(service)
         try:
