@@ -51,7 +51,7 @@ class Call(Loose):
 
 class OllamaMessage(Loose):
     role: Literal["system", "user", "assistant", "tool"]
-    content: str = ""
+    content: str | None = None
     thinking: str | None = None
     images: list[Any] | None = None
     tool_calls: FailFastList[Call] | None = None
@@ -64,7 +64,7 @@ class OllamaMessage(Loose):
         calls = [{"id": call.id, "function": call.function.model_dump()} for call in self.tool_calls or []]
         return {
             "role": self.role,
-            "content": self.content,
+            "content": self.content or "",
             "reasoning": self.thinking,
             "tool_calls": calls or None,
             "name": self.tool_name,

@@ -197,7 +197,7 @@ class PromptBuilder:
 
     @cached_property
     def _conversions(self) -> list[Callable[[Sequence[Message]], list[Message]]]:
-        """How conversations are changed, because the template refuses them otherwise and takes them then."""
+        """Return the changes of conversations without which the template refuses them, and with which it does not."""
         conversions: list[Callable[[Sequence[Message]], list[Message]]] = []
         for shape in SHAPES:
             example = shape.example
