@@ -82,7 +82,7 @@ class ModelService:
 
     @cached_property
     def usage_scale(self) -> float:
-        """Return the factor of prompt tokens in /v1/messages, whose clients compact at a context length that they assume."""
+        """Return the factor of prompt tokens in /v1/messages, whose clients assume a context length."""
         servable = self.lengths()["servable_tokens"]
         return max(1.0, (self._assumed_context or 0) / servable) if servable else 1.0
 
