@@ -106,10 +106,10 @@ def test_the_name_of_a_model_in_opencode_has_no_slash():
     assert settings["provider"]["mlx_tq"]["models"]["maker-Model-4B"]["id"] == "maker/Model-4B"
 
 
-@pytest.mark.parametrize(("context", "window"), [(99_999, None), (100_000, "100000")])
+@pytest.mark.parametrize(("context", "window"), [(99_999, "200000"), (100_000, "100000")])
 def test_claude_gets_a_window_that_it_takes(context, window):
     variables = CLIENTS["claude"].environment(Endpoint("http://127.0.0.1:1", "m", context, None))
-    assert variables.get("CLAUDE_CODE_AUTO_COMPACT_WINDOW") == window
+    assert variables["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == window
 
 
 @pytest.mark.parametrize("client", CLIENTS)
