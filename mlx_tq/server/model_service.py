@@ -83,8 +83,8 @@ class ModelService:
     @cached_property
     def usage_scale(self) -> float:
         """Return the factor of prompt tokens in /v1/messages, whose clients assume a context length."""
-        servable = self.lengths()["servable_tokens"]
-        return max(1.0, (self._assumed_context or 0) / servable) if servable else 1.0
+        servable = None if self._assumed_context is None else self.lengths()["servable_tokens"]
+        return max(1.0, self._assumed_context / servable) if self._assumed_context and servable else 1.0
 
     def close(self) -> None:
         self.sessions.close()
