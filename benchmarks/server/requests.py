@@ -1,4 +1,4 @@
-"""Forty requests of the official client, what OpenAI documents for each, and how to compare the outcome.
+"""Requests of the official client, what OpenAI documents for each, and how to compare the outcome.
 
 A request's `ask` returns None for the documented outcome, else a few words. The outcome of an error is its status.
 """
@@ -106,6 +106,12 @@ def events(client):
     return seen((types[0], types[-1]) == ("response.created", "response.completed"))
 
 
+def compacts(client):
+    """Check that a conversation becomes its user messages and a summary."""
+    compacted = client.responses.compact(model=MODEL, input=QUESTION, extra_body={"max_output_tokens": 12})
+    return seen([item.type for item in compacted.output] == ["message", "compaction"])
+
+
 def logprobs(client):
     """Check that each token has its two most likely ones."""
     content = chat(client, logprobs=True, top_logprobs=2).choices[0].logprobs.content
@@ -201,6 +207,7 @@ REQUESTS = [
     R("`models.list`, `models.retrieve`", "the model", models),
     R("`responses.create`", "its text", responds),
     R("`responses.create`, a stream", "from `response.created` to `response.completed`", events),
+    R("`responses.compact`", "the user messages, and a summary", compacts),
     R("`previous_response_id` of none that is kept", "400", lambda c: seen(
         c.responses.create(model=MODEL, input="hi", previous_response_id="resp_1") is None)),
 ]  # fmt: skip

@@ -112,6 +112,8 @@ class Option(NamedTuple):
 _TOP_P = "sample from the most likely tokens of this total probability"
 _MIN_P = "minimum probability relative to the most likely token"
 _PENALTY = "penalty on the tokens that occurred recently in this prompt and answer, such as 1.1; 1 is off"
+_PRESENCE = "penalty on each token that occurs among the last 20, such as 1.5; 0 is off"
+_FREQUENCY = "penalty for each time that a token occurs among the last 20, such as 0.5; 0 is off"
 SAMPLING = (
     Option("--temp", "T", parse_temperature, "sampling temperature; 0 is greedy", 0.0, "temperature"),
     Option("--top-p", "P", float, _TOP_P, 1.0, "top_p"),
@@ -121,6 +123,8 @@ SAMPLING = (
 PENALTIES = (
     Option("--repetition-penalty", "X", parse_penalty, _PENALTY, 1.0, "repetition_penalty"),
     Option("--repetition-context-size", "N", int, "recent tokens that --repetition-penalty applies to", 20),
+    Option("--presence-penalty", "X", float, _PRESENCE, 0.0, "presence_penalty"),
+    Option("--frequency-penalty", "X", float, _FREQUENCY, 0.0, "frequency_penalty"),
 )
 
 _KEY = "key format: q8, tq4, tq3, ... (see docs/reference/formats.md), or one per layer joined by +"
@@ -273,13 +277,14 @@ _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(
         ("--prefill-step-size", "--max-kv-size", "--samples", "--step", "--kv-shadow", "--context"), (1, math.inf)
     ),
-    **dict.fromkeys(("--decode-concurrency", "--prompt-concurrency", "--max-queue"), (1, math.inf)),
+    **dict.fromkeys(("--decode-concurrency", "--prompt-concurrency", "--max-queue", "--scale-usage"), (1, math.inf)),
     **dict.fromkeys(("evaluate --seeds", "evaluate --chunks"), (1, math.inf)),
     **dict.fromkeys(("--num-draft-tokens", "--quantized-kv-start", "--seed", "--shots"), (0, math.inf)),
     **dict.fromkeys(("--temp", "--top-k", "--sessions", "--idle-release"), (0, math.inf)),
     **dict.fromkeys(("--top-p", "--min-p", "--xtc-probability"), (0, 1)),
     "--decode-share": (0, 0.95),
     "--repetition-penalty": (0, 10),
+    **dict.fromkeys(("--presence-penalty", "--frequency-penalty"), (-2, 2)),
     "--repetition-context-size": (1, math.inf),
     "--xtc-threshold": (0, 0.5),
     "--port": (0, 65535),

@@ -17,6 +17,13 @@ from mlx_tq.session.transcript import to_ranges
 Object = dict[str, Any]
 Transitions = dict[str, list[tuple[str, str]]]  # state to marks and next states
 
+_ITEM_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+    "compaction": "cmp",
+}  # of the ids of items in responses
 # Characters. Some models' parsers take quadratic time: at this length, about as long as generating the text.
 _MAX_CALL = 2**16
 
@@ -194,6 +201,10 @@ def _call_object(call: Object, index: int) -> Object:
     return {"index": index, "id": call_id, "type": "function", "function": function}
 
 
+def _without_index(calls: Sequence[Object]) -> list[Object]:
+    return [{key: call[key] for key in call if key != "index"} for call in calls]
+
+
 def _custom_input(arguments: str) -> str:
     """Return the text for a custom tool: the argument `input`, or all arguments where the model named it otherwise."""
     text = json.loads(arguments).get("input")
@@ -206,8 +217,10 @@ class Answer:
     `rescued_tokens` counts the quoted tokens of a session; it is None outside of sessions.
     """
 
+    media_type = "text/event-stream"  # of a stream
     stream_end = "data: [DONE]\n\n"
     comments_progress = True  # whether a stream has comments with the progress of the prefill
+    usage_scale = 1.0  # of prompt tokens, for the clients of an API that need it
 
     def __init__(
         self,
@@ -256,10 +269,11 @@ class Answer:
     def is_complete(self) -> bool:
         return all(choice.finish_reason is not None for choice in self.choices)
 
-    def message(self) -> Object | None:
-        """Return the message that a client sends back with its next request, or None for one with tool calls."""
+    def message(self) -> Object:
+        """Return the message that a client sends back with its next request, without the reasoning."""
         message = self.choices[0].message
-        return None if message.tool_calls else {"role": "assistant", "content": message.content}
+        calls = {"tool_calls": _without_index(message.tool_calls)} if message.tool_calls else {}
+        return {"role": "assistant", "content": message.content, **calls}
 
     def usage(self) -> Object:
         details = {"cached_tokens": self.cached_tokens}
@@ -290,13 +304,18 @@ class Answer:
     def error_event(self, error: ApiError) -> Object:
         return error.body()
 
+    def event_text(self, event: Object) -> str:
+        """Return an event as a stream has it."""
+        name = f"event: {event['type']}\n" if "type" in event else ""
+        return f"{name}data: {json.dumps(event)}\n\n"
+
     def body(self) -> Object:
         choices = []
         for index, choice in enumerate(self.choices):
             logprobs = {"content": choice.logprobs} if choice.logprobs else None
             body: Object = {"index": index, "finish_reason": choice.finish_reason, "logprobs": logprobs}
             if self._is_chat:
-                calls = [{key: call[key] for key in call if key != "index"} for call in choice.message.tool_calls]
+                calls = _without_index(choice.message.tool_calls)
                 message = {**choice.message.to_dict(), **({"tool_calls": calls} if calls else {})}
                 body["message"] = {"role": "assistant", "content": None if calls else "", **message}
             else:
@@ -430,7 +449,7 @@ class ResponseAnswer(Answer):
 
     def _open(self, kind: str, **fields: Any) -> None:
         self._close_item()
-        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}[kind]
+        prefix = _ITEM_PREFIXES[kind]
         self._open_item = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, **fields}
         self._items.append(self._open_item)
         self._emit("output_item.added", output_index=len(self._items) - 1, item=dict(self._open_item))

@@ -115,7 +115,9 @@ class Engine:
         self._resume_below = 0
         self._stop_sequences = make_stop_sequences(tokenizer)
         self._prefill_order = PrefillOrder()
-        self._stored_prompts = StoredPrompts(limits.prompt_cache_bytes, tokenizer.decode, prefix_cache)
+        # Other ranks have no sessions to look into, and all must find the same.
+        shared_sessions = sessions if self._ranks.is_alone else None
+        self._stored_prompts = StoredPrompts(limits.prompt_cache_bytes, tokenizer.decode, prefix_cache, shared_sessions)
         self.memory_need: MemoryNeed | None = None
         if plan is not None and limits.memory is not None:
             self.memory_need = MemoryNeed(
@@ -645,6 +647,7 @@ class Engine:
             return
         release(caches)  # evicts recalled rows again
         stats, registered = cache_stats(caches, self._plan), self._broadcast.register(caches)
+        registered.tokens = np.array(tokens, np.int64)
         recalled, quotation = running.total_recalled, running.quotation
         self._emit(job, SessionResult(registered, list(tokens), stats, recalled, quotation, running.quotation_start))
 

@@ -72,9 +72,10 @@ Event = Started | PrefillProgress | Quoted | Piece | ApiError
 
 
 class SessionCaches(list[Any]):
-    """The caches of a session after an answer; `number` identifies them across ranks."""
+    """The caches of a session after an answer, which hold `tokens`; `number` identifies them across ranks."""
 
     number: int
+    tokens: np.ndarray
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
 
@@ -78,7 +78,13 @@ class ModelService:
         settings, line = choose_sampling(args, args.model)
         note(line)
         self._sampling = Sampling(settings.pop("temp"), **settings)
-        self._max_tokens = args.max_tokens
+        self._max_tokens, self._assumed_context = args.max_tokens, args.scale_usage
+
+    @cached_property
+    def usage_scale(self) -> float:
+        """Return the factor of prompt tokens in /v1/messages, whose clients assume a context length."""
+        servable = None if self._assumed_context is None else self.lengths()["servable_tokens"]
+        return max(1.0, self._assumed_context / servable) if self._assumed_context and servable else 1.0
 
     def close(self) -> None:
         self.sessions.close()
@@ -139,6 +145,7 @@ class ModelService:
         choices = [make_choice() for _ in range(count * len(prompts))]
         prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         answer = make_answer(self.name, choices, prompt_tokens, self._tokenizer.decode, None if turn is None else 0)
+        answer.usage_scale = self.usage_scale
         return jobs, answer, turn
 
     def _thinking_budget(self, request: AnyRequest, prompt: Prompt, max_tokens: int) -> list[ThinkingBudget]:
@@ -262,6 +269,12 @@ class ModelService:
             "servable_tokens": servable,
             "cacheable_tokens": cacheable,
         }
+
+    def capabilities(self) -> list[str]:
+        """Return what the model can do, in Ollama's words."""
+        tokenizer = self._tokenizer
+        facts = {"tools": self._prompt_builder.takes_tools, "thinking": tokenizer.has_thinking}
+        return ["completion", *(name for name, is_true in facts.items() if is_true)]
 
     def estimate(self, request: AnyRequest) -> dict[str, Any]:
         """Return what one answer to the request would take, for /v1/estimate."""

@@ -3,7 +3,7 @@
 import inspect
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +19,7 @@ from mlx_tq.prefix_cache.prefix_cache import common_prefix
 from mlx_tq.server import schemas
 from mlx_tq.server.api_errors import ContextLengthError, InvalidRequestError
 from mlx_tq.server.kept_thoughts import KeptThoughts, thoughts_key
+from mlx_tq.server.message_shapes import SHAPES
 from mlx_tq.server.schemas import ChatRequest
 from mlx_tq.server.system_messages import fold_later, has_later, join_leading
 from mlx_tq.session.text import TEMPLATE_ERRORS, PlainText, PromptLengthLimit, is_reasoning_open, unescape
@@ -135,6 +136,8 @@ class PromptBuilder:
         messages = join_leading(converted_messages)
         if has_later(messages) and not self._shows_later_system_messages:
             messages = fold_later(messages)
+        for convert in self._conversions:
+            messages = convert(messages)
         tools = _with_sorted_keys(request.callable_tools)
         if tools and not self._shows_tools:
             advice = "leave tools out, or start the server with a --chat-template that shows them"
@@ -150,6 +153,17 @@ class PromptBuilder:
                 del options["reasoning_effort"]
         return messages, options
 
+    @property
+    def takes_tools(self) -> bool:
+        return bool(self.tokenizer.has_chat_template and self.tokenizer.has_tool_calling and self._shows_tools)
+
+    def answer_message(self, answer: Message) -> Message:
+        """Return an answer as `render_input` does once a client has sent it back."""
+        messages = [_template_message(schemas.Message.model_validate(answer))]
+        for convert in self._conversions:
+            messages = convert(messages)
+        return messages[0]
+
     def keep_thoughts(self, request: ChatRequest, call: Message, reasoning: str) -> None:
         """Keep the reasoning before a call of an answer: many clients do not send it back."""
         users = [_template_message(message) for message in request.messages if message.role == "user"]
@@ -162,8 +176,9 @@ class PromptBuilder:
         converted = _template_message(message)
         reasoning = message.reasoning_content or message.reasoning
         calls = converted.get("tool_calls") or []
-        if not reasoning and calls and isinstance(arguments := calls[0]["function"]["arguments"], dict):
-            key = thoughts_key(question, calls[0].get("id", ""), calls[0]["function"]["name"], arguments)
+        if not reasoning and calls:
+            function = calls[0]["function"]
+            key = thoughts_key(question, calls[0].get("id", ""), function["name"], function["arguments"])
             reasoning = self._thoughts.find(key)
         if reasoning:
             converted |= dict.fromkeys(_REASONING_NAMES, reasoning)
@@ -181,6 +196,25 @@ class PromptBuilder:
             return False
 
     @cached_property
+    def _conversions(self) -> list[Callable[[Sequence[Message]], list[Message]]]:
+        """Return the changes of conversations without which the template refuses them, and with which it does not."""
+        conversions: list[Callable[[Sequence[Message]], list[Message]]] = []
+        for shape in SHAPES:
+            example = shape.example
+            for convert in conversions:
+                example = convert(example)
+            if not self._takes(example) and self._takes(shape.convert(example)):
+                conversions.append(shape.convert)
+        return conversions
+
+    def _takes(self, messages: list[Message]) -> bool:
+        try:
+            self._render(messages, self._template_args, add_generation_prompt=True)
+        except InvalidRequestError:
+            return False
+        return True
+
+    @cached_property
     def _shows_tools(self) -> bool:
         function = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
         messages, tools = [{"role": "user", "content": "hi"}], [{"type": "function", "function": function}]
@@ -191,31 +225,60 @@ class PromptBuilder:
         return with_tools != without
 
     def split_turn(
-        self, messages: list[Message], options: dict[str, Any], cached_messages: int
+        self, messages: list[Message], options: dict[str, Any], cached_messages: int, cached_ids: Sequence[int]
     ) -> tuple[list[int], str, list[int], str] | None:
-        """Split what follows the first `cached_messages`, the last of which is an answer without tool calls.
+        """Split what follows the first `cached_messages`, the last of which is an answer.
 
         Returns the tokens before the last user message, that message, the tokens after it, and the state at the end;
-        or None if the template does not show that answer unchanged. Without a user message, the first part has all.
+        or None if the template does not show the end of that answer as `cached_ids` have it. Without a user message at
+        the end, the first part has all.
         """
         marker, user_message = secrets.token_hex(8), ""  # no template trims it and no message contains it
-        marked = list(messages)
-        if cached_messages:
-            marked[cached_messages - 1] = {**marked[cached_messages - 1], "content": f"Q{marker}H"}
+        marked, answer = list(messages), messages[cached_messages - 1] if cached_messages else {}
+        if cached_messages and "tool_calls" not in answer:
+            marked[cached_messages - 1] = {**answer, "content": f"Q{marker}H"}
         if messages[-1]["role"] == "user":
             user_message = messages[-1]["content"]
             marked[-1] = {**marked[-1], "content": f"Q{marker}W"}
-        text = self._render(marked, options, add_generation_prompt=True)
-        if cached_messages:
-            _, separator, text = text.partition(f"Q{marker}H")
-            if not separator:
-                return None
+        whole = self._render(marked, options, add_generation_prompt=True)
+        text: str | None = whole
+        if "tool_calls" in answer:
+            text = self._after_calls(whole, marked, options, cached_messages, cached_ids)
+        elif cached_messages:
+            text = whole.partition(f"Q{marker}H")[2] or None
+        if text is None:
+            return None
         before, separator, after = text.partition(f"Q{marker}W")
         if messages[-1]["role"] == "user" and not separator:
             raise InvalidRequestError("the model's chat template does not show the last user message", "messages")
         self._check_length(len(text) + len(user_message), "messages")
         before_ids, after_ids = (self._encode(part, "messages") for part in (before, after))
         return before_ids, user_message, after_ids, self._state(before_ids + after_ids)
+
+    def _after_calls(
+        self, text: str, messages: list[Message], options: dict[str, Any], count: int, cached_ids: Sequence[int]
+    ) -> str | None:
+        """Return what follows the calls of an answer, which is the last of `count` messages, in the text of them all.
+
+        It begins with the token that ended the answer. None if the template does not show that, between a call and the
+        next message.
+        """
+        if not cached_ids or cached_ids[-1] not in self.tokenizer.eos_token_ids:
+            return None
+        end, marker = str(self.tokenizer.decode(cached_ids[-1:])), f"Q{secrets.token_hex(8)}C"
+        answer, following = messages[count - 1], messages[count]
+        *calls, last = answer["tool_calls"]
+        last = {**last, "function": {**last["function"], "name": marker}}
+        marked = [
+            *messages[: count - 1],
+            {**answer, "tool_calls": [*calls, last]},
+            {**following, "content": f"{marker}N"},
+        ]
+        before, separator, _ = self._render([*marked, *messages[count + 1 :]], options).partition(f"{marker}N")
+        *earlier, between = before.split(end)
+        if not separator or marker not in before or marker in between:
+            return None
+        return end + text.split(end, len(earlier))[-1]
 
     def _check_length(self, characters: int, param: str) -> None:
         try:
@@ -289,13 +352,20 @@ def _template_message(message: schemas.Message) -> Message:
         converted["content"] = "".join(part.text for part in message.content)
     converted.setdefault("content", "")
     for call in converted.pop("tool_calls", []):
-        arguments = call.function.arguments
-        parsed: Any = arguments
-        if isinstance(arguments, str):
-            try:
-                parsed = from_json(arguments or "{}")
-            except ValueError:  # as the model wrote it: a conversation with such a call continues
-                parsed = {"arguments": arguments}
-        function = {"name": call.function.name, "arguments": parsed}
+        function = {"name": call.function.name, "arguments": _argument_object(call.function.arguments)}
         converted.setdefault("tool_calls", []).append({**schemas.without_none(call), "function": function})
     return converted
+
+
+def _argument_object(arguments: Any) -> dict[str, Any]:
+    """Return the arguments of a call as templates need them, also of one that the model wrote in another form."""
+    parsed = arguments
+    for _ in range(2):  # some clients encode JSON twice
+        if isinstance(parsed, str):
+            try:
+                parsed = from_json(parsed.strip() or "{}")
+            except ValueError:
+                break
+    if parsed is None:
+        return {}
+    return parsed if isinstance(parsed, dict) else {"arguments": arguments}

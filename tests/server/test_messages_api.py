@@ -17,6 +17,7 @@ from mlx_tq.server.prompt_builder import PromptBuilder
 from mlx_tq.server.schemas import parse, without_none
 
 from .conftest import QUESTION
+from .test_broken_answers import serving
 from .test_messages import CALL, PARAMETERS, tokenizer  # noqa: F401 - a fixture
 from .test_tool_calls import scripted  # noqa: F401 - a fixture
 
@@ -111,6 +112,23 @@ def test_counted_tokens_are_those_of_the_prompt(client):
     billed = f"x-anthropic-billing-header: cc_version=2.1.{counted}; cc_entrypoint=cli;"
     blocks = [{"type": "text", "text": text} for text in (billed, "Be brief.")]
     assert client.messages.count_tokens(**{**body, "system": blocks}).input_tokens == counted
+
+
+def test_usage_is_scaled_to_the_context_that_a_client_assumes(loaded, server):
+    """The server's is 4,096 tokens; other APIs report what there is."""
+    path, count = "/v1/messages", "/v1/messages/count_tokens"
+    plain, counted = (server.post(at, **ASKED).json() for at in (path, count))
+    with serving(loaded, "--scale-usage", "40960") as (_, http):
+        scaled, scaled_count = (http.post(at, json=ASKED).json() for at in (path, count))
+        chat = http.post("/v1/chat/completions", json={"messages": ASKED["messages"]}).json()
+        again = http.post(path, json=ASKED).json()["usage"]
+    tokens = counted["input_tokens"]
+    assert scaled_count["input_tokens"] == 10 * tokens
+    for usage in (scaled["usage"], again):
+        assert usage["input_tokens"] + usage["cache_read_input_tokens"] == 10 * tokens
+    assert again["cache_read_input_tokens"] > tokens
+    assert scaled["usage"]["output_tokens"] == plain["usage"]["output_tokens"]
+    assert chat["usage"]["prompt_tokens"] == tokens
 
 
 def test_a_second_turn_reuses_the_cache(client):
