@@ -97,15 +97,21 @@ def read_response(body):
 
 
 @contextmanager
-def scripted_server(loaded, tokenizer, *flags):  # noqa: F811
-    model = loaded[0]
-    kind = type(model)
+def scripting(loaded, client):
+    """Let the model generate what the yielded server is given; `client` calls it."""
+    kind = type(loaded[0])
     forward = kind.__call__
-    with pytest.MonkeyPatch.context() as patch, serving((model, tokenizer), *flags) as (_, client):
-        server = Scripted(client, loaded[1].encode)
+    server = Scripted(client, loaded[1].encode)
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             kind, "__call__", lambda self, ids, *args, **kw: server.forward(ids, forward(self, ids, *args, **kw))
         )
+        yield server
+
+
+@contextmanager
+def scripted_server(loaded, tokenizer, *flags):  # noqa: F811
+    with serving((loaded[0], tokenizer), *flags) as (_, client), scripting(loaded, client) as server:
         yield server
 
 
