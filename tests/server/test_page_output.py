@@ -1,0 +1,158 @@
+"""What a model writes, on the chat page: Markdown and code are shown, hostile output does nothing, and nothing is sent."""
+
+import json
+import re
+
+import pytest
+from browser import SCRIPT, launch, needs_chromium
+from playwright.sync_api import expect
+
+from .scripted_site import scripted_site
+from .test_chat_page import say
+from .test_messages import tokenizer  # noqa: F401 - a fixture
+
+pytestmark = needs_chromium
+
+ANSWER = """<think>A list and code.</think>Here is a **short** overview with `code` and a [link](https://docs.test/page).
+
+## Steps
+
+1. First ~~old~~ *new*
+   - nested
+- [x] done
+
+```python
+def area(radius):
+    return 3 * radius ** 2  # <b>
+```
+
+| format | bits |
+|:--|--:|
+| q8 | 8<br>bits |
+
+> A quotation.
+"""
+
+
+@pytest.fixture(scope="module")
+def site(loaded, tokenizer):  # noqa: F811
+    with scripted_site(loaded, tokenizer) as scripted:
+        yield scripted
+
+
+def ask(site, page, answer, question="Hello"):
+    """Let the model answer this; return the element of its text."""
+    site.script(answer)
+    return say(page, question).locator(".content")
+
+
+def test_markdown_is_shown(site, open_page):
+    page = open_page(site, permissions=["clipboard-read", "clipboard-write"])
+    content = ask(site, page, ANSWER)
+    for _ in range(2):  # streamed, and after a reload
+        for selector, text in {
+            "strong": "short", "p code": "code", "h4": "Steps", "ol > li > ul > li": "nested", "del": "old", "em": "new",
+            "ul > li > p, ul > li": "\u2611 done", "td >> nth=1": "8\nbits", "blockquote": "A quotation.",
+        }.items():  # fmt: skip
+            expect(content.locator(selector).last).to_have_text(re.compile(text), use_inner_text=True)
+        link = content.get_by_role("link", name="link")
+        assert [link.get_attribute(name) for name in ("href", "target", "rel", "title", "data-host")] == [
+            "https://docs.test/page", "_blank", "noopener noreferrer", "https://docs.test/page", "docs.test",
+        ]  # fmt: skip
+        expect(content.locator(".code-bar span")).to_have_text("python")
+        content.get_by_role("button", name="Copy").click()
+        expect(content.get_by_role("button", name="Copied")).to_be_visible()
+        code = "def area(radius):\n    return 3 * radius ** 2  # <b>"
+        assert page.evaluate("navigator.clipboard.readText()") == code
+        page.get_by_text("Reasoning").click()
+        expect(page.locator(".reasoning p")).to_have_text("A list and code.")
+        page.reload()
+    page.locator("li.assistant > .actions").get_by_role("button", name="Copy").click()
+    assert page.evaluate("navigator.clipboard.readText()") == ANSWER.partition("</think>")[2]
+
+
+# Each would load, send or run something if it were more than text.
+HOSTILE = [
+    SCRIPT,
+    "![pixel](https://evil.test/pixel.png) ![a][ref]\n\n[ref]: https://evil.test/reference.png",
+    "[click](javascript:document.title='owned') [data](data:text/html,<script>document.title='owned'</script>)",
+    "[entity](&#106;avascript:document.title='owned') <javascript:document.title='owned'> [v](vbscript:a) [r](/health)",
+    "<a href='https://evil.test/a' ping='https://evil.test/ping'>x</a><link rel=prefetch href=https://evil.test/prefetch>",
+    "<style>@import url(https://evil.test/style);</style><p style='background:url(https://evil.test/background)'>x</p>",
+    "<iframe src=https://evil.test/frame></iframe><object data=https://evil.test/object></object><base href=//evil.test>",
+    "<meta http-equiv=refresh content='0;url=https://evil.test/refresh'><form action=https://evil.test><button>go",
+    "<svg><image href=https://evil.test/svg /><style><img src=x onerror=document.title='owned'></style></svg>",
+    "<math><mtext><table><mglyph><style><img src=x onerror=document.title='owned'></table></math>",
+    "<video src=https://evil.test/video poster=https://evil.test/poster autoplay></video><input name=attributes id=messages>",
+    "```\"><img/src=x/onerror=document.title='owned'>\n</code></pre><img src=https://evil.test/code>\n```",
+    "- ```x onload=a\n  <img src=https://evil.test/nested>\n  ```\n\n| <img src=https://evil.test/cell> |\n|---|\n",
+    "https://evil.test/plain www.evil.test <https://evil.test/angle> [x](<https://evil.test/\" onclick=\"document.title='owned'>)",
+]  # fmt: skip
+ELEMENTS = """content => [...content.querySelectorAll("*")].map(e =>
+  [e.localName, ...[...e.attributes].map(({ name }) => name).sort()].join(" "))"""
+SAFE = re.compile(
+    r"(p|br|hr|h[3-6]|strong|em|del|code|blockquote|ul|ol|li|tr|td|th|tbody|thead|table|span)|(p|div) class|pre tabindex|"
+    r"div|div class tabindex|button class data-action type|a( data-host)? href rel target title"
+)
+
+
+def stored_chat(name, *contents):
+    """Return a chat as the page stores it: a script that the page runs before its own."""
+    turns = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(contents)]
+    chat = json.dumps({"id": name, "turns": turns, "memory": None, "changed": 1})
+    return f"localStorage['mlx-tq-chat-{name}'] ??= {json.dumps(chat)}; sessionStorage.chat ??= {json.dumps(name)};"
+
+
+def test_hostile_output_is_text_and_nothing_leaves_the_machine(site, browser, tmp_path):
+    """Chromium's own log would have every request and every name that it looked up."""
+    with launch(browser.browser_type, f"--log-net-log={tmp_path / 'net.json'}") as logging:
+        page = logging.new_page()
+        requests = []
+        page.on("request", lambda request: requests.append(request.url))
+        page.add_init_script(stored_chat("hostile", *[text for shown in HOSTILE for text in ("Go on", shown)]))
+        page.goto(site.url)
+        ask(site, page, "\n\n".join(HOSTILE[:3]))  # generated, not only stored
+        contents = page.locator(".assistant .content")
+        expect(contents).to_have_count(len(HOSTILE) + 1)
+        for content in contents.all():
+            content.scroll_into_view_if_needed()
+            found = content.evaluate(ELEMENTS)
+            assert [element for element in found if not SAFE.fullmatch(element)] == []
+            for link in content.get_by_role("link").all():
+                assert link.get_attribute("href").startswith(("https:", "http:"))
+                link.hover()
+                link.focus()
+        for content in (contents.first, contents.last):
+            expect(content).to_contain_text("<script>document.title='owned'</script>")
+        expect(contents.last.get_by_role("link").first).to_have_text("image: pixel")
+        assert page.title() == "mlx-tq"
+        assert {url.removeprefix(site.url).partition("/")[0] for url in requests} <= {"", "data:,"}
+    log = (tmp_path / "net.json").read_text()
+    assert site.url in log
+    assert "evil" not in log
+
+
+def test_a_link_opens_only_on_a_click(site, open_page):
+    page = open_page(site)
+    ask(site, page, f"[one]({site.url}/health) [two](mailto:a@b.test)")
+    with page.expect_popup() as opened:
+        page.get_by_role("link", name="one").click()
+    assert opened.value.url == f"{site.url}/health"
+    assert opened.value.evaluate("[opener, document.referrer]") == [None, ""]
+
+
+# For each, a parser could need quadratic time, or more stack than there is.
+PATHOLOGICAL = ["[" * 9000, "> " * 9000, "- " * 9000, "*_" * 9000, "_a_" * 9000, "[a](" * 9000, f"a{' ' * 90_000}b", "|a" * 999]
+SHOW = """async text => {
+  const { showMarkdown } = await import("/page/markdown.js"), container = document.createElement("div");
+  showMarkdown(container, text);
+  return container.textContent;
+}"""
+
+
+def test_pathological_markdown_is_shown(site, open_page):
+    page = open_page(site)
+    for text in PATHOLOGICAL:
+        marks = page.evaluate(SHOW, text)
+        assert marks.count("a") == text.count("a")
+        assert len(marks) > len(text) / 2 or set(text) == set("> ") or set(text) == set("- "), text[:9]
