@@ -110,7 +110,7 @@ def test_hostile_output_is_text_and_nothing_leaves_the_machine(site, browser, tm
         requests = []
         page.on("request", lambda request: requests.append(request.url))
         page.add_init_script(stored_chat("hostile", *[text for shown in HOSTILE for text in ("Go on", shown)]))
-        page.goto(site.url)
+        assert page.goto(site.url).headers["x-dns-prefetch-control"] == "off"
         ask(site, page, "\n\n".join(HOSTILE[:3]))  # generated, not only stored
         contents = page.locator(".assistant .content")
         expect(contents).to_have_count(len(HOSTILE) + 1)
@@ -118,13 +118,13 @@ def test_hostile_output_is_text_and_nothing_leaves_the_machine(site, browser, tm
             content.scroll_into_view_if_needed()
             found = content.evaluate(ELEMENTS)
             assert [element for element in found if not SAFE.fullmatch(element)] == []
-            for link in content.get_by_role("link").all():
-                assert link.get_attribute("href").startswith(("https:", "http:"))
-                link.hover()
-                link.focus()
+            assert content.evaluate("content => [...content.querySelectorAll('a')].every(a => /^https?:/.test(a.href))")
         for content in (contents.first, contents.last):
             expect(content).to_contain_text("<script>document.title='owned'</script>")
-        expect(contents.last.get_by_role("link").first).to_have_text("image: pixel")
+        link = contents.last.get_by_role("link").first
+        expect(link).to_have_text("image: pixel")
+        link.hover()
+        link.focus()
         assert page.title() == "mlx-tq"
         assert {url.removeprefix(site.url).partition("/")[0] for url in requests} <= {"", "data:,"}
     log = (tmp_path / "net.json").read_text()
