@@ -1,14 +1,13 @@
 """What a model writes, on the chat page: Markdown and code are shown, hostile output does nothing, and nothing is sent."""
 
-import json
 import re
 
 import pytest
-from browser import SCRIPT, launch, needs_chromium
+from browser import SCRIPT, assert_fits_and_can_be_read, launch, needs_chromium
 from playwright.sync_api import expect
 
 from .scripted_site import scripted_site
-from .test_chat_page import say
+from .test_chat_page import say, stored_chat
 from .test_messages import tokenizer  # noqa: F401 - a fixture
 
 pytestmark = needs_chromium
@@ -96,13 +95,6 @@ SAFE = re.compile(
 )
 
 
-def stored_chat(name, *contents):
-    """Return a chat as the page stores it: a script that the page runs before its own."""
-    turns = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(contents)]
-    chat = json.dumps({"id": name, "turns": turns, "memory": None, "changed": 1})
-    return f"localStorage['mlx-tq-chat-{name}'] ??= {json.dumps(chat)}; sessionStorage.chat ??= {json.dumps(name)};"
-
-
 def test_hostile_output_is_text_and_nothing_leaves_the_machine(site, browser, tmp_path):
     """Chromium's own log would have every request and every name that it looked up."""
     with launch(browser.browser_type, f"--log-net-log={tmp_path / 'net.json'}") as logging:
@@ -156,3 +148,22 @@ def test_pathological_markdown_is_shown(site, open_page):
         marks = page.evaluate(SHOW, text)
         assert marks.count("a") == text.count("a")
         assert len(marks) > len(text) / 2 or set(text) == set("> ") or set(text) == set("- "), text[:9]
+
+
+def test_it_fits_a_phone_and_has_contrast_in_both_themes(site, open_page):
+    wide = f"```\n{'x' * 400}\n```\n\n|{'head|' * 40}\n|{'-|' * 40}\n\n{'y' * 400} `{'z' * 99}`"
+    page = open_page(site, viewport={"width": 360, "height": 700})
+    page.evaluate(stored_chat("phone", "x" * 400, ANSWER, "Go on", wide))
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        page.reload()
+        expect(page.locator(".code")).to_have_count(2)
+        page.get_by_role("button", name="Edit").click()
+        assert_fits_and_can_be_read(page)
+        page.get_by_role("button", name="Cancel").click()
+        page.get_by_role("button", name="Chats").click()
+        expect(page.get_by_role("button", name="New chat")).to_be_focused()
+        assert_fits_and_can_be_read(page)
+        page.keyboard.press("Escape")
+        expect(page.get_by_role("button", name="Chats")).to_be_focused()
+        expect(page.get_by_role("button", name="New chat")).to_be_hidden()

@@ -28,8 +28,8 @@ function titleOf({ turns }) {
   return visible(line.trim().slice(0, 80)) || "Untitled";
 }
 
-function note(id, chat) {
-  if (chat?.turns.length) entries.set(id, { id, title: titleOf(chat), changed: chat.changed });
+function note(id, chat, changed = chat?.changed) {
+  if (chat?.turns.length) entries.set(id, { id, title: titleOf(chat), changed });
   else entries.delete(id);
 }
 
@@ -63,7 +63,7 @@ export function storeChat(chat) {
   } catch {  // over its limit, or it refuses all storage
     unstored.set(chat.id, chat);
   }
-  note(chat.id, chat);
+  note(chat.id, chat, changed);
   return !unstored.has(chat.id);
 }
 
