@@ -18,7 +18,8 @@ def listening(app):
     thread.start()
     try:
         wait_for(lambda: server.started)
-        yield "http://127.0.0.1:%d" % server.servers[0].sockets[0].getsockname()[1]
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
         thread.join()
@@ -27,7 +28,10 @@ def listening(app):
 @contextmanager
 def scripted_site(loaded, tokenizer, *flags):
     """Yield a `Scripted` whose `url` is that of its chat page."""
-    with api_of((loaded[0], tokenizer), *NO_THINKING, *flags) as (api, start), listening(api.app([], start)) as url:
-        with scripting(loaded, client=None) as site:
-            site.url = url
-            yield site
+    with (
+        api_of((loaded[0], tokenizer), *NO_THINKING, *flags) as (api, start),
+        listening(api.app([], start)) as url,
+        scripting(loaded, client=None) as site,
+    ):
+        site.url = url
+        yield site

@@ -1,7 +1,8 @@
-"""What a model writes, on the chat page: Markdown and code are shown, hostile output does nothing, and nothing is sent."""
+"""What a model writes, on the chat page: Markdown is shown, hostile output does nothing, and nothing is sent."""
 
 import re
 
+import httpx
 import pytest
 from browser import SCRIPT, assert_fits_and_can_be_read, launch, needs_chromium
 from playwright.sync_api import expect
@@ -50,8 +51,8 @@ def test_markdown_is_shown(site, open_page):
     content = ask(site, page, ANSWER)
     for _ in range(2):  # streamed, and after a reload
         for selector, text in {
-            "strong": "short", "p code": "code", "h4": "Steps", "ol > li > ul > li": "nested", "del": "old", "em": "new",
-            "ul > li > p, ul > li": "\u2611 done", "td >> nth=1": "8\nbits", "blockquote": "A quotation.",
+            "strong": "short", "p code": "code", "h4": "Steps", "ol > li > ul > li": "nested", "del": "old",
+            "em": "new", "ul > li > p, ul > li": "\u2611 done", "td >> nth=1": "8\nbits", "blockquote": "A quotation.",
         }.items():  # fmt: skip
             expect(content.locator(selector).last).to_have_text(re.compile(text), use_inner_text=True)
         link = content.get_by_role("link", name="link")
@@ -78,19 +79,21 @@ HOSTILE = [
     "[entity](&#106;avascript:document.title='owned') <javascript:document.title='owned'> [v](vbscript:a) [r](/health)",
     "<a href='https://evil.test/a' ping='https://evil.test/ping'>x</a><link rel=prefetch href=https://evil.test/prefetch>",
     "<style>@import url(https://evil.test/style);</style><p style='background:url(https://evil.test/background)'>x</p>",
-    "<iframe src=https://evil.test/frame></iframe><object data=https://evil.test/object></object><base href=//evil.test>",
-    "<meta http-equiv=refresh content='0;url=https://evil.test/refresh'><form action=https://evil.test><button>go",
+    "<iframe src=https://evil.test/frame></iframe><object data=https://evil.test/object></object>",
+    "<meta http-equiv=refresh content='0;url=https://evil.test/refresh'><form action=//evil.test><base href=//evil.test>",
     "<svg><image href=https://evil.test/svg /><style><img src=x onerror=document.title='owned'></style></svg>",
     "<math><mtext><table><mglyph><style><img src=x onerror=document.title='owned'></table></math>",
-    "<video src=https://evil.test/video poster=https://evil.test/poster autoplay></video><input name=attributes id=messages>",
+    "<video src=https://evil.test/video poster=https://evil.test/poster autoplay></video>",
+    "<input name=attributes id=messages><form><input name=textContent></form>",
     "```\"><img/src=x/onerror=document.title='owned'>\n</code></pre><img src=https://evil.test/code>\n```",
     "- ```x onload=a\n  <img src=https://evil.test/nested>\n  ```\n\n| <img src=https://evil.test/cell> |\n|---|\n",
-    "https://evil.test/plain www.evil.test <https://evil.test/angle> [x](<https://evil.test/\" onclick=\"document.title='owned'>)",
+    "https://evil.test/plain www.evil.test <https://evil.test/angle>",
+    "[x](<https://evil.test/\" onclick=\"document.title='owned'>) [x](https://evil.test 'x\" onclick=\"a()')",
 ]  # fmt: skip
 ELEMENTS = """content => [...content.querySelectorAll("*")].map(e =>
   [e.localName, ...[...e.attributes].map(({ name }) => name).sort()].join(" "))"""
 SAFE = re.compile(
-    r"(p|br|hr|h[3-6]|strong|em|del|code|blockquote|ul|ol|li|tr|td|th|tbody|thead|table|span)|(p|div) class|pre tabindex|"
+    r"p|br|hr|h[3-6]|strong|em|del|code|blockquote|ul|ol|li|tr|td|th|tbody|thead|table|span|(p|div) class|pre tabindex|"
     r"div|div class tabindex|button class data-action type|a( data-host)? href rel target title"
 )
 
@@ -124,6 +127,15 @@ def test_hostile_output_is_text_and_nothing_leaves_the_machine(site, browser, tm
     assert "evil" not in log
 
 
+def test_only_scripts_of_the_page_are_served(site):
+    for name in ("page.js", "vendor/marked.esm.js"):
+        script = httpx.get(f"{site.url}/page/{name}")
+        assert script.headers["content-type"].startswith("text/javascript")
+        assert script.headers["x-content-type-options"] == "nosniff"
+    for name in ("", "nope.js", "page.css", "vendor/README.md", "__init__.py", "..%2f__init__.py", "/etc/passwd"):
+        assert httpx.get(f"{site.url}/page/{name}").status_code == 404
+
+
 def test_a_link_opens_only_on_a_click(site, open_page):
     page = open_page(site)
     ask(site, page, f"[one]({site.url}/health) [two](mailto:a@b.test)")
@@ -134,7 +146,7 @@ def test_a_link_opens_only_on_a_click(site, open_page):
 
 
 # For each, a parser could need quadratic time, or more stack than there is.
-PATHOLOGICAL = ["[" * 9000, "> " * 9000, "- " * 9000, "*_" * 9000, "_a_" * 9000, "[a](" * 9000, f"a{' ' * 90_000}b", "|a" * 999]
+PATHOLOGICAL = [*(9000 * text for text in ("[", "> ", "- ", "*_", "_a_", "[a](")), f"a{' ' * 90_000}b", 999 * "|a"]
 SHOW = """async text => {
   const { showMarkdown } = await import("/page/markdown.js"), container = document.createElement("div");
   showMarkdown(container, text);
