@@ -164,7 +164,7 @@ def test_the_progress_of_prefill_and_the_share_of_the_context(site, open_page):
     shown = [re.fullmatch(r"Prefill (\d+)% of (\d+) tokens", text) for text in page.evaluate("texts")]
     shares = [int(text[1]) for text in shown if text]
     assert shares == sorted(set(shares))
-    assert len(shares) > 3
+    assert len(shares) > 2
     assert shares[-1] == 100
     expect(page.locator("#usage")).to_have_text(
         re.compile(r"^Context: 1\d\d tokens of 4,096 \([34]%\)\d cached \([0-5]%\)1\d\d new$")

@@ -80,7 +80,7 @@ HOSTILE = [
     "<a href='https://evil.test/a' ping='https://evil.test/ping'>x</a><link rel=prefetch href=https://evil.test/prefetch>",
     "<style>@import url(https://evil.test/style);</style><p style='background:url(https://evil.test/background)'>x</p>",
     "<iframe src=https://evil.test/frame></iframe><object data=https://evil.test/object></object>",
-    "<meta http-equiv=refresh content='0;url=https://evil.test/refresh'><form action=//evil.test><base href=//evil.test>",
+    "<meta http-equiv=refresh content='0;url=//evil.test/refresh'><form action=//evil.test><base href=//evil.test>",
     "<svg><image href=https://evil.test/svg /><style><img src=x onerror=document.title='owned'></style></svg>",
     "<math><mtext><table><mglyph><style><img src=x onerror=document.title='owned'></table></math>",
     "<video src=https://evil.test/video poster=https://evil.test/poster autoplay></video>",
