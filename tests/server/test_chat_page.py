@@ -61,7 +61,8 @@ def test_a_chat_is_a_session_and_shows_its_cache(server, service, open_page):
     answer = say(page, ASK)
     expect(answer.locator(".content")).to_have_text("417295")
     usage = re.compile(
-        r"Context: \d+ tokens of 4,096 \(\d+%\)\d+ live\d+ archived\d+ recalled[\d.]+ MB, float32 cache [\d.]+ MB"
+        r"Context: \d+ tokens of 4,096 \(\d+%\)\d+ cached \(\d+%\)"
+        r"\d+ live\d+ archived\d+ recalled[\d.]+ MB, float32 cache [\d.]+ MB"
     )
     expect(page.locator("#usage")).to_have_text(usage)
     live, archived = (page.locator(f"#bar .{name}").evaluate("e => e.offsetWidth") for name in ("live", "archived"))

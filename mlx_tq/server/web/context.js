@@ -3,7 +3,7 @@ import { $, element, number, percent, size, tokens } from "./elements.js";
 
 export function showContext({ turns, memory }, contextLength) {
   const usage = turns.at(-1)?.usage;
-  const { segments, facts } = memory ? ofSession(memory) : ofPrompt(usage);
+  const { segments, facts } = memory ? ofSession(memory, usage) : ofPrompt(usage);
   const used = usage?.total_tokens ?? memory?.tokens ?? 0, total = Math.max(contextLength ?? 0, memory?.tokens ?? 0, used, 1);
   $("bar").replaceChildren(...segments.map(([name, count]) => {
     const segment = element("i", "", name);
@@ -16,19 +16,19 @@ export function showContext({ turns, memory }, contextLength) {
   $("bar").setAttribute("aria-label", parts.map(([, text]) => text).join(", ") || "The context is empty");
 }
 
+const cachedOf = ({ total_tokens: total, prompt_tokens_details: { cached_tokens: cached } }) =>
+  ({ cached, fact: `${number(cached)} cached (${percent(cached / total)})` });
+
 function ofPrompt(usage) {
   if (!usage) return { segments: [], facts: [] };
-  const cached = usage.prompt_tokens_details.cached_tokens, added = usage.total_tokens - cached;
-  return {
-    segments: [["cached", cached], ["new", added]],
-    facts: [["cached", `${number(cached)} cached (${percent(cached / usage.total_tokens)})`], ["new", `${number(added)} new`]],
-  };
+  const { cached, fact } = cachedOf(usage), added = usage.total_tokens - cached;
+  return { segments: [["cached", cached], ["new", added]], facts: [["cached", fact], ["new", `${number(added)} new`]] };
 }
 
-function ofSession(memory) {
+function ofSession(memory, usage) {
   const { live, archived, dropped } = memory;
   const isCompressed = memory.tokens >= memory.compressed_from && memory.bytes !== memory.native_bytes;
-  const facts = [["live", `${number(live)} live`], ["archived", archived && `${number(archived)} archived`],
+  const facts = [["", usage && cachedOf(usage).fact], ["live", `${number(live)} live`], ["archived", archived && `${number(archived)} archived`],
     ["evicted", dropped && `${number(dropped)} dropped`], ["", memory.recalled && `${number(memory.recalled)} recalled`],
     ["", memory.rescued && `${number(memory.rescued)} quoted`],
     ["", size(memory.bytes) + (isCompressed ? `, ${memory.native_dtype} cache ${size(memory.native_bytes)}` : "")]];

@@ -81,17 +81,29 @@ function blocksOf(text) {
     // What a block looks like depends on the links that the text defines anywhere.
     return blocks.filter(({ type }) => type !== "space" && type !== "def").map(block => ({ block, key: block.type + links + block.raw }));
   } catch (error) {
-    if (!(error instanceof RangeError)) throw error;
-    return [{ block: { type: "plain", raw: text }, key: text }];  // nested too deeply for the renderer
+    note(error);
+    return [{ block: { type: "plain", raw: text }, key: text }];
   }
 }
 
 function nodeOf(block) {
   if (block.type === "code") return codeBlock(block.text, languageOf(block.lang));
   const node = element("div");
-  if (block.type === "plain") node.append(element("p", block.raw, "plain-text"));
-  else node.append(sanitize(marked.parser([block])));
+  try {
+    if (block.type !== "plain") {
+      node.append(sanitize(marked.parser([block])));
+      return node;
+    }
+  } catch (error) {
+    note(error);
+  }
+  node.append(element("p", block.raw, "plain-text"));
   return node;
+}
+
+// What cannot be rendered is shown as it was written; deep nesting is no error of ours.
+function note(error) {
+  if (!(error instanceof RangeError)) console.error(error);
 }
 
 // Show `text` in `container`. Only blocks that changed are made again, and a code block that only grew keeps its elements.
