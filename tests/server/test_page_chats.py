@@ -57,6 +57,7 @@ def test_chats_are_listed_opened_and_deleted(site, open_page):
     other.close()
 
 
+@pytest.mark.full
 def test_two_tabs_lose_no_message(site, open_page):
     """A chat that changes in two tabs at once becomes two."""
     page = open_page(site)
