@@ -165,6 +165,7 @@ def test_pathological_markdown_is_shown(site, open_page):
 def test_it_fits_a_phone_and_has_contrast_in_both_themes(site, open_page):
     wide = f"```\n{'x' * 400}\n```\n\n|{'head|' * 40}\n|{'-|' * 40}\n\n{'y' * 400} `{'z' * 99}`"
     page = open_page(site, viewport={"width": 360, "height": 700})
+    expect(page.locator("#max-tokens")).to_have_attribute("placeholder", "no limit")
     page.evaluate(stored_chat("phone", "x" * 400, ANSWER, "Go on", wide))
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)

@@ -19,7 +19,7 @@ async function connect() {
     plan = await fetchPlan();
     $("model").textContent = visible(plan.model);
     $("temperature").placeholder = plan.temperature;
-    $("max-tokens").placeholder = plan.max_tokens;
+    $("max-tokens").placeholder = plan.max_tokens ?? "no limit";
     showLayout(plan);
     showContext(chat, plan.context_length);
     showError("");
