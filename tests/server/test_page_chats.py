@@ -150,6 +150,25 @@ def test_full_storage_is_said_and_a_deleted_chat_makes_room(site, open_page):
     assert page.evaluate("localStorage.other.length") > 1000, "what is not the page's own stays"
 
 
+REFUSE = """for (const name of ["localStorage", "sessionStorage"])
+  Object.defineProperty(window, name, { get() { throw new DOMException("refused", "SecurityError"); } });"""
+
+
+def test_a_browser_that_refuses_storage(site, open_page):
+    page = open_page(site)
+    page.add_init_script(REFUSE)
+    page.reload()
+    for title in ("First", "Second"):
+        page.get_by_role("button", name="New chat").click()
+        ask(site, page, title, "One.")
+    expect(page.locator("#unsaved")).to_contain_text("cannot keep this chat: it refuses to store anything")
+    titles(page).last.click()
+    expect(contents(page)).to_have_text(["First", "One."])
+    page.get_by_role("button", name="Delete First").click()
+    page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    expect(titles(page)).to_have_text(["Second"])
+
+
 # Collect what an element shows, from now on.
 TEXTS = """id => {
   window.texts = [];

@@ -51,26 +51,32 @@ export function noteChange(key) {
 
 export const chatList = () => [...entries.values()].sort((a, b) => b.changed - a.changed);
 
-// Store a chat; return whether the browser did. One that another tab changed stays, and this one gets a new id.
+// Store a chat; return the error if the browser does not. One that another tab changed stays, and this one gets a new id.
 export function storeChat(chat) {
   const stored = readStored(chat.id);
   if (stored && stored.changed !== chat.changed) chat.id = newChat().id;
   const changed = Date.now();
+  let fault = null;
   try {
     localStorage.setItem(PREFIX + chat.id, JSON.stringify({ ...chat, changed }));
     chat.changed = changed;
     unstored.delete(chat.id);
-  } catch {  // over its limit, or it refuses all storage
+  } catch (error) {
+    fault = error;
     unstored.set(chat.id, chat);
   }
   note(chat.id, chat, changed);
-  return !unstored.has(chat.id);
+  return fault;
 }
 
 export function deleteChat(id) {
   unstored.delete(id);
   entries.delete(id);
-  localStorage.removeItem(PREFIX + id);
+  try {
+    localStorage.removeItem(PREFIX + id);
+  } catch {
+    // It refuses all storage.
+  }
   for (const chat of unstored.values()) storeChat(chat);  // there may be room now
 }
 

@@ -1,11 +1,11 @@
 // The chat page: sends messages and shows their answers.
-import { chatList, deleteChat, hasUnstoredChats, loadChats, newChat, noteChange, readChat, storeChat } from "./chats.js";
+import { deleteChat, hasUnstoredChats, loadChats, newChat, noteChange, readChat, storeChat } from "./chats.js";
 import { showContext, showLayout } from "./context.js";
 import { editMessage, growingAnswer, showChat, showTurns, submitOnEnter } from "./conversation.js";
 import { $, fit, number, visible } from "./elements.js";
 import { showEnd } from "./scrolling.js";
 import { answerEvents, dropSession, fetchPlan } from "./server.js";
-import { openSettings, watchSettings } from "./settings.js";
+import { openSettings, readTab, watchSettings, writeTab } from "./settings.js";
 import { isSidebarOpen, showChats, toggleSidebar, watchSidebar } from "./sidebar.js";
 
 let chat = newChat(), plan = null;
@@ -70,6 +70,7 @@ const isEmpty = turn => turn.stopped && !turn.content && !turn.reasoning;
 async function generate(answer, started, grow) {
   const options = { session: usesSession() && chat.id, signal: running.signal, onPrefill: showPrefill };
   let lastPart = started;
+  if (!options.session) chat.memory = null;
   for await (const event of answerEvents(chat.turns.slice(0, -1), options)) {
     if (event.error) throw new Error(event.error.message);
     const [choice] = event.choices, { content = "", reasoning = "" } = choice?.delta ?? {};
@@ -132,16 +133,17 @@ function showError(text) {
 // Chats
 
 function save() {
-  const isStored = !chat.turns.length || storeChat(chat);
-  const why = chatList().length > 1 ? "its storage for this page is full. Delete other chats to make room" : "it refuses this page storage";
-  $("unsaved").textContent = isStored ? "" : `The browser cannot keep this chat: ${why}. The chat ends with this tab.`;
-  sessionStorage.setItem("chat", chat.id);
+  const fault = chat.turns.length ? storeChat(chat) : null;
+  const isFull = fault?.name === "QuotaExceededError";
+  const why = isFull ? "its storage for this page is full. Delete other chats to make room" : "it refuses to store anything for this page";
+  $("unsaved").textContent = fault ? `The browser cannot keep this chat: ${why}. The chat ends with this tab.` : "";
+  writeTab("chat", chat.id);
   showChats(chat.id, Boolean(running));
 }
 
 function open(opened) {
   chat = opened;
-  sessionStorage.setItem("chat", chat.id);
+  writeTab("chat", chat.id);
   if (chat.turns.length && isEmpty(chat.turns.at(-1))) returnToInput(chat.turns.splice(-2)[0].content);
   showChat(chat);
   showChats(chat.id, Boolean(running));
@@ -240,13 +242,13 @@ addEventListener("pagehide", () => {  // what was written is kept
     if (isEmpty(answer)) returnToInput(question.content);
     else storeChat(chat);
   }
-  sessionStorage.setItem("draft", $("message").value);
+  writeTab("draft", $("message").value);
 });
 addEventListener("beforeunload", event => {
   if (hasUnstoredChats()) event.preventDefault();
 });
 
 loadChats();
-returnToInput(sessionStorage.getItem("draft") ?? "");
-open(readChat(sessionStorage.getItem("chat")) ?? chat);
+returnToInput(readTab("draft") ?? "");
+open(readChat(readTab("chat")) ?? chat);
 connect();

@@ -3,7 +3,18 @@ import { $ } from "./elements.js";
 
 const NAMES = ["system", "temperature", "max-tokens", "key"];
 
-export let settings = JSON.parse(sessionStorage.getItem("settings")) ?? {};
+// What this tab keeps until it is closed; nothing where the browser refuses all storage.
+const storage = (() => {
+  try {
+    return sessionStorage;
+  } catch {
+    return { getItem: () => null, setItem: () => {} };
+  }
+})();
+export const readTab = name => JSON.parse(storage.getItem(name));
+export const writeTab = (name, value) => storage.setItem(name, JSON.stringify(value));
+
+export let settings = readTab("settings") ?? {};
 
 export function openSettings(field) {
   for (const name of NAMES) $(name).value = settings[name] ?? "";
@@ -18,7 +29,7 @@ export function watchSettings(onChange) {
   $("settings").onclose = () => {
     if ($("settings").returnValue === "done") {
       settings = Object.fromEntries(NAMES.map(name => [name, $(name).value.trim()]));
-      sessionStorage.setItem("settings", JSON.stringify(settings));
+      writeTab("settings", settings);
       onChange();
     }
     $("message").focus();
