@@ -37,7 +37,8 @@ def stored_chat(name, *contents):
     """Return a script that stores a chat as the page does, and makes it the tab's."""
     turns = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(contents)]
     chat = json.dumps({"id": name, "turns": turns, "memory": None, "changed": 1})
-    return f"localStorage['mlx-tq-chat-{name}'] ??= {json.dumps(chat)}; sessionStorage.chat = {json.dumps(json.dumps(name))};"
+    current = json.dumps(json.dumps(name))
+    return f"localStorage['mlx-tq-chat-{name}'] ??= {json.dumps(chat)}; sessionStorage.chat = {current};"
 
 
 def never_end(page):
