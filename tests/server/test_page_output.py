@@ -145,6 +145,25 @@ def test_a_link_opens_only_on_a_click(site, open_page):
     assert opened.value.evaluate("[opener, document.referrer]") == [None, ""]
 
 
+# Whether paragraph, code block and last block keep their elements when the last one grows.
+GROW = """async () => {
+  const { showMarkdown } = await import("/page/markdown.js"), container = document.createElement("div");
+  const kept = (first, second) => {
+    showMarkdown(container, first);
+    const nodes = [...container.children];
+    showMarkdown(container, second);
+    return nodes.map((node, place) => node === container.children[place]);
+  };
+  const start = "One.\\n\\n```py\\na";
+  return [kept(start, start + " = 1"), kept(start + "\\n```\\nTw", start + "\\n```\\nTwo"), container.textContent];
+}"""
+
+
+def test_only_what_grows_is_made_again(site, open_page):
+    page = open_page(site)
+    assert page.evaluate(GROW) == [[True, True], [True, True, False], "One.\npyCopyaTwo\n"]
+
+
 # For each, a parser could need quadratic time, or more stack than there is.
 PATHOLOGICAL = [*(9000 * text for text in ("[", "> ", "- ", "*_", "_a_", "[a](")), f"a{' ' * 90_000}b", 999 * "|a"]
 SHOW = """async text => {
