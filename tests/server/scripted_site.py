@@ -29,9 +29,8 @@ def listening(app):
 def scripted_site(loaded, tokenizer, *flags):
     """Yield a `Scripted` whose `url` is that of its chat page."""
     with (
+        scripting(loaded) as site,
         api_of((loaded[0], tokenizer), *NO_THINKING, *flags) as (api, start),
-        listening(api.app([], start)) as url,
-        scripting(loaded, client=None) as site,
+        listening(api.app([], start)) as site.url,
     ):
-        site.url = url
         yield site

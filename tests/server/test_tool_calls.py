@@ -25,8 +25,8 @@ ANSWERS = [  # of a model: text, reasoning, content, calls
 class Scripted:
     """A server whose model generates given texts."""
 
-    def __init__(self, client, encode):
-        self.client, self._encode = client, encode
+    def __init__(self, encode):
+        self._encode = encode
         self.tokens = []
 
     def forward(self, tokens, logits):
@@ -97,11 +97,11 @@ def read_response(body):
 
 
 @contextmanager
-def scripting(loaded, client):
-    """Let the model generate what the yielded server is given; `client` calls it."""
+def scripting(loaded):
+    """Let the model generate what the yielded server is given; around the server, which patches the model, too."""
     kind = type(loaded[0])
     forward = kind.__call__
-    server = Scripted(client, loaded[1].encode)
+    server = Scripted(loaded[1].encode)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             kind, "__call__", lambda self, ids, *args, **kw: server.forward(ids, forward(self, ids, *args, **kw))
@@ -111,7 +111,7 @@ def scripting(loaded, client):
 
 @contextmanager
 def scripted_server(loaded, tokenizer, *flags):  # noqa: F811
-    with serving((loaded[0], tokenizer), *flags) as (_, client), scripting(loaded, client) as server:
+    with scripting(loaded) as server, serving((loaded[0], tokenizer), *flags) as (_, server.client):
         yield server
 
 
