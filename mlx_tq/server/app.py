@@ -52,14 +52,14 @@ from mlx_tq.server.schemas import (
     ResponseRequest,
 )
 from mlx_tq.server.sessions import HEADER, SessionTurn
-from mlx_tq.server.web import HEADERS, PAGE
+from mlx_tq.server.web import HEADERS, PAGE, SCRIPTS
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Handler = Callable[[Request], Response | Awaitable[Response]]
 
-_PUBLIC = {"/", "/health"}  # paths that anybody may call
+_PUBLIC = {"/", "/page/{name:path}", "/health"}  # paths that anybody may call
 _INTERNAL_ERROR = "internal error; see the server's log"
 _FIELD = re.compile(r"[\w.-]{1,64}", re.ASCII)  # of a request, as a header may name it
 _MAX_IGNORED, _MAX_LOGGED_FIELDS = 16, 1000  # in a header, and in all of the log
@@ -119,6 +119,7 @@ class Api:
             ("GET", "/metrics"): lambda _: Response(generate_latest(self._metrics), media_type=CONTENT_TYPE_LATEST),
             ("GET", "/health"): self._health,
             ("GET", "/"): lambda _: HTMLResponse(PAGE, headers=HEADERS),
+            ("GET", "/page/{name:path}"): _script,
         }
         methods = ["GET", "POST", "DELETE"]
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
@@ -496,6 +497,14 @@ class AnswerStream(StreamingResponse):
             state = self._request.state
             is_ended = state.answer.is_complete or hasattr(state, "error")
             _log_end(self._request, self.status_code if is_ended else ClientDisconnectedError.status)
+
+
+def _script(request: Request) -> Response:
+    """Return a script of the chat page."""
+    script = SCRIPTS.get(request.path_params["name"])
+    if script is None:
+        raise InvalidRequestError("unknown route", status=404)
+    return Response(script, media_type="text/javascript", headers=HEADERS)
 
 
 @contextmanager

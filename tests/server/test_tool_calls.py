@@ -25,8 +25,8 @@ ANSWERS = [  # of a model: text, reasoning, content, calls
 class Scripted:
     """A server whose model generates given texts."""
 
-    def __init__(self, client, encode):
-        self.client, self._encode = client, encode
+    def __init__(self, encode):
+        self._encode = encode
         self.tokens = []
 
     def forward(self, tokens, logits):
@@ -97,15 +97,21 @@ def read_response(body):
 
 
 @contextmanager
-def scripted_server(loaded, tokenizer, *flags):  # noqa: F811
-    model = loaded[0]
-    kind = type(model)
+def scripting(loaded):
+    """Let the model generate what the yielded server is given; around the server, which patches the model, too."""
+    kind = type(loaded[0])
     forward = kind.__call__
-    with pytest.MonkeyPatch.context() as patch, serving((model, tokenizer), *flags) as (_, client):
-        server = Scripted(client, loaded[1].encode)
+    server = Scripted(loaded[1].encode)
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             kind, "__call__", lambda self, ids, *args, **kw: server.forward(ids, forward(self, ids, *args, **kw))
         )
+        yield server
+
+
+@contextmanager
+def scripted_server(loaded, tokenizer, *flags):  # noqa: F811
+    with scripting(loaded) as server, serving((loaded[0], tokenizer), *flags) as (_, server.client):
         yield server
 
 
