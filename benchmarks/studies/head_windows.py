@@ -176,7 +176,8 @@ def main() -> None:
     args = parser.parse_args()
     rows = [row for name in args.models.split(",") for row in measure(name, args)]
     command = f"python -m benchmarks.studies.head_windows --models {args.models} --tokens {args.tokens}"
-    command += f" --share {args.share:g} --windows {' '.join(map(str, args.windows))} --texts {args.texts} --chunks {args.chunks}"
+    command += f" --share {args.share:g} --windows {' '.join(map(str, args.windows))}"
+    command += f" --texts {args.texts} --chunks {args.chunks}"
     save(args.json, command, rows=rows)
 
 
