@@ -7,6 +7,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import gemma4, glm47, json_tools, kimi_k2, pythonic, qwen3_coder
 from smollm2 import needs_smollm2
 
+from mlx_tq.grammar.call_grammar import CallForm
 from mlx_tq.models import load
 from mlx_tq.server.answers import Answer, Choice
 from mlx_tq.server.api_errors import InvalidRequestError
@@ -38,7 +39,7 @@ def tokenizer():
 
 def write(tokenizer, text, size, state="normal", finish_reason="stop", tools=(TOOL,)):
     """Return the body of an answer whose text comes in pieces of `size` characters, and the deltas of its stream."""
-    answer = Answer("m", [Choice(tokenizer, state, tools)], 5, str)
+    answer = Answer("m", [Choice(tokenizer, state, tools, form=CallForm.of(tokenizer))], 5, str)
     pieces = [Piece(text[start : start + size]) for start in range(0, len(text), size)]
     chunks = [chunk for piece in (*pieces, Piece("", finish_reason=finish_reason)) for chunk in answer.add(piece)]
     return answer.body(), [chunk["choices"][0]["delta"] for chunk in chunks]
@@ -257,12 +258,12 @@ def test_tools_that_the_model_could_not_use_are_refused(tokenizer):
     inner = tokenizer._tokenizer
     inner.chat_template = TEMPLATE.replace("{{ tools | tojson if tools }}", "")
     try:
-        with pytest.raises(InvalidRequestError, match="does not show tools"):
+        with pytest.raises(InvalidRequestError, match="does not show tools to the model, so calls must be required"):
             prompt_of(tokenizer, user, tools=[TOOL])
         assert prompt_of(tokenizer, user, tools=[TOOL], tool_choice="none").ids
     finally:
         inner.chat_template = TEMPLATE
-    with pytest.raises(InvalidRequestError, match="cannot parse the tool calls"):
+    with pytest.raises(InvalidRequestError, match="tool calls that mlx-lm cannot parse"):
         prompt_of(TokenizerWrapper(inner), user, tools=[TOOL])
 
 
