@@ -39,6 +39,8 @@ def _read(value: Any) -> Any:
     if isinstance(value, dict):
         options = inner if isinstance(inner := value.get("allowed_tools"), dict) else value
         kind, tools = value.get("type"), options.get("tools")
+        if isinstance(kind, str) and kind in _MODES:
+            return {"mode": _MODES[kind]}
         if kind in ("function", "custom") and (name := _name(value)):
             return {"mode": "required", "names": [name]}
         if kind == "allowed_tools" and options.get("mode") in ("auto", "required") and isinstance(tools, list):

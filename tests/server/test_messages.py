@@ -14,6 +14,7 @@ from mlx_tq.server.api_errors import InvalidRequestError
 from mlx_tq.server.job import Piece
 from mlx_tq.server.prompt_builder import PromptBuilder
 from mlx_tq.server.schemas import ChatRequest, parse
+from mlx_tq.server.stop_strings import StopStrings
 
 # Like Qwen's: the template opens the reasoning, and shows earlier reasoning only where it gets it.
 TEMPLATE = """\
@@ -137,6 +138,12 @@ def test_a_call_that_the_token_limit_cuts_is_content(tokenizer, monkeypatch):
         (f"Write <tool_call> first.{CALL}", "", "Write <tool_call> first.", 1),
         (f"A <think> tag.{CALL}", "", "A <think> tag.", 1),
         (f"<tool_call>{{}}</tool_call>{CALL}", "", "<tool_call>{}</tool_call>", 1),
+        (f"<think>Hm.</think>\n\n{CALL}\n{CALL}\n", "Hm.", None, 2),
+        (f"{CALL}\nDone.", "", "\nDone.", 1),
+        (f"<think>I add. {CALL}\n{CALL} ", f"I add. {CALL}\n{CALL} ", None, 2),
+        (f"<think>I add. {CALL} so", f"I add. {CALL} so", "", 0),
+        ("<think>I add.<tool_call>[]</tool_call>", "I add.<tool_call>[]</tool_call>", "", 0),
+        ("\n\n", "", "\n\n", 0),
     ],
 )
 @pytest.mark.parametrize("size", [1, 7, 1000])
@@ -153,6 +160,31 @@ def test_calls_are_parsed_only_with_tools(tokenizer, tools):
     assert bool(message.get("tool_calls")) == bool(tools)
     assert message["content"] == (None if tools else CALL)
     assert len(deltas) > 8 or tools, "text is streamed at once"
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+@pytest.mark.parametrize(
+    ("text", "is_open", "certain", "stop"),
+    [
+        ("<think>It ends here.</think>It ends.", False, "<think>It ends here.</think>It ", "end"),
+        (" <think>end</think>", False, " <think>end</think>", None),
+        ("It ends.</think>So it ends.", True, "It ends.</think>So it ", "end"),
+        ("<thin end", False, "<thin ", "end"),
+        ("A <think>end", False, "A <think>", "end"),
+        ("It ends", True, "It ends", None),
+        ("<thi", False, "<thi", None),
+        ("en", False, "en", None),
+    ],
+)
+def test_stop_strings_in_reasoning_do_not_end_an_answer(size, text, is_open, certain, stop):
+    stops = StopStrings(["xyz", "end"], ("<think>", "</think>"), is_thinking=is_open)
+    received = ""
+    for start in range(0, len(text), size):
+        piece, found = stops.add(text[start : start + size], is_last=start + size >= len(text))
+        received += piece
+        if found is not None:
+            break
+    assert (received, found) == (certain, stop)
 
 
 def test_completions_are_plain_text():

@@ -6,10 +6,11 @@ import json
 import jsonschema_rs
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.tool_parsers import gemma4
+from mlx_lm.tool_parsers import gemma4, json_tools
 
 from mlx_tq.grammar.call_grammar import CallForm
 from mlx_tq.grammar.constraint import Grammars
+from mlx_tq.models import load
 from mlx_tq.server.answer_grammars import AnswerGrammars
 from mlx_tq.server.api_errors import InvalidRequestError
 from mlx_tq.server.grammar_queue import GrammarQueue
@@ -19,7 +20,7 @@ from mlx_tq.server.schemas import ChatRequest, ResponseRequest, parse
 
 from .test_messages import CALL, prompt_of, tokenizer  # noqa: F401 - a fixture
 from .test_response_formats import CODE, schema_format
-from .test_tool_calls import events_of, read_chat, read_response, scripted  # noqa: F401 - a fixture
+from .test_tool_calls import events_of, read_chat, read_response, scripted_server
 
 # As Qwen2.5's: mlx-lm infers the form of the calls from it.
 TEMPLATE = """\
@@ -48,6 +49,18 @@ NOT_STRICT = {"type": "function", "function": {"name": "odd", "parameters": {"pr
 def calling(start):
     """Run a server whose template shows tools."""
     return start("--chat-template", TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def scripted(loaded):
+    """Run a server in this process whose model generates given texts; no token of its tokenizer is a mark of calls."""
+    inner = load()[1]._tokenizer
+    inner.add_tokens(["<think>", "</think>"])
+    inner.chat_template = TEMPLATE
+    marks = {"tool_call_start": "<tool_call>", "tool_call_end": "</tool_call>"}
+    wrapper = TokenizerWrapper(inner, tool_parser=json_tools.parse_tool_call, **marks)
+    with scripted_server(loaded, wrapper) as server:
+        yield server
 
 
 def read_message(body):
@@ -139,7 +152,7 @@ def test_calls_and_results_as_text(tokenizer, monkeypatch):  # noqa: F811
     ]  # fmt: skip
 
 
-def test_a_call_that_the_model_opens_ends_as_a_valid_one(scripted):  # noqa: F811
+def test_a_call_that_the_model_opens_ends_as_a_valid_one(scripted):
     for stream in (False, True):
         scripted.script("<think>A <tool_call> mark.</think>I see. <tool_call>color red")
         body = {"messages": ASKED, "tools": TOOLS, "stream": stream, **ONE}
@@ -149,13 +162,13 @@ def test_a_call_that_the_model_opens_ends_as_a_valid_one(scripted):  # noqa: F81
         jsonschema_rs.validate(PARAMETERS[name], json.loads(arguments))
 
 
-def test_several_calls_and_text_between_them(scripted):  # noqa: F811
+def test_several_calls_and_text_between_them(scripted):
     call = '<tool_call>\n{"name": "pick", "arguments": {"color": "red"}}\n</tool_call>'
     answer = scripted.answer(f"Two.{call}\n{call} Done.", messages=ASKED, tools=TOOLS)["choices"][0]["message"]
-    assert ([c["function"]["name"] for c in answer["tool_calls"]], answer["content"]) == (["pick"] * 2, "Two.\n Done.")
+    assert ([c["function"]["name"] for c in answer["tool_calls"]], answer["content"]) == (["pick"] * 2, "Two. Done.")
 
 
-def test_allowed_tools_are_the_only_ones(scripted):  # noqa: F811
+def test_allowed_tools_are_the_only_ones(scripted):
     allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "paint"}}]}
     choice = {"type": "allowed_tools", "allowed_tools": allowed}
     text = '<tool_call>{"name": "pick", "arguments": {"color": "red"}}</tool_call>'
@@ -165,8 +178,8 @@ def test_allowed_tools_are_the_only_ones(scripted):  # noqa: F811
 
 
 @pytest.mark.parametrize("starts_call", [False, True])
-def test_tools_together_with_a_format(scripted, starts_call):  # noqa: F811
-    text = CALL if starts_call else 'Sure! {"code": "123456"}'
+def test_tools_together_with_a_format(scripted, starts_call):
+    text = CALL if starts_call else '{"code": "123456" and more'
     tool = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"enum": [2]}}}}}
     answer = scripted.answer(text, messages=ASKED, tools=[tool], response_format=schema_format(CODE), **ONE)
     message = answer["choices"][0]["message"]
@@ -182,10 +195,12 @@ def test_a_tool_without_a_grammar(calling):
     response = calling.post(messages=ASKED, tools=[*TOOLS, NOT_STRICT], tool_choice="required")
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "tools")
-    assert "the tool 'odd' cannot be held to a grammar: parameters.properties.a: Unimplemented keys" in error["message"]
+    assert (
+        "the calls of the tool 'odd' have no grammar: parameters.properties.a: Unimplemented keys" in error["message"]
+    )
     for _ in range(2):
         assert calling.post(messages=ASKED, tools=[*TOOLS, NOT_STRICT], max_tokens=2).status_code == 200
-    assert calling.log().count("tool calls are not held to a grammar: calls of the tool 'odd'") == 1
+    assert calling.log().count("tool calls are not held to a grammar: the calls of the tool 'odd'") == 1
 
 
 def test_a_form_without_a_grammar(tokenizer):  # noqa: F811
