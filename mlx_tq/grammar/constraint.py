@@ -23,6 +23,7 @@ from mlx_tq.grammar.sandbox import STACK_BYTES, GrammarChecker, compile_grammar,
 log = logging.getLogger(__name__)
 
 _MAX_CACHED = 256  # results of checks; each key is up to 64 kB
+_MAX_KEPT, _MAX_KEPT_BYTES = 8, 2**25  # compiled grammars for later requests, and the size of one
 # Time budget for masks: a base and an allowance per token. A typical mask takes 0.2 ms.
 _BASE_BUDGET_S, _BUDGET_PER_TOKEN_S = 0.25, 0.005
 
@@ -174,6 +175,7 @@ class Grammars:
         self._marks: AnswerMarks | None = None  # None if there are no grammars for the tokenizer
         self._checker: GrammarChecker | None = None
         self._results: OrderedDict[GrammarSource, GrammarError | int] = OrderedDict()
+        self._matchers: OrderedDict[GrammarSource, LLMatcher] = OrderedDict()  # agents send the same tools each time
         # Compiling recurses deeply. The one thread starts now, while the stack size is set.
         usual_stack = threading.stack_size(STACK_BYTES)
         self._compiler = ThreadPoolExecutor(1, "grammar")
@@ -208,8 +210,14 @@ class Grammars:
         result = self._results[source]
         if isinstance(result, GrammarError):
             raise GrammarError(str(result), result.path)
-        loop = asyncio.get_running_loop()
-        matcher = await loop.run_in_executor(self._compiler, compile_grammar, source, self._marks.tokenizer)
+        matcher = self._matchers.pop(source, None)
+        if matcher is None:
+            loop = asyncio.get_running_loop()
+            matcher = await loop.run_in_executor(self._compiler, compile_grammar, source, self._marks.tokenizer)
+        if result <= _MAX_KEPT_BYTES:
+            self._matchers[source] = matcher
+            while len(self._matchers) > _MAX_KEPT:
+                self._matchers.popitem(last=False)
         return CompiledGrammar(matcher, result)
 
     def constraint(self, grammar: CompiledGrammar, **options: Any) -> Constraint:

@@ -264,7 +264,7 @@ def test_choices_of_other_apis():
     assert parse(ResponseRequest, json.dumps(body).encode(), set()).to_chat().tool_choice.names == ["art__pick"]
     body = {**MESSAGE[1], "tool_choice": {"type": "tool", "name": "nick"}}
     with pytest.raises(
-        InvalidRequestError, match="^tool_choice: names 'nick', which is none of the tools: pick, paint"
+        InvalidRequestError, match=r"^tool_choice: names 'nick', which is none of the tools: pick, paint"
     ):
         parse(MessagesRequest, json.dumps(body).encode(), set()).to_chat()
 
