@@ -100,3 +100,25 @@ def test_tokenizers_that_no_mask_can_be_made_for(tokenizer):
     for change in ({"_tokenizer": object()}, {"structural_markers": ["<|channel|>"]}):
         with pytest.raises(GrammarError, match="ask for plain text"):
             constrained(Grammars(SimpleNamespace(**{**plain, **change})), CODE)
+
+
+def test_what_a_mark_opens(tokenizer, grammars):
+    """Text is free until the mark and after the end of the grammar; marks in reasoning open nothing."""
+    grammar = asyncio.run(grammars.compile(GrammarSource("regex", "[0-9]{2}!")))
+
+    def count_allowed(text, **options):
+        constraint = grammars.constraint(grammar, call_start="[call]", **options)
+        ids = [token for part in text.split("|") for token in tokenizer.encode(part, add_special_tokens=False)]
+        for count in range(len(ids) + 1):
+            found = allowed(constraint, *ids[:count])
+        constraint.check()
+        return len(found)
+
+    digits = count_allowed("[call]")
+    assert 0 < digits < 50
+    for text in ("Hi [|call]", "<think>[call]</think>[call]", "[call]12! and [call]", "x<think>[call]", "[call"):
+        assert count_allowed(text) == (4200 if text == "[call" else digits), text
+    for text in ("Hi", "<think>[call]", "[call]12!", "[call]12! and", "[call] or so", "[call]x"):
+        assert count_allowed(text) == 4200, text
+    assert count_allowed("[call]", thinks=True) == 4200
+    assert count_allowed("Hm. [call]</think>[call]", thinks=True) == digits
