@@ -155,7 +155,9 @@ class PromptBuilder:
     def call_form(self) -> CallForm:
         """The form of the model's tool calls; a generic one if its template shows none that can be parsed."""
         form = CallForm.of(self.tokenizer)
-        return form if form is not None and self._shows_tools else GENERIC_FORM
+        if form is None or not (self.tokenizer.has_chat_template and self._shows_tools):
+            return GENERIC_FORM
+        return form
 
     def _check_call_is_required(self, request: ChatRequest, fault: str) -> None:
         """Refuse tools that the model may use or not: without its own form of calls, each answer has to be one."""
