@@ -172,7 +172,7 @@ def test_calls_are_parsed_only_with_tools(tokenizer, tools):
         ("<thin end", False, "<thin ", "end"),
         ("A <think>end", False, "A <think>", "end"),
         ("It ends", True, "It ends", None),
-        ("<thi", False, "<thi", None),
+        ("<thin", False, "<thin", None),
         ("en", False, "en", None),
     ],
 )
