@@ -96,14 +96,14 @@ MESSAGE = (
     ("route", "choice", "name"),
     [
         (CHAT, "required", None),
-        (CHAT, {"type": "function", "function": {"name": "paint"}}, "paint"),
+        pytest.param(CHAT, {"type": "function", "function": {"name": "paint"}}, "paint", marks=pytest.mark.full),
         (
             RESPONSE,
             {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "pick"}]},
             "pick",
         ),
         (MESSAGE, {"type": "any", "disable_parallel_tool_use": True}, None),
-        (MESSAGE, {"type": "tool", "name": "pick"}, "pick"),
+        pytest.param(MESSAGE, {"type": "tool", "name": "pick"}, "pick", marks=pytest.mark.full),
     ],
     ids=["required", "named", "allowed", "any", "tool"],
 )
