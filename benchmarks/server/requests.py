@@ -19,6 +19,8 @@ SCHEMA = {
     "additionalProperties": False,
 }
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
+COLOR = {"type": "object", "properties": {"color": {"enum": ["red", "green"]}}, "required": ["color"]}
+PAINT = {"type": "function", "function": {"name": "paint", "parameters": COLOR}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
 MODEL = "default_model"
 
@@ -126,6 +128,15 @@ def ends_before(stop):
     return lambda client: seen(text(chat(client, stop=stop)) == "4172")
 
 
+def calls(client, tools, choice):
+    """Check that an answer has a call of a tool, with arguments that its schema allows."""
+    made = chat(client, tools=tools, tool_choice=choice, max_tokens=60).choices[0].message.tool_calls
+    if not made:
+        return "text"
+    allowed = {"look_up": [{}], "paint": [{"color": "red"}, {"color": "green"}]}
+    return seen(json.loads(made[0].function.arguments) in allowed[made[0].function.name])
+
+
 def completes(prompt, count):
     def ask(client):
         choices = client.completions.create(model=MODEL, max_tokens=4, prompt=prompt).choices
@@ -193,6 +204,9 @@ REQUESTS = [
         {"role": "tool", "tool_call_id": "call_1", "content": "417295"})),
     R("`tools`", "an answer or a call", answers(tools=[TOOL]),
       "the embedded model's template shows none, so that they would be ignored; where a template does, they are taken"),
+    R("`tool_choice` required", "a call", lambda c: calls(c, [TOOL, PAINT], "required")),
+    R("`tool_choice` of a function", "a call of it", lambda c: calls(
+        c, [PAINT], {"type": "function", "function": {"name": "paint"}})),
     R("no messages", "400", lambda c: seen(c.chat.completions.create(model=MODEL, messages=[]) is None)),
     R("a role that is none", "400", answers({"role": "king", "content": "hi"})),
     R("a body without messages", "400", _raw),

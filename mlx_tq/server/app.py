@@ -344,7 +344,7 @@ class Api:
             try:
                 if isinstance(body, ChatRequest):
                     client = request.client.host if request.client else ""
-                    grammar = await _run_until_disconnect(request, service.response_formats.compile(body, client))
+                    grammar = await _run_until_disconnect(request, service.answer_grammars.compile(body, client))
                 preparation = (service.prepare, body, make_answer, session, grammar)
                 work = self._large_requests.run(request.state.nbytes, *preparation)
                 jobs, answer, turn = await _run_until_disconnect(request, work)

@@ -16,7 +16,8 @@ from mlx_tq.cli.options import Request
 from mlx_tq.cli.sampling_settings import choose_sampling
 from mlx_tq.cli.screen import note
 from mlx_tq.errors import ConfigError
-from mlx_tq.grammar.constraint import CompiledGrammar, Grammars
+from mlx_tq.grammar.call_grammar import special_tokens
+from mlx_tq.grammar.constraint import Grammars
 from mlx_tq.integration.probe import native_caches, position_limit
 from mlx_tq.models import short_name
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache
@@ -24,13 +25,14 @@ from mlx_tq.prompt_cache.memory import weights_nbytes
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.rescue import RescueClient
 from mlx_tq.server.admission import EngineLimits
+from mlx_tq.server.answer_grammars import AnswerGrammar, AnswerGrammars
 from mlx_tq.server.answers import Answer, Choice
 from mlx_tq.server.api_errors import ContextLengthError, InvalidRequestError
 from mlx_tq.server.engine import Engine
+from mlx_tq.server.grammar_queue import GrammarQueue
 from mlx_tq.server.job import Event, Job, SessionResult
 from mlx_tq.server.metrics import Metrics, value_of
 from mlx_tq.server.prompt_builder import Prompt, PromptBuilder
-from mlx_tq.server.response_formats import ResponseFormats
 from mlx_tq.server.sampling import Sampling, logits_processors
 from mlx_tq.server.schemas import ChatRequest, CompletionRequest
 from mlx_tq.server.sessions import HEADER, ServerSession, Sessions, SessionTurn
@@ -73,7 +75,12 @@ class ModelService:
         self._bridges = [self._prompt_builder.plain.encode(text) for text in (BRIDGE, BRIDGE_TO_CALL)]
         self.sessions = Sessions(request, self._prompt_builder, self.rescue, self.positions, self.metrics)
         self._grammars = Grammars(tokenizer)
-        self.response_formats = ResponseFormats(self._grammars, args.max_queue, allow_lark=args.allow_lark)
+        self.answer_grammars = AnswerGrammars(
+            GrammarQueue(self._grammars, args.max_queue),
+            lambda: self._prompt_builder.call_form,
+            special_tokens(tokenizer),
+            allow_lark=args.allow_lark,
+        )
         self.engine = Engine(model, tokenizer, request.config, plan, limits, self.metrics, self.sessions, prefix_cache)
         settings, line = choose_sampling(args, args.model)
         note(line)
@@ -95,27 +102,34 @@ class ModelService:
         request: AnyRequest,
         make_answer: Callable[..., Answer],
         session: ServerSession | None = None,
-        grammar: CompiledGrammar | None = None,
+        grammar: AnswerGrammar | None = None,
     ) -> tuple[list[Job], Answer, SessionTurn | None]:
         """Return a job for each prompt, their answer, still empty, and the turn of the session."""
         turn = None if session is None else self._begin_turn(session, request)
         start, quotation = (None, 0) if turn is None else (turn.start, turn.start.max_quotation)
-        count, constraint, logprobs = request.n or 1, None, None
+        count, constraint, logprobs, thinking = request.n or 1, None, None, None
         make_choice: Callable[[], Choice] = Choice
         if isinstance(request, ChatRequest):
             prompts = [prompt := self._prompt_builder.chat_prompt(request) if turn is None else turn.prompt]
+            if self._tokenizer.has_thinking:
+                thinking = (self._tokenizer.think_start, self._tokenizer.think_end)
             logprobs = (request.top_logprobs or 0) if request.logprobs else None
-            tools = request.callable_tools
             make_choice = partial(
                 Choice,
                 self._tokenizer,
                 prompt.state,
-                tools,
-                constrained=grammar is not None,
-                one_call=request.parallel_tool_calls is False,
+                request.callable_tools,
+                form=self._prompt_builder.call_form,
+                constrained=grammar is not None and not grammar.call_start,
+                one_call=request.has_one_call,
             )
             if grammar is not None:
-                constraint = self._grammars.constraint(grammar, thinks=prompt.state == "reasoning")
+                constraint = self._grammars.constraint(
+                    grammar.compiled,
+                    thinks=prompt.state == "reasoning",
+                    call_start=grammar.call_start,
+                    param=grammar.param,
+                )
         else:
             prompts = [self._prompt_builder.completion_prompt(prompt) for prompt in request.prompts]
         events: asyncio.Queue[Event] = asyncio.Queue()  # of all jobs
@@ -133,6 +147,7 @@ class ModelService:
                         *self._thinking_budget(request, prompt, max_tokens),
                     ],
                     stops=request.stops,
+                    thinking=thinking,
                     logprobs=logprobs,
                     constraint=constraint and constraint.copy(),
                     index=number * count + choice,

@@ -15,6 +15,7 @@ from pydantic_core import from_json
 from transformers import PreTrainedTokenizerBase
 
 from mlx_tq.errors import ConfigError
+from mlx_tq.grammar.call_grammar import GENERIC_FORM, CallForm
 from mlx_tq.prefix_cache.prefix_cache import common_prefix
 from mlx_tq.server import schemas
 from mlx_tq.server.api_errors import ContextLengthError, InvalidRequestError
@@ -22,12 +23,11 @@ from mlx_tq.server.kept_thoughts import KeptThoughts, thoughts_key
 from mlx_tq.server.message_shapes import SHAPES
 from mlx_tq.server.schemas import ChatRequest
 from mlx_tq.server.system_messages import fold_later, has_later, join_leading
+from mlx_tq.server.tools_as_text import calls_as_text, describe_tools
 from mlx_tq.session.text import TEMPLATE_ERRORS, PlainText, PromptLengthLimit, is_reasoning_open, unescape
 
 Message = dict[str, Any]  # as templates expect it
 
-_LEADING_KEYS = ("type", "function", "name", "description", "parameters", "properties", "items", "enum", "required")
-_KEY_RANKS = {key: rank for rank, key in enumerate(_LEADING_KEYS)}
 _REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")  # in messages, of templates
 _RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 
@@ -136,15 +136,13 @@ class PromptBuilder:
         messages = join_leading(converted_messages)
         if has_later(messages) and not self._shows_later_system_messages:
             messages = fold_later(messages)
-        for convert in self._conversions:
-            messages = convert(messages)
-        tools = _with_sorted_keys(request.callable_tools)
+        messages = self._convert(messages)
+        tools = request.sorted_tools
         if tools and not self._shows_tools:
-            advice = "leave tools out, or start the server with a --chat-template that shows them"
-            raise InvalidRequestError(f"{self._template_name} does not show tools to the model; {advice}", "tools")
-        if tools and not self.tokenizer.has_tool_calling:
-            fault = f"mlx-lm cannot parse the tool calls of {self._template_name}; leave tools out"
-            raise InvalidRequestError(fault, "tools")
+            self._check_call_is_required(request, "does not show tools to the model")
+            messages, tools = describe_tools(messages, tools), []
+        elif tools and not self.tokenizer.has_tool_calling:
+            self._check_call_is_required(request, "has tool calls that mlx-lm cannot parse")
         options = {**self._template_args, **self.plain.escape(kwargs), "tools": self.plain.escape(tools) or None}
         if "reasoning_effort" in options:
             try:
@@ -159,10 +157,32 @@ class PromptBuilder:
 
     def answer_message(self, answer: Message) -> Message:
         """Return an answer as `render_input` does once a client has sent it back."""
-        messages = [_template_message(schemas.Message.model_validate(answer))]
+        return self._convert([_template_message(schemas.Message.model_validate(answer))])[0]
+
+    def _convert(self, messages: list[Message]) -> list[Message]:
+        """Return messages in the shapes that the template shows and takes."""
+        if any(m["role"] == "tool" or "tool_calls" in m for m in messages) and not self._shows_tools:
+            messages = calls_as_text(messages)
         for convert in self._conversions:
             messages = convert(messages)
-        return messages[0]
+        return messages
+
+    @cached_property
+    def call_form(self) -> CallForm:
+        """The form of the model's tool calls; a generic one if its template shows none that can be parsed."""
+        form = CallForm.of(self.tokenizer)
+        if form is None or not (self.tokenizer.has_chat_template and self._shows_tools):
+            return GENERIC_FORM
+        return form
+
+    def _check_call_is_required(self, request: ChatRequest, fault: str) -> None:
+        """Refuse tools that the model may use or not: without its own form of calls, each answer has to be one."""
+        if request.tool_choice is None or request.tool_choice.mode != "required":
+            raise InvalidRequestError(
+                f"{self._template_name} {fault}, so calls must be required: send tool_choice 'required' or a "
+                "function's name, leave tools out, or start the server with a --chat-template that shows them",
+                "tools",
+            )
 
     def keep_thoughts(self, request: ChatRequest, call: Message, reasoning: str) -> None:
         """Keep the reasoning before a call of an answer: many clients do not send it back."""
@@ -330,16 +350,6 @@ class PromptBuilder:
 def without_reasoning(messages: Sequence[Message]) -> list[Message]:
     """Return messages without what some clients send back and others do not."""
     return [{key: value for key, value in m.items() if key not in _REASONING_NAMES} for m in messages]
-
-
-def _with_sorted_keys(value: Any) -> Any:
-    """Sort the keys of JSON objects: clients send schemas in other orders, with which no prefix would be shared."""
-    if isinstance(value, list):
-        return [_with_sorted_keys(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    keys = sorted(value, key=lambda key: (_KEY_RANKS.get(key, len(_KEY_RANKS)), key))
-    return {key: _with_sorted_keys(value[key]) for key in keys}
 
 
 def _template_message(message: schemas.Message) -> Message:

@@ -21,6 +21,7 @@ from http_limits.json_body import parse_json
 from mlx_tq.cli.options import LOWEST_PENALTY
 from mlx_tq.rescue import MAX_TEXT
 from mlx_tq.server.api_errors import ApiError, InvalidRequestError
+from mlx_tq.server.tool_choice import ToolChoiceField, with_sorted_keys
 from mlx_tq.server.vendor_fields import (
     REFUSED,
     template_options,
@@ -258,7 +259,7 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[FailFastList[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     tools: FailFastList[FunctionTool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: ToolChoiceField = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[TopLogprobs | None, _requires("logprobs")] = None
@@ -273,7 +274,17 @@ class ChatRequest(GenerationRequest):
 
     @property
     def callable_tools(self) -> list[dict[str, Any]]:
-        return [dict(tool) for tool in self.tools or []] if self.tool_choice != "none" else []
+        is_none = self.tool_choice is not None and self.tool_choice.mode == "none"
+        return [] if is_none else [dict(tool) for tool in self.tools or []]
+
+    @property
+    def sorted_tools(self) -> list[dict[str, Any]]:
+        """The tools as the model sees them."""
+        return [with_sorted_keys(tool) for tool in self.callable_tools]
+
+    @property
+    def has_one_call(self) -> bool:
+        return self.parallel_tool_calls is False or (self.tool_choice is not None and self.tool_choice.has_one_call)
 
     @property
     def prefill(self) -> Message | None:
@@ -530,7 +541,7 @@ class ResponseRequest(Strict):
     text: TextOptions | None = None
     reasoning: dict[str, Any] | None = None
     tools: FailFastList[ResponseTool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: Any = None
     conversation: Any = None

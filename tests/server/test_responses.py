@@ -77,9 +77,9 @@ def test_an_error_names_the_argument_as_it_was_sent(create):
         create(text={"format": {"type": "json_schema", "schema": schema}})
     path = "text.format.schema.properties.response_format"
     assert (raised.value.param, raised.value.body["message"].startswith(f"{path}: ")) == (path, True)
-    both = InvalidRequestError("tools and response_format exclude each other", "response_format")
-    use_response_names(both)
-    assert (str(both), both.param) == ("tools and text.format exclude each other", "text.format")
+    partial = InvalidRequestError("response_format cannot be combined with that", "response_format")
+    use_response_names(partial)
+    assert (str(partial), partial.param) == ("text.format cannot be combined with that", "text.format")
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])

@@ -8,9 +8,10 @@ import mlx.core as mx
 import pytest
 
 from .test_broken_answers import serving
-from .test_messages import CALL, TOOL, tokenizer  # noqa: F401 - a fixture
+from .test_messages import CALL, PARAMETERS, TOOL, tokenizer  # noqa: F401 - a fixture
 
 NO_THINKING = ("--chat-template-args", '{"enable_thinking": false}')  # or prompts open the reasoning
+FREE = {"type": "function", "function": {"name": "add", "parameters": {**PARAMETERS, "not": {}}}}  # has no grammar
 END = 2  # the token that ends an answer
 ADD = [("add", '{"a": 2}')]
 BROKEN = '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call> and <tool_call>[]</tool_call>.'
@@ -40,10 +41,10 @@ class Scripted:
         parts = re.findall("<|[^<]+", text)  # so that no mark becomes a control token
         self.tokens = [token for part in parts for token in self._encode(part)] + [END]
 
-    def answers(self, text, **options):
+    def answers(self, text, tool=TOOL, **options):
         """Return reasoning, content, calls and finish of an answer: of chats and of responses, whole and streamed."""
-        tools = [{"type": "function", **TOOL["function"]}]
-        chat = {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL], **options}
+        tools = [{"type": "function", **tool["function"]}]
+        chat = {"messages": [{"role": "user", "content": "hi"}], "tools": [tool], **options}
         response = {"input": "hi", "tools": tools, **options}
         answers = []
         for path, body, read in (
@@ -123,7 +124,7 @@ def scripted(loaded, tokenizer):  # noqa: F811
 
 @pytest.mark.parametrize(("text", "reasoning", "content", "calls"), ANSWERS, ids=["call", "broken", "thoughts", "text"])
 def test_calls_and_mentions_of_marks(scripted, text, reasoning, content, calls):
-    assert scripted.answers(text) == [(reasoning, content, calls, bool(calls))] * 4
+    assert scripted.answers(text, FREE) == [(reasoning, content, calls, bool(calls))] * 4
 
 
 @pytest.mark.parametrize("parallel", [True, False])
