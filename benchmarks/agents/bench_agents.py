@@ -6,12 +6,12 @@ task and a second one, `s2` the same task in another project, `s3` again in the 
     memory    all sessions, one after the other
     restart   SIGTERM in the middle of s1, then the rest of it and s3
     kill      as before, but kill -9 while a request is answered
-    side      s1 and s3 with ten short requests of other texts after each turn
+    side      s1 with ten short requests of other texts after each turn
     two       s1 and s2 at once
 
-`--others` runs `memory`, `side` and `two` on mlx-lm's own server, which gets all requests as chats.
+mlx-lm's own server gets all requests as chats; it keeps no prompts on disk.
 
-python -m benchmarks.agents.bench_agents --model FOLDER     # of benchmarks.models.random_long
+python -m benchmarks.agents.bench_agents --model FOLDER --servers mlx_tq mlx-lm     # of benchmarks.models.random_long
 """
 
 import argparse
@@ -143,7 +143,7 @@ class Bench:
 
     def side(self, client: str) -> dict[str, Any]:
         replay = self._replay(client)
-        requests, reuses = replay.of("s1", "s3"), list[Reuse]()
+        requests, reuses = replay.of("s1"), list[Reuse]()
         with self._serving() as (server, _), httpx.Client(base_url=server.url, timeout=600) as http:
             for turn, reuse in enumerate(replay.play(server.url, requests)):
                 reuses.append(reuse)
@@ -185,20 +185,20 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--clients", nargs="+", default=ALL, choices=ALL)
     parser.add_argument("--arms", nargs="+")
-    parser.add_argument("--others", action="store_true", help="measure mlx-lm's own server, too")
+    parser.add_argument("--servers", nargs="+", default=["mlx_tq"], choices=["mlx_tq", "mlx-lm"])
     args = parser.parse_args()
     name = Path(args.model).stem
     path = RESULTS / f"agents_{name}.json"
     earlier = json.loads(path.read_text(encoding="utf-8"))["figures"] if path.exists() else []
     figures = {(row["server"], row["client"], row["arm"]): row for row in earlier}
-    command = f"python -m benchmarks.agents.bench_agents --model {name} --others"
+    command = f"python -m benchmarks.agents.bench_agents --model {name} --servers mlx_tq mlx-lm"
 
     def note(server: str, client: str, arm: str, figure: dict[str, Any]) -> None:
         figures[server, client, arm] = {"server": server, "client": client, "arm": arm, **figure}
         print(json.dumps(figures[server, client, arm]), flush=True)
         save(path, command, model=name, answer_tokens=ANSWER_TOKENS, figures=list(figures.values()))
 
-    for server in ["mlx_tq", *(["mlx-lm"] if args.others else [])]:
+    for server in args.servers:
         bench = Bench(args.model, as_chats=server == "mlx-lm")
         for client in args.clients:
             for arm, run in bench.arms().items():

@@ -57,6 +57,10 @@ class Prompts:
     def __init__(self, tokenizer: Any) -> None:
         self._builder, self._earlier = PromptBuilder(tokenizer, {}), list[np.ndarray]()
 
+    @property
+    def lengths(self) -> list[int]:
+        return list(map(len, self._earlier))
+
     def add(self, request: ClientRequest) -> tuple[int, bool]:
         """Add a prompt; return how many tokens it shares with an earlier one, and whether it diverges inside that."""
         body = json.dumps(request.body).encode()
@@ -103,8 +107,10 @@ def _counts(event: dict[str, Any]) -> tuple[int, int] | None:
 
 def send(http: httpx.Client, request: ClientRequest) -> tuple[int, int, float]:
     """Return the tokens of a prompt, the cached ones, and the seconds to the first token; raise if it is refused."""
-    started, first, counts = time.perf_counter(), 0.0, None
-    with http.stream("POST", request.route, json=request.body, headers=request.headers) as response:
+    body, started, first, counts = request.body, time.perf_counter(), 0.0, None
+    if body.get("stream") and "/chat" in request.route:  # one client does not ask for the usage
+        body = {**body, "stream_options": {"include_usage": True}}
+    with http.stream("POST", request.route, json=body, headers=request.headers) as response:
         if response.status_code != httpx.codes.OK:
             response.read()
             message = f"{request.session} {request.number}: {response.status_code}: {response.text[:300]}"
