@@ -117,7 +117,7 @@ class Bench:
 
     def _side_request(self, number: int) -> ClientRequest:
         text = f"Name this talk: {number} {' '.join(self._words[number % 100 :][:20])}"
-        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 8}
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 2}
         return ClientRequest("side", number, "/v1/chat/completions", {}, body, is_side=True)
 
     def memory(self, client: str) -> dict[str, Any]:

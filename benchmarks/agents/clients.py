@@ -181,7 +181,9 @@ class Client:
 
     def _messages(self, record: Object) -> Object:
         system_part = record["parts"][0]
-        billing = f"x-anthropic-billing-header: cc_version=2.1.328.{self._texts.billing[system_part]}; cc_entrypoint=cli;"
+        billing = (
+            f"x-anthropic-billing-header: cc_version=2.1.328.{self._texts.billing[system_part]}; cc_entrypoint=cli;"
+        )
         _, *turns = self._turns(record)
         cached = {"cache_control": {"type": "ephemeral"}}
         messages: list[Object] = []

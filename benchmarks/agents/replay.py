@@ -117,7 +117,7 @@ def send(http: httpx.Client, request: ClientRequest) -> tuple[int, int, float]:
             raise RuntimeError(message)
         is_stream = "event-stream" in response.headers["content-type"]
         for event in read_events(response.iter_lines()) if is_stream else [json.loads(response.read())]:
-            if "error" in event and event["error"]:
+            if event.get("error"):
                 raise RuntimeError(f"{request.session} {request.number}: {event['error']}")
             if not first and (not is_stream or _is_answer(event)):
                 first = time.perf_counter() - started
