@@ -42,6 +42,12 @@ from mlx_tq.models.load import local_path
 
 ALL = sorted(path.stem for path in TRACES.glob("*.json"))
 ANSWER_TOKENS, SIDE_REQUESTS = 16, 10
+# mlx-lm's server with the matrix library that ours uses on a CPU, else it would be several times slower.
+MLX_LM_SERVER = """\
+from mlx_tq.cli.fast_blas import use_fast_blas
+use_fast_blas()
+from mlx_lm.server import main
+main()"""
 
 
 class Served:
@@ -101,7 +107,7 @@ class Bench:
         with tempfile.TemporaryDirectory() as folder:
             store, limits = Path(folder) / "store", ["--max-tokens", str(ANSWER_TOKENS), "--chat-template", TEMPLATE]
             if self._as_chats:
-                model = ["-m", "mlx_lm.server", "--model", str(local_path(self._model))]
+                model = ["-c", MLX_LM_SERVER, "--model", str(local_path(self._model))]
             else:
                 model = ["-m", "mlx_tq", "server", "--model", self._model, "--prefix-cache", str(store)]
             server = Served([sys.executable, *model, *limits], Path(folder) / "log")
