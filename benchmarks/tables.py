@@ -641,7 +641,7 @@ def agent_turns() -> str:
         nbytes = [ours["kept_bytes"], ours["stored_bytes"], *([other["kept_bytes"]] if other else [])]
         rows.append([client, *shown, *(f"{count / 1e6:.0f}" for count in nbytes), *([] if other else ["-"])])
     columns = ["client", "first turn, s", "later turns, s", "after SIGTERM, s", "mlx-lm's first turn, s"]
-    columns += ["later turns, s", "in memory, MB", "on disk, MB", "mlx-lm's in memory, MB"]
+    columns += ["its later turns, s", "in memory, MB", "on disk, MB", "mlx-lm's in memory, MB"]
     return table([name], columns, rows, on=AGENTS_MODEL)
 
 
