@@ -482,9 +482,11 @@ class Engine:
 
     def _take_others(self, running: RunningJob) -> list[RunningJob]:
         """Return the other answers to a prompt that is prefilled except for its last token."""
-        others = [self._new_running(job, len(running.prompt_ids) - 1) for job in running.pending]
-        for other in others:
-            other.recalled = running.recalled
+        num_prefilled, others = len(running.prompt_ids) - 1, []
+        for job in running.pending:
+            stored = self._stored_prompts.continued(job, None, num_prefilled).stored
+            others.append(self._new_running(job, num_prefilled, stored))
+            others[-1].recalled = running.recalled
         running.pending = []
         return others
 
@@ -737,7 +739,7 @@ class Engine:
             if job not in resumed:  # its client has the answer, or an error
                 self._emit(job.job, SessionResult())
             elif job is not largest:
-                self._insert(job, [job.resume()], None, [])
+                self._resume(job)
         largest.restored_checkpoint = None  # which holds rows
         self._suspended.append(largest)
         self._resume_below = len(self._running)
@@ -747,9 +749,12 @@ class Engine:
         """Go on with a job that waits since a memory error, once fewer others run."""
         self._suspended = [job for job in self._suspended if not job.job.cancelled.is_set()]
         if self._suspended and len(self._running) < max(1, self._resume_below):
-            job = self._suspended.pop()
-            self._insert(job, [job.resume()], None, [])
+            self._resume(self._suspended.pop())
             self._resume_below = len(self._running)
+
+    def _resume(self, running: RunningJob) -> None:
+        self._insert(running, [running.resume()], None, [])
+        running.stored = self._stored_prompts.continued(running.job, None, 0).stored
 
     def _fail_jobs_with_sampling_errors(self) -> None:
         for uid, running in self._running.items():
