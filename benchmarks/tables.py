@@ -636,12 +636,13 @@ def agent_turns() -> str:
     for client, figures in agent_figures(name).items():
         ours, other = figures["mlx_tq", "memory"], figures.get(("mlx-lm", "memory"))
         after = figures.get(("mlx_tq", "restart"), {}).get("first_token_after")
-        shown = [f"{ours[key]:.1f}" for key in ("first", "later")] + ["-" if after is None else f"{after:.1f}"]
-        shown += [f"{other[key]:.1f}" for key in ("first", "later")] if other else ["-", "-"]
-        nbytes = [ours["kept_bytes"], ours["stored_bytes"], *([other["kept_bytes"]] if other else [])]
-        rows.append([client, *shown, *(f"{count / 1e6:.0f}" for count in nbytes), *([] if other else ["-"])])
-    columns = ["client", "first turn, s", "later turns, s", "after SIGTERM, s", "mlx-lm's first turn, s"]
-    columns += ["its later turns, s", "in memory, MB", "on disk, MB", "mlx-lm's in memory, MB"]
+        seconds = [ours["first"], ours["later"], after]
+        nbytes = [ours["kept_bytes"], ours["stored_bytes"], other and other["kept_bytes"]]
+        shown = ["-" if value is None else f"{value:.1f}" for value in seconds]
+        shown += ["-" if value is None else f"{value / 1e6:.0f}" for value in nbytes]
+        rows.append([client, *shown])
+    columns = ["client", "first turn, s", "later turns, s", "first turn after SIGTERM, s"]
+    columns += ["in memory, MB", "on disk, MB", "mlx-lm's server in memory, MB"]
     return table([name], columns, rows, on=AGENTS_MODEL)
 
 
