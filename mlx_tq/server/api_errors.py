@@ -54,7 +54,14 @@ class ContextLengthError(InvalidRequestError):
 
     @classmethod
     def of(
-        cls, prompt_tokens: int, positions: int, answer_tokens: int, param: str, *, is_bound: bool = False
+        cls,
+        prompt_tokens: int,
+        positions: int,
+        answer_tokens: int,
+        param: str,
+        reason: str = "",
+        *,
+        is_bound: bool = False,
     ) -> "ContextLengthError":
         """Return the error of a prompt that leaves less than `answer_tokens`, in words that clients parse.
 
@@ -65,7 +72,7 @@ class ContextLengthError(InvalidRequestError):
         return cls(
             f"This model's maximum context length is {positions} tokens. However, your prompt has {at_least}"
             f"{prompt_tokens} tokens: prompt is too long: {prompt_tokens} tokens > {positions - answer_tokens} maximum."
-            f"{needs} Shorten the prompt.",
+            f"{needs} Shorten the prompt.{reason}",
             param,
             counts=(prompt_tokens, positions - answer_tokens),
         )
