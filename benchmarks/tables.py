@@ -616,6 +616,53 @@ def long_prompt() -> str:
     return table([name], ["what", "median"], rows, on="a random model with 2 layers and 131,072 positions")
 
 
+AGENTS_MODEL = "a random model with 2 layers and 131,072 positions"
+REUSES = {
+    ("mlx_tq", "memory"): "reused",
+    ("mlx_tq", "restart"): "after SIGTERM",
+    ("mlx_tq", "kill"): "after kill -9",
+    ("mlx_tq", "side"): "with side requests",
+    ("mlx_tq", "two"): "two at once",
+    ("mlx-lm", "memory"): "mlx-lm's server",
+    ("mlx-lm", "side"): "with side requests there",
+}
+
+
+def agent_figures(name: str) -> dict[str, dict[tuple[str, str], Record]]:
+    """Return the figures of each client by server and arm, for clients with all sessions."""
+    clients: dict[str, dict[tuple[str, str], Record]] = {}
+    for row in report(name)["figures"]:
+        clients.setdefault(row["client"], {})[row["server"], row["arm"]] = row
+    return {client: rows for client, rows in sorted(clients.items()) if ("mlx_tq", "memory") in rows}
+
+
+def agents() -> str:
+    name, rows = "agents_random_long.json", []
+    for client, figures in agent_figures(name).items():
+        whole = figures["mlx_tq", "memory"]
+        shares = [figures[key]["reused_share"] if key in figures else None for key in REUSES]
+        shown = ["-" if share is None else f"{100 * share:.1f} %" for share in shares]
+        counts = [str(whole["requests"]), f"{whole['prompt_tokens']:,}"]
+        rows.append([client, *counts, f"{100 * whole['shared_tokens'] / whole['prompt_tokens']:.1f} %", *shown])
+    columns = ["client", "requests", "prompt tokens", "shared", *REUSES.values()]
+    return table([name], columns, rows, on=AGENTS_MODEL)
+
+
+def agent_turns() -> str:
+    name, rows = "agents_random_long.json", []
+    for client, figures in agent_figures(name).items():
+        ours, other = figures["mlx_tq", "memory"], figures.get(("mlx-lm", "memory"))
+        after = figures.get(("mlx_tq", "restart"), {}).get("first_token_after")
+        seconds = [ours["first"], ours["later"], after]
+        nbytes = [ours["kept_bytes"], ours["stored_bytes"], other and other["kept_bytes"]]
+        shown = ["-" if value is None else f"{value:.1f}" for value in seconds]
+        shown += ["-" if value is None else f"{value / 1e6:.0f}" for value in nbytes]
+        rows.append([client, *shown])
+    columns = ["client", "first turn, s", "later turns, s", "first turn after SIGTERM, s"]
+    columns += ["in memory, MB", "on disk, MB", "mlx-lm's server in memory, MB"]
+    return table([name], columns, rows, on=AGENTS_MODEL)
+
+
 def hostile() -> str:
     columns: dict[str, Callable[[Record], str]] = {
         "server": lambda f: f["server"],
@@ -881,7 +928,7 @@ TABLES: dict[str, Callable[[], str]] = {
         *(profiles, formats, divergence, frontier, normalization, trellis, by_layer, answers),
         *(whole_models, long_contexts, llama_cpp, one_layer, kernels, attention_counts, verify_counts, gpu_attention),
         *(machine_code, h100_predicted, macs_predicted, prediction_checks),
-        *(streams, shared_steps, long_prompt, prefix_cache, restores, hostile, soak),
+        *(streams, shared_steps, long_prompt, agents, agent_turns, prefix_cache, restores, hostile, soak),
         *(
             four_arms,
             policies,

@@ -71,7 +71,7 @@ class PromptBuilder:
     ) -> None:
         self.tokenizer, self.plain, self._thoughts = tokenizer, PlainText(tokenizer), KeptThoughts()
         self._template_args, self._template_name, self._splits_answer = template_args, template_name, splits_answer
-        self._limit = PromptLengthLimit(tokenizer, positions)
+        self._limit, self._positions = PromptLengthLimit(tokenizer, positions), positions
         # A fast tokenizer is thread-safe unless its truncation or padding changes, which the first call may do; hence
         # the `encode("")` below.
         is_fast = getattr(tokenizer, "is_fast", False)
@@ -304,7 +304,8 @@ class PromptBuilder:
         try:
             self._limit.check(characters)
         except ConfigError as error:
-            raise ContextLengthError(str(error), param) from error
+            tokens, positions = self._limit.least_tokens(characters), self._positions or 0
+            raise ContextLengthError.of(tokens, positions, 1, param, is_bound=True) from error
 
     def _encode(self, text: str, param: str, *, special: bool = False) -> list[int]:
         self._check_length(len(unescape(text)), param)
