@@ -82,7 +82,7 @@ class LookupDecoder:
             while self._count < self._max_tokens:
                 # Without a draft in sight, the next pass begins before the last token is known.
                 following = None if lookup.draft() else self._begin_step(drawn.token)
-                token = int(drawn.token.item())
+                token: Any = drawn.token.item()
                 if self._count == 0:
                     self._progress(prompt.size, prompt.size)
                     watch.lap()
@@ -103,13 +103,13 @@ class LookupDecoder:
         """Run the last token and a draft; yield the token and what is accepted, and return the draw after that."""
         lookup, rows, num_read = self._lookup, mx.array(ids, mx.uint32), 1
         logits = self._run(rows)
-        mx.async_eval(logits)
+        mx.async_eval(logits)  # type: ignore[no-untyped-call]
         try:
             yield self._report(ids[0], drawn, from_draft=False)
             self._watch.resume()
             for i in range(len(ids)):
                 drawn = self._draw(rows[i : i + 1], logits[:, i])
-                token = int(drawn.token.item())
+                token: Any = drawn.token.item()
                 if num_read == len(ids) or token != ids[num_read]:
                     break
                 num_read += 1
@@ -151,7 +151,7 @@ class LookupDecoder:
     def _begin_step(self, token: mx.array) -> Drawn:
         """Begin the pass of one token, and draw the next."""
         drawn = self._draw(token, self._run(token)[:, -1])
-        mx.async_eval(*drawn)
+        mx.async_eval(*drawn)  # type: ignore[no-untyped-call]
         return drawn
 
     def _run(self, tokens: mx.array) -> mx.array:
