@@ -104,6 +104,7 @@ class LookupDecoder:
         lookup, rows, num_read = self._lookup, mx.array(ids, mx.uint32), 1
         logits = self._run(rows)
         mx.async_eval(logits)  # type: ignore[no-untyped-call]
+        lookup.drafted += len(ids) - 1
         try:
             yield self._report(ids[0], drawn, from_draft=False)
             self._watch.resume()
@@ -113,6 +114,7 @@ class LookupDecoder:
                 if num_read == len(ids) or token != ids[num_read]:
                     break
                 num_read += 1
+                lookup.accepted += 1
                 lookup.append(token)
                 yield self._report(token, drawn, from_draft=True)
                 self._watch.resume()
@@ -121,7 +123,6 @@ class LookupDecoder:
             raise
         finally:
             trim_prompt_cache(self._caches, len(ids) - num_read)
-            lookup.drafted, lookup.accepted = lookup.drafted + len(ids) - 1, lookup.accepted + num_read - 1
         if lookup.gate is not None:
             lookup.gate.note_verify_pass(len(ids), self._watch.lap())
         return drawn
