@@ -12,6 +12,7 @@ from mlx_lm.sample_utils import greedy_sampler
 
 from mlx_tq.speculative.prompt_lookup import PromptLookup
 from mlx_tq.speculative.rollback import can_roll_back
+from mlx_tq.speculative.stopwatch import Stopwatch
 
 _CLEAR_EVERY = 256  # tokens between releases of unused buffers, as in mlx-lm
 
@@ -23,26 +24,6 @@ class Drawn(NamedTuple):
 
     token: mx.array
     logprobs: mx.array
-
-
-class Stopwatch:
-    """Times passes without the time that the consumer of their tokens takes."""
-
-    def __init__(self) -> None:
-        self._began = time.perf_counter()
-        self._paused_at = 0.0
-
-    def pause(self) -> None:
-        self._paused_at = time.perf_counter()
-
-    def resume(self) -> None:
-        self._began += time.perf_counter() - self._paused_at
-
-    def lap(self) -> float:
-        """Return the seconds since the last lap."""
-        now = time.perf_counter()
-        seconds, self._began = now - self._began, now
-        return seconds
 
 
 class LookupDecoder:

@@ -43,4 +43,11 @@ class LookupMode:
         self.check(model, caches)
         if self.name == OFF or self.blocker(model, caches) is not None:
             return None
+        return self.start(ids)
+
+    def start(self, ids: Sequence[int]) -> PromptLookup:
+        """Return a lookup in a conversation of tokens `ids`, on caches that can drop a rejected draft."""
         return PromptLookup(ids, self._gate)
+
+
+NO_LOOKUP = LookupMode(OFF)

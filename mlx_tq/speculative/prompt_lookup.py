@@ -20,6 +20,9 @@ class PromptLookup:
         self._index = NgramIndex(ids)
         self._match = self._index.longest_match()
 
+    def __len__(self) -> int:
+        return len(self._index)
+
     def append(self, token: int) -> None:
         """Add the next token of the conversation."""
         if self._match is not None and self.gate is not None:

@@ -11,7 +11,7 @@ def lookup_blocker(model: Any, caches: list[Any]) -> str | None:
     parts = cache_parts(caches)
     if not ranks_of(model).is_alone:
         return "several processes may time passes differently, and would draft different tokens"
-    if any(getattr(part, "evicts", False) for part in parts):
+    if any(getattr(row, "evicts", False) for part in parts for row in getattr(part, "rows", [part])):
         return "an eviction round cannot be undone when a draft is rejected"
     if any(not part.is_trimmable() and window_of(part) is None for part in parts):
         kinds = ", ".join(sorted({type(part).__name__ for part in parts if not part.is_trimmable()}))
@@ -27,8 +27,8 @@ def has_windows(caches: list[Any]) -> bool:
 def can_roll_back(caches: list[Any], rows: int) -> bool:
     """Return whether caches can drop the next `rows` tokens again."""
     return all(
-        part.is_trimmable() and (window_of(part) is None or part.offset + rows <= window_of(part))
-        for part in cache_parts(caches)
+        part.is_trimmable() and (window is None or getattr(part, "_offset", part.offset) + rows <= window)
+        for part, window in ((part, window_of(part)) for part in cache_parts(caches))
     )
 
 
