@@ -12,7 +12,7 @@ from mlx_tq.server.job import Piece
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.sampling import Sampling
 from mlx_tq.speculative.lookup_mode import LookupMode
-from server.engines import CONFIG, GREEDY, job_of, limits_of, metric, outcome, serve, text_of
+from server.engines import CONFIG, GREEDY, job_of, limits_of, make_job, metric, outcome, serve, text_of, watch_passes
 
 LINE = "The access code for Victor is 0707. "
 TOKENS = 30
@@ -21,7 +21,7 @@ TOKENS = 30
 def engine_with(loaded, mode, config=CONFIG):
     model, tokenizer = loaded
     plan = None if config.is_off else plan_caches(model, config)
-    return Engine(model, tokenizer, config, plan, limits_of(), Metrics(), lookup_mode=LookupMode(mode))
+    return Engine(model, tokenizer, config, plan, limits_of(decode_share=0), Metrics(), lookup_mode=LookupMode(mode))
 
 
 def victor(tokenizer, **fields):
@@ -63,29 +63,21 @@ def test_a_stop_sequence_inside_a_draft(exact):
     assert drafted[-1].stop == "Victor"
 
 
-@pytest.mark.parametrize("after", [6, 12, pytest.param(17, marks=pytest.mark.full)])
-def test_a_second_request_in_the_middle_loses_no_token(exact, after):
-    tokenizer = exact[1]
-    (alone,), _ = answers(exact, "off", lambda tokenizer: [victor(tokenizer)])
-    engine, second = engine_with(exact, "on"), job_of(tokenizer.encode("Once upon a time"), max_tokens=30)
+@pytest.mark.parametrize("steps", [5, 7, pytest.param(4, marks=pytest.mark.full)])
+def test_a_request_that_joins_in_the_middle_changes_nothing(exact, steps, monkeypatch):
+    """Its prompt takes some steps, so its answer begins while the other one is drafted."""
+    num_rows = []
+    watch_passes(monkeypatch, exact[0], lambda layers: num_rows.append(len(layers[0])))
 
-    async def main():
-        engine.start(asyncio.get_running_loop())
-        first, events = victor(tokenizer), []
-        engine.submit(first)
-        while sum(isinstance(event, Piece) for event in events) < after:
-            events.append(await asyncio.wait_for(first.events.get(), 300))
-        engine.submit(second)
-        others = await outcome(second)
-        return [*events, *await outcome(first)], others
+    def make(tokenizer):
+        return [victor(tokenizer), make_job(64 * steps, max_tokens=8)]
 
-    try:
-        events, others = asyncio.run(main())
-    finally:
-        engine.join(30)
-    assert text_of(events) == text_of(alone)
-    assert sum(isinstance(event, Piece) for event in events) == len(alone)
-    assert text_of(others) == text_of(serve(engine_with(exact, "off"), [job_of(second.prompt.ids, max_tokens=30)])[0])
+    alone = [answers(exact, "off", lambda tokenizer, n=n: [make(tokenizer)[n]])[0][0] for n in range(2)]
+    num_rows.clear()
+    together, engine = answers(exact, "on", make)
+    assert 2 in num_rows
+    assert [text_of(said) for said in together] == [text_of(said) for said in alone]
+    assert [len(said) for said in together] == [len(said) for said in alone]
     assert metric(engine, "accepted_tokens_total") > 0
 
 
