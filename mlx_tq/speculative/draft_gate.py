@@ -5,6 +5,7 @@ _FIRST_ROWS = 3  # of a verify pass before any was timed: some BLAS take as long
 _LEAST_GAIN = 1.05  # expected tokens per time of a plain step
 _COST_OF_ROW = 0.1  # assumed of each further token of a pass, in plain steps
 _NEW_SAMPLE = 0.25  # weight of a new time in a moving mean
+_FIRST_ACCEPTANCE, _PRIOR_WEIGHT = 0.1, 2.0  # so that nothing is drafted before a prediction was right
 _FORGET_ACCEPTANCE = 0.97  # weight of older tokens
 _FORGET_COST = 0.998  # per plain step, so that one slow pass does not end all drafts
 _COST_PRIOR = 0.1  # weight of the assumed cost
@@ -17,14 +18,14 @@ class DraftGate:
     """
 
     def __init__(self) -> None:
-        # By class of agreement: decayed numbers of right and of all predictions. They begin as one half.
+        # By class of agreement: decayed numbers of right and of all predictions.
         self._counts: dict[int, tuple[float, float]] = {}
         self._plain_s = 0.0  # moving mean of a plain step; 0 before the first
         self._pass_s: dict[int, float] = {}  # moving mean of a verify pass, by its tokens
         self._weights: dict[int, float] = {}  # of these means, against the assumed cost
 
     def note_prediction(self, agreement: int, *, is_right: bool) -> None:
-        right, total = self._counts.get(_class_of(agreement), (1.0, 2.0))
+        right, total = self._counts.get(_class_of(agreement), (0.0, 0.0))
         decay = _FORGET_ACCEPTANCE
         self._counts[_class_of(agreement)] = (right * decay + is_right, total * decay + 1)
 
@@ -38,9 +39,15 @@ class DraftGate:
         self._weights[rows] = 1.0
 
     def acceptance(self, agreement: int) -> float:
-        """Return the share of right predictions after so many tokens that agree."""
-        right, total = self._counts.get(_class_of(agreement), (1.0, 2.0))
-        return right / total
+        """Return the expected share of right predictions after so many tokens that agree.
+
+        Without predictions in a class of agreement, that is the share in the class below.
+        """
+        share = _FIRST_ACCEPTANCE
+        for number in range(_class_of(agreement) + 1):
+            right, total = self._counts.get(number, (0.0, 0.0))
+            share = (right + _PRIOR_WEIGHT * share) / (total + _PRIOR_WEIGHT)
+        return share
 
     def cost(self, rows: int) -> float:
         """Return the expected time of a pass of `rows` tokens, in plain steps."""

@@ -29,6 +29,13 @@ def test_nothing_is_drafted_where_each_token_of_a_pass_takes_as_long_as_a_step()
     assert gate(right=1.0, row_cost=1.2).best_length(8, 7) == 0
 
 
+def test_nothing_is_drafted_before_a_prediction_was_right():
+    made = DraftGate()
+    assert made.best_length(8, 7) == 0
+    made.note_prediction(8, is_right=True)
+    assert made.best_length(8, 7) > 0
+
+
 def test_the_first_pass_is_short():
     assert 0 < gate(right=1.0, row_cost=None).best_length(8, 7) < 3
 

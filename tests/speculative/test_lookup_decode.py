@@ -138,11 +138,11 @@ def test_caches_that_cannot_drop_a_draft(exact, name, config, reason):
     model = build(name)
     with pytest.raises(ConfigError, match=f"prompt lookup is on, but .*{reason}.*Choose auto"):
         Session(model, exact[1], config, prompt_lookup="on")
-    with Session(model, exact[1], config, max_tokens=4) as session:
-        say(session, "a b c a b c a b c a b c")
-        if name != "gemma3_text":  # whose windows are not full yet
-            assert session.turns[-1].drafted_tokens == 0
-            assert reason in session.lookup_mode.blocker(model, session.cache)
+    with Session(model, exact[1], config) as session:
+        blocker = session.lookup_mode.blocker(model, session.cache)
+        # Windows stop drafts once they are full.
+        assert (blocker is None) == (name == "gemma3_text")
+        assert blocker is None or reason in blocker
 
 
 def test_an_unknown_mode(exact):
