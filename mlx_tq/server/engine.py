@@ -60,6 +60,8 @@ from mlx_tq.speculative.lookup_mode import NO_LOOKUP, LookupMode
 
 log = logging.getLogger(__name__)
 
+_EARLIER_STEPS = 0.98  # weight of a step for each later one where the speed of prefill is estimated
+
 
 class RecordedModel:
     """The model, as mlx-lm's batch calls it, with the caches of the passes since `passes` was cleared.
@@ -131,7 +133,7 @@ class Engine:
         self._recall = JobRecall(model, tokenizer, plan, limits.prefill_grid.first)
         self._measured_at = 0.0
         self._jobs: list[dict[str, Any]] = []  # what the web side may see of the running ones
-        self._prefilled = self._prefill_seconds = 0.0  # tokens, and the seconds of the steps that prefilled them
+        self._prefilled = self._prefill_seconds = 0.0  # tokens, and seconds to prefill them; earlier steps count less
         self._has_logged_run = False
         self._native_nbytes = None if plan is None else sequence_bytes(model, PROFILES["off"], other_bytes(model))
 
@@ -214,7 +216,7 @@ class Engine:
     def estimate(self, ids: list[int]) -> dict[str, Any]:
         """Return how many tokens of a prompt are stored, and the seconds to prefill the others alone.
 
-        The seconds are of the steps so far; None before the first.
+        The seconds follow from the latest steps; None before the first.
         """
         cached = self._stored_prompts.longest(ids)
         seconds = (len(ids) - cached) * self._prefill_seconds / self._prefilled if self._prefilled else None
@@ -492,9 +494,11 @@ class Engine:
 
     def _take_others(self, running: RunningJob) -> list[RunningJob]:
         """Return the other answers to a prompt that is prefilled except for its last token."""
-        others = [self._new_running(job, len(running.prompt_ids) - 1) for job in running.pending]
-        for other in others:
-            other.recalled = running.recalled
+        num_prefilled, others = len(running.prompt_ids) - 1, []
+        for job in running.pending:
+            stored = self._stored_prompts.continued(job, None, num_prefilled).stored
+            others.append(self._new_running(job, num_prefilled, stored))
+            others[-1].recalled = running.recalled
         running.pending = []
         return others
 
@@ -513,7 +517,9 @@ class Engine:
             taken = mx.get_peak_memory() - max(before, mx.get_active_memory())
             seconds = time.monotonic() - started
             self._decode_share.count(seconds, prefilled=bool(prefilled), decoded=decoding)
-            self._prefill_seconds += seconds if prefilled and not decoding else 0.0
+            if prefilled and not decoding:
+                self._prefilled *= _EARLIER_STEPS
+                self._prefill_seconds = _EARLIER_STEPS * self._prefill_seconds + seconds
             self._after_prefill(prefilled, self._recorded_model.passes, taken, decodes=decoding)
             for response in generated:
                 with self._fail_job_on_error(response.uid):
@@ -745,7 +751,7 @@ class Engine:
             if job not in resumed:  # its client has the answer, or an error
                 self._emit(job.job, SessionResult())
             elif job is not largest:
-                self._insert(job, [job.resume()], None, [])
+                self._resume(job)
         largest.restored_checkpoint = None  # which holds rows
         self._suspended.append(largest)
         self._resume_below = len(self._running)
@@ -755,9 +761,12 @@ class Engine:
         """Go on with a job that waits since a memory error, once fewer others run."""
         self._suspended = [job for job in self._suspended if not job.job.cancelled.is_set()]
         if self._suspended and len(self._running) < max(1, self._resume_below):
-            job = self._suspended.pop()
-            self._insert(job, [job.resume()], None, [])
+            self._resume(self._suspended.pop())
             self._resume_below = len(self._running)
+
+    def _resume(self, running: RunningJob) -> None:
+        self._insert(running, [running.resume()], None, [])
+        running.stored = self._stored_prompts.continued(running.job, None, 0).stored
 
     def _fail_jobs_with_sampling_errors(self) -> None:
         for uid, running in self._running.items():

@@ -253,6 +253,37 @@ def test_memory_is_preferred_and_its_prompts_are_stored_too(loaded, store):
     assert answers(make_engine(loaded, folder=store), [job_of(other)])[1] == [299]
 
 
+def always(token):
+    """Return a sampler."""
+    return lambda logprobs: mx.full(logprobs.shape[:-1], token)
+
+
+def test_other_answers_to_a_prompt_are_stored_too(loaded, store):
+    ids = random_ids(300)
+    first = job_of(ids, max_tokens=40, sampler=always(60))
+    serve(make_engine(loaded, folder=store), [replace(first, others=(replace(first, sampler=always(61), index=1),))])
+    continued = [job_of([*ids, *[token] * 39, 77]) for token in (60, 61)]
+    assert answers(make_engine(loaded, folder=store), continued)[1] == [339, 339]
+
+
+def test_answers_are_stored_after_a_memory_error(loaded, store, monkeypatch):
+    """The shorter prompt goes on at once, the longer one waits until it ends."""
+    prompts, passes = [random_ids(200), random_ids(100, seed=5)], []
+    engine = make_engine(loaded, folder=store)
+
+    def fail_once(layers):
+        passes.append(layers)
+        if len(passes) == 12:
+            raise RuntimeError("[metal::malloc] Unable to allocate 1000000 bytes.")
+
+    with monkeypatch.context() as patch:
+        watch_passes(patch, loaded[0], fail_once)
+        serve(engine, [job_of(ids, max_tokens=50, sampler=always(60)) for ids in prompts])
+    assert len(passes) > 12
+    continued = [job_of([*ids, *[60] * 49, 77]) for ids in prompts]
+    assert answers(make_engine(loaded, folder=store), continued)[1] == [249, 149]
+
+
 def test_a_cancelled_prompt_is_stored_as_far_as_it_was_prefilled(loaded, store):
     engine, job = make_engine(loaded, folder=store), make_job(600)
 
