@@ -517,6 +517,44 @@ def prediction_checks() -> str:
     return table([PREDICTED], columns, rows, on=ON_ROOFLINE)
 
 
+def lookup_speed() -> str:
+    about = report("lookup_speed.json")
+    rows = [
+        (
+            row["task"],
+            f"{row['prompt']:,}",
+            f"{row['plain_tps']:.1f}",
+            f"{row['lookup_tps']:.1f}",
+            f"{row['gain']:.2f}",
+            f"{row['accepted']} of {row['drafted']}",
+        )
+        for row in about["rows"]
+    ]
+    columns = ("task", "prompt tokens", "without, tok/s", "with, tok/s", "times as fast", "drafted tokens accepted")
+    return table(
+        ["lookup_speed.json"],
+        columns,
+        rows,
+        on=f"{MODELS[about['model']]} in float32, medians of {about['rounds']} pairs, on a busy machine",
+    )
+
+
+def lookup_acceptance() -> str:
+    about = report("lookup_acceptance.json")
+    rows = []
+    for profile in dict.fromkeys(row["profile"] for row in about["rows"]):
+        of_profile = [row for row in about["rows"] if row["profile"] == profile]
+        shares = []
+        for way in ("lookup", "draft_model"):
+            drafted, accepted = (sum(row[way][count] for row in of_profile) for count in ("drafted", "accepted"))
+            shares.append(f"{100 * accepted / drafted:.0f} % of {drafted:,}")
+        rows.append((f"`{profile}`", pair(PROFILES[profile]), *shares))
+    columns = ("`--kv-profile`", "keys/values", "prompt lookup", "draft model of 3-bit weights")
+    names = " and ".join(dict.fromkeys(row["task"] for row in about["rows"]))
+    where = f"{MODELS[about['model']]} in float32, {names}; drafted tokens that were accepted"
+    return table(["lookup_acceptance.json"], columns, rows, on=where)
+
+
 def streams() -> str:
     name = "server_streams.json"
     order = {word: place for place, word in enumerate(("cold", "hot", "off", "balanced", "small"))}
@@ -928,6 +966,7 @@ TABLES: dict[str, Callable[[], str]] = {
         *(profiles, formats, divergence, frontier, normalization, trellis, by_layer, answers),
         *(whole_models, long_contexts, llama_cpp, one_layer, kernels, attention_counts, verify_counts, gpu_attention),
         *(machine_code, h100_predicted, macs_predicted, prediction_checks),
+        *(lookup_speed, lookup_acceptance),
         *(streams, shared_steps, long_prompt, agents, agent_turns, prefix_cache, restores, hostile, soak),
         *(
             four_arms,

@@ -26,6 +26,7 @@ POLICIES = ("triattention", "expected_attention", "knorm", "random", "recency", 
 BACKENDS = ("auto", "metal", "cuda", "cpu", "reference")
 DTYPES = ("float32", "float16", "bfloat16")
 ON_FULL = ("stop", "drop-oldest")
+PROMPT_LOOKUP = ("auto", "on", "off")
 
 OFF, AUTO, NONE = "off", "auto", "none"
 STDOUT = "-"  # in place of a file
@@ -253,6 +254,7 @@ EXCLUDES: dict[str, tuple[str, ...]] = {
     "--prefix-cache": ("--draft-model", "--image", "--prompt-cache-file", "--kv-shadow", *_NATIVE_CACHE),
     "generate --rescue": ("--draft-model", "--image", "--prompt-cache-file", "--kv-shadow"),
     "--json-schema": ("--draft-model",),
+    "--prompt-lookup on": ("--kv-evict", "--kv-shadow", "--draft-model", "--image"),
     "--prompt": ("--prompt-file",),
     "--system-prompt": ("--load",),
     "--on-full": ("--kv-shadow",),
@@ -430,6 +432,7 @@ class Request:
         prefix_cache = None if _is_overridden("--prefix-cache", args, active) else values["--prefix-cache"]
         prefix_cache = None if prefix_cache == OFF else prefix_cache
         active += ["--prefix-cache"] if prefix_cache else []
+        active += ["--prompt-lookup on"] if getattr(args, "prompt_lookup", OFF) == "on" else []
         mentioned = [flag for flag in ("--rescue", "--prefix-cache") if values[flag] is not None]
         check_flags(args, active, mentioned)
         if recall_blocker and args.typed.get("--kv-recall", AUTO) != AUTO:

@@ -19,6 +19,7 @@ from mlx_tq.cli.options import (
 from mlx_tq.cli.parser import (
     CommandParser,
     add_cache_arguments,
+    add_lookup_argument,
     add_memory_arguments,
     add_model_arguments,
     add_sampling_arguments,
@@ -59,6 +60,7 @@ def build_parser() -> CommandParser:
         help="options of the template, such as '{\"enable_thinking\":false}'",
     )
     add_sampling_arguments(group, (*SAMPLING, *PENALTIES), from_model=True)
+    add_lookup_argument(group)
     limit = "maximum tokens to generate (default: what the context and the memory leave)"
     add("--max-tokens", type=int, metavar="N", help=limit)
     _add_limit_arguments(parser)

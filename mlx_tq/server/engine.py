@@ -47,6 +47,7 @@ from mlx_tq.server.job import (
     Started,
 )
 from mlx_tq.server.job_recall import JobRecall
+from mlx_tq.server.lookup_batch import LookupBatch
 from mlx_tq.server.memory_need import MemoryNeed
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.prefill_grid import segment_ends
@@ -55,6 +56,7 @@ from mlx_tq.server.sampling import ErrorGuard
 from mlx_tq.server.sessions import Sessions
 from mlx_tq.server.stored_prompts import MIN_STORED, STORED_STEP, PromptSource, StoredPrompts
 from mlx_tq.session.restore import evict_before_question, release
+from mlx_tq.speculative.lookup_mode import NO_LOOKUP, LookupMode
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +94,8 @@ class Engine:
         metrics: Metrics,
         sessions: Sessions | None = None,
         prefix_cache: PrefixCache | None = None,
+        *,
+        lookup_mode: LookupMode = NO_LOOKUP,
     ) -> None:
         self._model, self._tokenizer, self._config, self._plan = model, tokenizer, config, plan
         self._ranks = ranks_of(model)
@@ -114,6 +118,7 @@ class Engine:
         self._suspended: list[RunningJob] = []  # after memory errors, until fewer than `_resume_below` jobs run
         self._resume_below = 0
         self._stop_sequences = make_stop_sequences(tokenizer)
+        self._lookup_mode = lookup_mode
         self._prefill_order = PrefillOrder()
         # Other ranks have no sessions to look into, and all must find the same.
         shared_sessions = sessions if self._ranks.is_alone else None
@@ -282,6 +287,11 @@ class Engine:
             stream=mx.default_stream(mx.default_device()) if self._ranks.is_alone else None,
         )
         self._batch_size = self._batch.completion_batch_size
+        self._batch._generation_batch = LookupBatch.begin(self._model, self._lookup_mode, self._count_drafts)
+
+    def _count_drafts(self, drafted: int, accepted: int) -> None:
+        self.metrics.drafted_tokens.inc(drafted)
+        self.metrics.accepted_tokens.inc(accepted)
 
     def _report_cleared(self) -> None:
         with self._changed:
@@ -512,9 +522,7 @@ class Engine:
             if prefilled and not decoding:
                 self._prefilled *= _EARLIER_STEPS
                 self._prefill_seconds = _EARLIER_STEPS * self._prefill_seconds + seconds
-            passes = self._recorded_model.passes
-            # mlx-lm runs a pass of the jobs that decode, then the first decode pass of those that begin their answers.
-            self._after_prefill(prefilled, passes[1:] if decoding else passes, taken, decodes=decoding)
+            self._after_prefill(prefilled, self._recorded_model.passes, taken, decodes=decoding)
             for response in generated:
                 with self._fail_job_on_error(response.uid):
                     self._process_token(self._running[response.uid], response)

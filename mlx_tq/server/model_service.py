@@ -38,6 +38,7 @@ from mlx_tq.server.schemas import ChatRequest, CompletionRequest
 from mlx_tq.server.sessions import HEADER, ServerSession, Sessions, SessionTurn
 from mlx_tq.server.stored_prompts import MIN_STORED
 from mlx_tq.server.thinking_budget import BRIDGE, BRIDGE_TO_CALL, ThinkingBudget
+from mlx_tq.speculative.lookup_mode import LookupMode
 
 AnyRequest = ChatRequest | CompletionRequest
 
@@ -81,7 +82,10 @@ class ModelService:
             special_tokens(tokenizer),
             allow_lark=args.allow_lark,
         )
-        self.engine = Engine(model, tokenizer, request.config, plan, limits, self.metrics, self.sessions, prefix_cache)
+        self.engine = Engine(
+            *(model, tokenizer, request.config, plan, limits, self.metrics, self.sessions, prefix_cache),
+            lookup_mode=LookupMode(args.prompt_lookup),
+        )
         settings, line = choose_sampling(args, args.model)
         note(line)
         self._sampling = Sampling(settings.pop("temp"), **settings)
