@@ -161,7 +161,7 @@ class PromptBuilder:
 
     def _convert(self, messages: list[Message]) -> list[Message]:
         """Return messages in the shapes that the template shows and takes."""
-        if any(m["role"] == "tool" or "tool_calls" in m for m in messages) and not self._shows_tools:
+        if any(m["role"] == "tool" or "tool_calls" in m for m in messages) and not self._shows_calls:
             messages = calls_as_text(messages)
         for convert in self._conversions:
             messages = convert(messages)
@@ -243,6 +243,21 @@ class PromptBuilder:
         except InvalidRequestError:
             return True  # the template refuses this conversation; the request's own may be different
         return with_tools != without
+
+    @cached_property
+    def _shows_calls(self) -> bool:
+        """Whether the template shows earlier calls and their results."""
+        marker = f"Q{secrets.token_hex(8)}C"
+        call = {"id": "abcdef123", "type": "function", "function": {"name": marker, "arguments": {}}}
+        messages = [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": marker, "tool_call_id": "abcdef123"},
+        ]
+        try:
+            return self._render(messages, self._template_args).count(marker) == 2
+        except InvalidRequestError:
+            return True  # it takes calls in another shape
 
     def split_turn(
         self, messages: list[Message], options: dict[str, Any], cached_messages: int, cached_ids: Sequence[int]

@@ -148,7 +148,7 @@ def test_calls_and_results_as_text(tokenizer, monkeypatch):  # noqa: F811
     called = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
     assert turns == [
         "user|Red or green?", f"assistant|Hm.\n{called}",
-        "user|<tool_response>\n4\n</tool_response>\nRed or green?]",
+        "user|<tool_response>\n4\n</tool_response>\n\nRed or green?]",
     ]  # fmt: skip
 
 

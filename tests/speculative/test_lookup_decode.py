@@ -138,7 +138,7 @@ def test_caches_that_cannot_drop_a_draft(exact, name, config, reason):
     model = build(name)
     with pytest.raises(ConfigError, match=f"prompt lookup is on, but .*{reason}.*Choose auto"):
         Session(model, exact[1], config, prompt_lookup="on")
-    with Session(model, exact[1], config) as session:
+    with Session(model, exact[1], config, prompt_lookup="auto") as session:
         blocker = session.lookup_mode.blocker(model, session.cache)
         # Windows stop drafts once they are full.
         assert (blocker is None) == (name == "gemma3_text")
