@@ -535,8 +535,8 @@ def lookup_speed() -> str:
         ["lookup_speed.json"],
         columns,
         rows,
-        on=f"{MODELS[about['model']]} in float32, medians of {about['rounds']} pairs, on a busy machine; times as fast: median of "
-        "the ratios of the pairs",
+        on=f"{MODELS[about['model']]} in float32, medians of {about['rounds']} pairs, on a busy machine; "
+        "times as fast: median of the ratios of the pairs",
     )
 
 
@@ -633,7 +633,13 @@ def shared_steps() -> str:
         ]
         for f in report(name)["figures"]
     ]
-    columns = ["profile", "one stream, ms", "eight, private prefixes, ms", "eight, shared prefix, ms", "shared / private"]
+    columns = [
+        "profile",
+        "one stream, ms",
+        "eight, private prefixes, ms",
+        "eight, shared prefix, ms",
+        "shared / private",
+    ]
     columns += ["shared / one stream", "private KV, MB", "shared KV, MB"]
     return table([name], columns, rows, on="caches of SmolLM2's shape with random rows, processor time on one core")
 
