@@ -181,8 +181,18 @@ def _run(model: Any, tokens: mx.array, caches: list[Any]) -> None:
         mx.eval(logits)
 
 
+def architecture_name(model: Any) -> str:
+    return getattr(getattr(model, "args", None), "model_type", None) or type(model).__module__.rpartition(".")[2]
+
+
+def spread_tokens(model: Any, count: int, start: int = 0) -> mx.array:
+    """Return tokens [1, count] that are spread over the vocabulary."""
+    vocabulary = int(config_value(getattr(model, "args", None), "vocab_size") or _TOKENS)
+    return mx.array([[(start + i) * _STRIDE % vocabulary for i in range(count)]])
+
+
 def _probe(model: Any) -> ModelFacts:
-    name = getattr(getattr(model, "args", None), "model_type", None) or type(model).__module__.rpartition(".")[2]
+    name = architecture_name(model)
     native, probes = native_caches(model), dict[tuple[int, int | None], _ProbeCache]()
 
     def replace(cache: Any, index: int, part: int | None = None) -> Any:
@@ -199,8 +209,7 @@ def _probe(model: Any) -> ModelFacts:
             f"{name} keeps no plain KV cache (its caches are {', '.join(sorted(set(classes)))}), so there is nothing "
             "to compress. Use --kv-profile off."
         )
-    vocabulary = int(config_value(getattr(model, "args", None), "vocab_size") or _TOKENS)
-    tokens = mx.array([[i * _STRIDE % vocabulary for i in range(_TOKENS)]])
+    tokens = spread_tokens(model, _TOKENS)
     try:
         with patch_attention(), patch_rope(model), capture_queries():
             _run(model, tokens, caches)

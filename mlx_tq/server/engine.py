@@ -21,8 +21,12 @@ from mlx_lm.generate import BatchGenerator, make_stop_sequences
 from mlx_tq.cli.runner import end_rank
 from mlx_tq.config import PROFILES, KVConfig
 from mlx_tq.errors import is_out_of_memory
+from mlx_tq.integration.batch_probe import one_row
+from mlx_tq.integration.patches import patch_make_cache
+from mlx_tq.integration.probe import native_caches
 from mlx_tq.models import ranks_of
 from mlx_tq.prefix_cache.prefix_cache import CachedPrompt, PrefixCache
+from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.capacity import all_arrays, with_trimmed_windows
 from mlx_tq.prompt_cache.compressed import compressed
 from mlx_tq.prompt_cache.layer_group import batch_row
@@ -112,7 +116,7 @@ class Engine:
         self._suspended: list[RunningJob] = []  # after memory errors, until fewer than `_resume_below` jobs run
         self._resume_below = 0
         self._stop_sequences = make_stop_sequences(tokenizer)
-        self._prefill_order = PrefillOrder()
+        self._prefill_order = PrefillOrder(pads=limits.pads_prompts)
         self._stored_prompts = StoredPrompts(limits.prompt_cache_bytes, tokenizer.decode, prefix_cache)
         self.memory_need: MemoryNeed | None = None
         if plan is not None and limits.memory is not None:
@@ -250,7 +254,7 @@ class Engine:
     def serve(self) -> None:
         """Run in this thread until `stop`; ranks other than the first follow the first one's orders."""
         mx.random.seed(self._ranks.broadcast(lambda: secrets.randbits(63)))  # else all threads draw the same numbers
-        with compressed(self._model, self._config):
+        with compressed(self._model, self._config), patch_make_cache(self._model, self._make_caches):
             self._open_batch()
             try:
                 while (orders := self._update_batch()).keep_running:
@@ -267,6 +271,9 @@ class Engine:
                 self._batch.close()
                 self._stay_awake.end()
                 self._stored_prompts.memory.trim_to(0)
+
+    def _make_caches(self) -> list[Any]:
+        return list(map(one_row, native_caches(self._model) if self._plan is None else build_caches(self._plan)))
 
     def _open_batch(self) -> None:
         self._recorded_model = RecordedModel(self._model)
@@ -471,7 +478,7 @@ class Engine:
         (uid,) = self._batch.insert_segments(
             segments=[running.remaining_steps],
             max_tokens=[running.job.max_tokens - running.generated],
-            caches=[caches],
+            caches=[None if caches is None else list(map(one_row, caches))],
             all_tokens=[list(tokens)],
             samplers=[self._ranks.share_sampler(running.sampler)],
             logits_processors=[running.processors],

@@ -23,9 +23,11 @@ from mlx_tq.cli.runner import DONE, FAILED, INTERRUPTED
 from mlx_tq.cli.screen import show_plan, stderr
 from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import ConfigError
+from mlx_tq.integration.batch_probe import BatchFacts, batch_facts
 from mlx_tq.integration.probe import position_limit
 from mlx_tq.prefix_cache.folder import Folder
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache
+from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.warm_up import compile_kernels
@@ -209,14 +211,28 @@ def _load(
         decode_share=args.decode_share,
     )
     if request.config.is_off:
-        return model, tokenizer, None, limits, None
+        return model, tokenizer, None, _limit_batches(limits, batch_facts(model)), None
     plan = plan_caches(model, request.config)
+    limits = _limit_batches(limits, batch_facts(model, partial(build_caches, replace(plan, eviction=None))))
     includes_steps = args.kv_memory_limit is None
     memory = ranks.min(free_memory() if includes_steps else args.kv_memory_limit)
     limits = replace(limits, memory=memory, memory_includes_steps=includes_steps)
     need = MemoryNeed(model, plan, limits.prefill_grid, memory, includes_steps=includes_steps)
     need.check(1, _LEAST_CONTEXT)
-    compile_kernels(model, plan, batches=args.decode_concurrency > 1)
+    compile_kernels(model, plan, batches=limits.concurrency > 1)
     show_plan(plan, min(_SHOWN_TOKENS, position_limit(model) or _SHOWN_TOKENS))
     prefix_cache = None if folder is None else PrefixCache(model, plan, folder, log.warning, salt)
     return model, tokenizer, plan, limits, prefix_cache
+
+
+def _limit_batches(limits: EngineLimits, facts: BatchFacts) -> EngineLimits:
+    """Return limits under which each answer is what the model gives alone."""
+    if facts.refusal and limits.concurrency > 1:
+        stderr.print(f"answers run one at a time: {facts.refusal}", soft_wrap=True)
+        return replace(limits, concurrency=1, prompt_concurrency=1)
+    if facts.padding_refusal and limits.prompt_concurrency > 1:
+        stderr.print(
+            f"prompts of different lengths are not prefilled together: {facts.padding_refusal}", soft_wrap=True
+        )
+        return replace(limits, pads_prompts=False)
+    return limits
