@@ -1,4 +1,4 @@
-"""Probes whether a batch gives each sequence what it gets alone, and runs what cannot be batched alone."""
+"""Probes whether a batch gives each sequence what it gets alone; what cannot be batched runs as `OneRow`s."""
 
 import copy
 import threading
@@ -10,7 +10,6 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import CacheList
 
 from mlx_tq.cache.layer import CompressedKVCache, cache_parts
 from mlx_tq.errors import UnsupportedModelError
@@ -167,8 +166,8 @@ def _differ(model: Any, first: Sequence[mx.array], second: Sequence[mx.array]) -
     for a, b in zip(first, second, strict=True):
         if a.shape == b.shape and a.size and mx.issubdtype(a.dtype, mx.floating):
             finite = mx.isfinite(a) & mx.isfinite(b)
-            a, b = (mx.where(finite, array, 0).astype(mx.float32) for array in (a, b))
-            found = found or bool(mx.abs(a - b).mean() > _TOLERANCE * mx.abs(a - a.mean()).mean())
+            x, y = mx.where(finite, a, 0).astype(mx.float32), mx.where(finite, b, 0).astype(mx.float32)
+            found = found or bool(mx.abs(x - y).mean() > _TOLERANCE * mx.abs(x - x.mean()).mean())
     return bool(ranks_of(model).any([found])[0])
 
 
@@ -177,35 +176,27 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:160]}"
 
 
-class _OneRow:
-    """A batch of one sequence, for a cache that mlx-lm cannot batch; the methods are those of its batches."""
+class OneRow:
+    """A batch of one sequence, with the methods of mlx-lm's batches; the model gets the `cache` inside."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
 
     @classmethod
-    def merge(cls, caches: list[Any]) -> Any:
-        if len(caches) > 1:
-            raise UnsupportedModelError(
-                f"mlx-lm cannot batch a {cls.__name__}, and got {len(caches)} sequences. Run them one at a time."
-            )
-        return copy.deepcopy(caches[0])
+    def merge(cls, caches: list["OneRow"]) -> "OneRow":
+        return cls(caches[0].extract(0))
 
     def extract(self, idx: int) -> Any:
-        return copy.deepcopy(self)
+        """Return a copy of the cache."""
+        return copy.deepcopy(self.cache)
 
     def filter(self, batch_indices: Sequence[int]) -> None:
-        """Keep the only row; mlx-lm drops the caches of a batch without rows itself."""
+        """Keep the only row; without any, mlx-lm drops the caches itself."""
 
-    def extend(self, other: Any) -> None:
-        self.merge([self, other])
+    @property
+    def state(self) -> Any:
+        return self.cache.state_in_place if isinstance(self.cache, CompressedKVCache) else self.cache.state
 
-
-_one_row_classes: dict[type, type] = {}
-
-
-def one_row(cache: Any) -> Any:
-    """Return a cache that mlx-lm's batch generator can run, at least as a batch of one; most can as they are."""
-    if hasattr(cache, "merge") or isinstance(cache, CacheList | CompressedKVCache):
-        return cache
-    made = copy.copy(cache)
-    kind = type(cache)
-    made.__class__ = _one_row_classes.setdefault(kind, type(kind.__name__, (_OneRow, kind), {}))
-    return made
+    @property
+    def nbytes(self) -> int:
+        return int(self.cache.nbytes)

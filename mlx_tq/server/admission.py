@@ -33,6 +33,7 @@ class EngineLimits:
 
     concurrency: int  # answers generated concurrently
     prompt_concurrency: int  # prompts prefilled concurrently
+    batches: bool = field(default=True, kw_only=True)  # whether the model can; else `concurrency` is 1
     pads_prompts: bool = field(default=True, kw_only=True)  # so that steps of different lengths run together
     queue: int  # waiting jobs
     prefill_grid: PrefillGrid

@@ -21,8 +21,7 @@ from mlx_lm.generate import BatchGenerator, make_stop_sequences
 from mlx_tq.cli.runner import end_rank
 from mlx_tq.config import PROFILES, KVConfig
 from mlx_tq.errors import is_out_of_memory
-from mlx_tq.integration.batch_probe import one_row
-from mlx_tq.integration.patches import patch_make_cache
+from mlx_tq.integration.batch_probe import OneRow
 from mlx_tq.integration.probe import native_caches
 from mlx_tq.models import ranks_of
 from mlx_tq.prefix_cache.prefix_cache import CachedPrompt, PrefixCache
@@ -74,6 +73,7 @@ class RecordedModel:
         self.passes: list[Any] = []
 
     def __call__(self, tokens: mx.array, cache: Any = None) -> Any:
+        cache = [part.cache if isinstance(part, OneRow) else part for part in cache]
         self.passes.append(cache)
         return self._model(tokens, cache=cache)
 
@@ -254,7 +254,7 @@ class Engine:
     def serve(self) -> None:
         """Run in this thread until `stop`; ranks other than the first follow the first one's orders."""
         mx.random.seed(self._ranks.broadcast(lambda: secrets.randbits(63)))  # else all threads draw the same numbers
-        with compressed(self._model, self._config), patch_make_cache(self._model, self._make_caches):
+        with compressed(self._model, self._config):
             self._open_batch()
             try:
                 while (orders := self._update_batch()).keep_running:
@@ -273,7 +273,7 @@ class Engine:
                 self._stored_prompts.memory.trim_to(0)
 
     def _make_caches(self) -> list[Any]:
-        return list(map(one_row, native_caches(self._model) if self._plan is None else build_caches(self._plan)))
+        return native_caches(self._model) if self._plan is None else build_caches(self._plan)
 
     def _open_batch(self) -> None:
         self._recorded_model = RecordedModel(self._model)
@@ -478,7 +478,7 @@ class Engine:
         (uid,) = self._batch.insert_segments(
             segments=[running.remaining_steps],
             max_tokens=[running.job.max_tokens - running.generated],
-            caches=[None if caches is None else list(map(one_row, caches))],
+            caches=[caches if self.limits.batches else list(map(OneRow, caches or self._make_caches()))],
             all_tokens=[list(tokens)],
             samplers=[self._ranks.share_sampler(running.sampler)],
             logits_processors=[running.processors],

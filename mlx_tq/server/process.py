@@ -227,9 +227,9 @@ def _load(
 
 def _limit_batches(limits: EngineLimits, facts: BatchFacts) -> EngineLimits:
     """Return limits under which each answer is what the model gives alone."""
-    if facts.refusal and limits.concurrency > 1:
+    if facts.refusal:
         stderr.print(f"answers run one at a time: {facts.refusal}", soft_wrap=True)
-        return replace(limits, concurrency=1, prompt_concurrency=1)
+        return replace(limits, batches=False, concurrency=1, prompt_concurrency=1)
     if facts.padding_refusal and limits.prompt_concurrency > 1:
         stderr.print(
             f"prompts of different lengths are not prefilled together: {facts.padding_refusal}", soft_wrap=True

@@ -14,7 +14,7 @@ from .harness import running, together
 TOKENS = 12
 PROMPTS = ["The garden", "Nine boats and a lamp went over the hill, as " * 12, "Which house has seven trees? " * 5]
 ONE_AT_A_TIME, UNPADDED = "answers run one at a time", "prompts of different lengths are not prefilled together"
-SAYS = {"llama4": ONE_AT_A_TIME, "gpt_bigcode": ONE_AT_A_TIME, "afm7": ONE_AT_A_TIME, "internlm3": ONE_AT_A_TIME}
+SAYS = {"llama4": ONE_AT_A_TIME, "gpt_bigcode": ONE_AT_A_TIME, "afm7": ONE_AT_A_TIME}
 SAYS |= {"deepseek_v41": ONE_AT_A_TIME, "gemma2": ONE_AT_A_TIME}
 SAYS |= dict.fromkeys(("jamba", "bailing_moe_linear", "nemotron_h", "mamba"), UNPADDED)
 
@@ -32,6 +32,7 @@ def alone(folder, profile):
     return texts
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about the configuration of llama4
 @pytest.mark.parametrize(
     ("name", "profile"),
     [
