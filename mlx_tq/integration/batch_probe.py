@@ -155,7 +155,8 @@ def _run_padded(
 
 
 def _states(caches: list[Any]) -> list[mx.array]:
-    states = [array for _, array in tree_flatten([cache.state for cache in caches]) if isinstance(array, mx.array)]
+    leaves: list[tuple[str, Any]] = tree_flatten([cache.state for cache in caches])  # type: ignore[assignment]
+    states = [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
     mx.eval(states)
     return states
 
