@@ -17,6 +17,7 @@ from mlx_tq.errors import CacheFormatError, ConfigError, UncalibratedWarning
 from mlx_tq.integration.batch_probe import check_batch, count_rows
 from mlx_tq.integration.patches import patch_attention, patch_forward, patch_make_cache, patch_rope
 from mlx_tq.integration.probe import SlotFacts, model_facts, native_caches
+from mlx_tq.integration.speculative import patch_speculative
 from mlx_tq.models import fingerprint, ranks_of
 from mlx_tq.policies.calibration import Calibration, load_calibration
 from mlx_tq.policies.policy import CalibratedPolicy, Policy
@@ -73,7 +74,8 @@ def compressed_attention(model: Any) -> Iterator[None]:
         ConfigError: `model` is not a model.
     """
     _check_model(model)
-    with patch_attention(), patch_rope(model), patch_forward(model, _PassGuard(model).begin_pass):
+    guard = _PassGuard(model)
+    with patch_attention(), patch_rope(model), patch_forward(model, guard.begin_pass), patch_speculative():
         yield
 
 
