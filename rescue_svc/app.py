@@ -17,7 +17,11 @@ from rescue_svc.routes import DOCUMENTED_TOKEN, private, public
 from rescue_svc.service import RescueService
 from rescue_svc.validation import format_errors
 
-HEADERS = {401: {"WWW-Authenticate": 'Basic realm="mlx-tq-rescue"'}, 429: {"Retry-After": "1"}}
+HEADERS = {
+    401: {"WWW-Authenticate": 'Basic realm="mlx-tq-rescue"'},
+    429: {"Retry-After": "1"},
+    503: {"Retry-After": "5"},
+}
 HTTP_CODES = {400: "invalid_body", 404: "no_such_route", 405: "method_not_allowed", 422: InvalidRequestError.code}
 
 

@@ -80,7 +80,7 @@ class BatchView:
             phase, regions = DECODE if length == 1 else SHORT_PASSES, [row.merged_regions() for row in rows]
             run = attend_batch_by_head if any(row.groups for row in regions) else attend_batch
             out = run_in_phase(phase, run, queries, regions, scale=scale, mask=mask, sinks=sinks)
-            pending = [array for i, row in enumerate(rows) for array in row.notify(queries[i : i + 1], scale)]
+            pending = [array for i, row in enumerate(rows) for array in row.notify(queries[i : i + 1], scale, sinks)]
             return mx.depends(out, pending) if pending else out
         outputs = []
         for i, (row, count) in enumerate(zip(self.rows, self.counts, strict=True)):

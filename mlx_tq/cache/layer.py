@@ -62,8 +62,8 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         regions: where the tokens are.
         number: number of the layer among those of its model, from 0.
         group: the layers that it evicts together with; None if it keeps all tokens.
-        on_queries: called with the queries [B, Hq, L, Dk] of each pass and the scale of its scores; returns arrays that
-            are to be computed with the pass. Copies do not call it.
+        on_queries: called with the queries [B, Hq, L, Dk] of each pass, the scale of its scores and its attention-sink
+            logits; returns arrays that are to be computed with the pass. Copies do not call it.
     """
 
     # State arrays that grow with the packed tokens, along axis 2, and the tokens of an entry. The prefix cache stores
@@ -84,7 +84,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         self._mean_index: mx.array | None = None  # int32 [packed_tokens], if tokens were evicted
         self._health = mx.zeros(2, mx.int32)  # vectors clamped, vectors not finite
         self._last_view: StepView | None = None  # of the last pass, if later layers share it
-        self.on_queries: Callable[[mx.array, float], list[mx.array]] | None = None
+        self.on_queries: Callable[[mx.array, float, mx.array | None], list[mx.array]] | None = None
 
     @property
     def evicts(self) -> bool:
@@ -325,7 +325,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         """True until the key scale is known; nothing is packed before."""
         return self.spec.normalize and self._normalizer.scale is None
 
-    def _learn_from(self, start: int, stop: int, queries: mx.array, scale: float) -> list[mx.array]:
+    def _learn_from(self, start: int, stop: int, queries: mx.array, *_: Any) -> list[mx.array]:
         """Learn the key scale from queries [B, Hq, L, Dk] of positions [start, stop), and pack what waited for it."""
         if self._full is None or self.offset != stop or not self._is_learning:
             return []

@@ -96,7 +96,7 @@ class ShadowView:
     def attend(self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
         out = attention(queries, self.keys, self.values, scale=scale, mask=mask, sinks=sinks)
         if self.positions is None:
-            pending = self.compressed.notify(queries, scale)
+            pending = self.compressed.notify(queries, scale, sinks)
         else:
             other = self.compressed.attend(queries, scale, None, sinks)
             divergence = self._divergence(queries, scale, self.positions)

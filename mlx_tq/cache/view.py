@@ -24,18 +24,19 @@ class QueryListener:
     """Receives the queries of one forward pass of one layer: the first ones, as later layers may share its keys.
 
     Before RoPE, `receive` gets queries [1, Hq, L, D] and the RoPE module that rotates them; else queries as attention
-    has them and the scale of its scores. It returns arrays that are to be computed with the pass.
+    has them, the scale of its scores, and its attention-sink logits. It returns arrays that are to be computed with
+    the pass.
     """
 
-    def __init__(self, receive: Callable[[mx.array, Any], list[mx.array]], *, before_rope: bool = False) -> None:
+    def __init__(self, receive: Callable[..., list[mx.array]], *, before_rope: bool = False) -> None:
         self.before_rope, self.is_due = before_rope, True
         self._receive = receive
 
-    def notify(self, queries: mx.array, context: Any) -> list[mx.array]:
+    def notify(self, queries: mx.array, *context: Any) -> list[mx.array]:
         if not self.is_due:
             return []
         self.is_due = False
-        return self._receive(queries, context)
+        return self._receive(queries, *context)
 
 
 class View(Protocol):
@@ -97,13 +98,13 @@ class StepView:
     def notify_before_rope(self, queries: mx.array, rope: Any) -> "StepView":
         return replace(self, pending=(*self.pending, *self._notify(queries, rope, before_rope=True)))
 
-    def notify(self, queries: mx.array, scale: float) -> list[mx.array]:
+    def notify(self, queries: mx.array, scale: float, sinks: mx.array | None) -> list[mx.array]:
         """Show queries [B, Hq, L, Dk] to the listeners; return the arrays that attention has to wait for."""
-        return [*self.pending, *self._notify(queries, scale, before_rope=False)]
+        return [*self.pending, *self._notify(queries, scale, sinks, before_rope=False)]
 
-    def _notify(self, queries: mx.array, context: Any, *, before_rope: bool) -> list[mx.array]:
+    def _notify(self, queries: mx.array, *context: Any, before_rope: bool) -> list[mx.array]:
         listeners = [listener for listener in self.listeners if listener.before_rope == before_rope]
-        return [array for listener in listeners for array in listener.notify(queries, context)]
+        return [array for listener in listeners for array in listener.notify(queries, *context)]
 
     def attend(self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
         if self.earlier is None:
@@ -117,7 +118,7 @@ class StepView:
             first = view.attend(queries[:, :, :count], scale, first_mask, sinks)
             rest = self._attend(queries[:, :, count:], scale, rest_mask, sinks)
             out = mx.concatenate([first, rest], axis=2)
-        pending = self.notify(queries, scale)
+        pending = self.notify(queries, scale, sinks)
         return mx.depends(out, pending) if pending else out
 
     def _attend(self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:

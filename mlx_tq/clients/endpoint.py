@@ -40,6 +40,8 @@ def find_endpoint(url: str, model: str | None, key: str | None) -> Endpoint:
     if name not in entries:
         raise unknown_name("--model", name, entries)
     context = entries[name]["context_length"]
+    if isinstance(servable := entries[name].get("servable_tokens"), int):  # what the memory holds
+        context = servable
     if not _NAME.fullmatch(name) or not isinstance(context, int | None):
         raise MlxTqError(
             f"the server at {url} describes its model in a way that no client takes: {one_line(name)[:80]!r}"

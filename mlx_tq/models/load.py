@@ -354,6 +354,8 @@ def _folder_errors(source: str) -> Iterator[None]:
             raise
         raise _not_loaded(source, str(error), "Download or convert it again.") from error
     except ValueError as error:
+        if str(error).startswith("Missing "):  # tensors, such as those of a part that was not downloaded
+            raise _not_loaded(source, str(error), "Download or convert it again.") from error
         raise UnsupportedModelError(f"the model {source!r} cannot be loaded: {one_line(error)}.") from error
     except MemoryError:
         raise

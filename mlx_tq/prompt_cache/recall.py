@@ -48,7 +48,7 @@ class QueryBuffer:
         self.scale = 1.0  # of attention scores
         self._tokens = 0
 
-    def append(self, queries: mx.array, scale: float) -> list[mx.array]:
+    def append(self, queries: mx.array, scale: float, _sinks: mx.array | None) -> list[mx.array]:
         """Add the queries of a pass, and drop those that are too old for any question."""
         self.passes.append(queries)
         self.scale = scale

@@ -53,13 +53,15 @@ class ContextLengthError(InvalidRequestError):
         self.counts = counts
 
     @classmethod
-    def of(cls, prompt_tokens: int, positions: int, answer_tokens: int, param: str) -> "ContextLengthError":
+    def of(
+        cls, prompt_tokens: int, positions: int, answer_tokens: int, param: str, reason: str = ""
+    ) -> "ContextLengthError":
         """Return the error of a prompt that leaves less than `answer_tokens`, in words that clients parse."""
         needs = "" if answer_tokens == 1 else f" An answer without max_tokens needs {answer_tokens} more."
         return cls(
             f"This model's maximum context length is {positions} tokens. However, your prompt has {prompt_tokens} "
             f"tokens: prompt is too long: {prompt_tokens} tokens > {positions - answer_tokens} maximum."
-            f"{needs} Shorten the prompt.",
+            f"{needs} Shorten the prompt.{reason}",
             param,
             counts=(prompt_tokens, positions - answer_tokens),
         )

@@ -61,6 +61,8 @@ from mlx_tq.session.restore import evict_before_question, release
 
 log = logging.getLogger(__name__)
 
+_EARLIER_STEPS = 0.98  # weight of a step for each later one where the speed of prefill is estimated
+
 
 class RecordedModel:
     """The model, as mlx-lm's batch calls it, with the caches of the passes since `passes` was cleared.
@@ -130,7 +132,7 @@ class Engine:
         self._recall = JobRecall(model, tokenizer, plan, limits.prefill_grid.first)
         self._measured_at = 0.0
         self._jobs: list[dict[str, Any]] = []  # what the web side may see of the running ones
-        self._prefilled = self._prefill_seconds = 0.0  # tokens, and the seconds of the steps that prefilled them
+        self._prefilled = self._prefill_seconds = 0.0  # tokens, and seconds to prefill them; earlier steps count less
         self._has_logged_run = False
         self._native_nbytes = None if plan is None else sequence_bytes(model, PROFILES["off"], other_bytes(model))
 
@@ -213,7 +215,7 @@ class Engine:
     def estimate(self, ids: list[int]) -> dict[str, Any]:
         """Return how many tokens of a prompt are stored, and the seconds to prefill the others alone.
 
-        The seconds are of the steps so far; None before the first.
+        The seconds follow from the latest steps; None before the first.
         """
         cached = self._stored_prompts.longest(ids)
         seconds = (len(ids) - cached) * self._prefill_seconds / self._prefilled if self._prefilled else None
@@ -512,7 +514,9 @@ class Engine:
             taken = mx.get_peak_memory() - max(before, mx.get_active_memory())
             seconds = time.monotonic() - started
             self._decode_share.count(seconds, prefilled=bool(prefilled), decoded=decoding)
-            self._prefill_seconds += seconds if prefilled and not decoding else 0.0
+            if prefilled and not decoding:
+                self._prefilled *= _EARLIER_STEPS
+                self._prefill_seconds = _EARLIER_STEPS * self._prefill_seconds + seconds
             passes = self._recorded_model.passes
             # mlx-lm runs a pass of the jobs that decode, then the first decode pass of those that begin their answers.
             self._after_prefill(prefilled, passes[1:] if decoding else passes, taken, decodes=decoding)

@@ -210,6 +210,9 @@ class ModelService:
         try:
             need.check(prompt_tokens, prompt_tokens + (tokens if requested else least), count)
         except ConfigError as error:
+            most = need.most_tokens(1, prompt_tokens + least, count)
+            if prompt_tokens + least > most:
+                raise ContextLengthError.of(prompt_tokens, most, least, param, f" Here, {error}") from error
             raise ContextLengthError(str(error), param) from error
         return tokens if requested else need.most_tokens(prompt_tokens, prompt_tokens + tokens, count) - prompt_tokens
 

@@ -28,6 +28,7 @@ from mlx_tq.prompt_cache.memory import MAX_PREFILL_STEP
 
 STEP_SECONDS = 0.2
 _TIMED_STEP, _TIMED_SECONDS, _MAX_TIMED = 256, 3.0, 16
+_OUTDATED = 1.5  # times as many tokens as a grid has in a step
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,18 @@ def segment_ends(segments: Iterable[Sequence[int]], start: int) -> list[int]:
 
 
 def measured_grid(model: Any, config: KVConfig) -> PrefillGrid:
-    """Return the grid of a model on this machine, which is measured once and kept in the cache folder."""
+    """Return the grid of a model on this machine, which is measured once and kept in the cache folder.
+
+    It is measured again if the machine was busy then, as a step that now takes far less shows.
+    """
     path, key, ranks = cache_folder() / "prefill-steps.json", _key(model, config), ranks_of(model)
     measured = _read(path)
     earlier = ranks.broadcast(lambda: measured.get(key))
-    if earlier is not None:
-        return PrefillGrid(*earlier)
-    grid = _measure(model, config)
+    kept = None if earlier is None else PrefillGrid(*earlier)
+    with compressed(model, replace(config, evict=None)):  # no round may fall into a step
+        if kept is not None and not _is_outdated(kept, model):
+            return kept
+        grid = _measure(model)
     with suppress(OSError):  # a read-only folder: it is measured each time
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as temporary:
@@ -98,26 +104,48 @@ def _is_grid(grid: Any) -> bool:
     return False
 
 
-def _measure(model: Any, config: KVConfig) -> PrefillGrid:
-    """Time steps at the beginning of a prompt, and fit seconds that grow linearly with the position."""
-    ranks, positions = ranks_of(model), position_limit(model) or _MAX_TIMED * _TIMED_STEP
-    step = max(1, min(_TIMED_STEP, positions // 3))
+def _is_outdated(grid: PrefillGrid, model: Any) -> bool:
+    step = min(grid.first, _timed_step(model))
+    seconds = min(_time_steps(model, step, 1)[0] for _ in range(2))  # kernels are compiled in the first
+    return ranks_of(model).broadcast(lambda: _first_step(seconds, step) >= _OUTDATED * grid.first)
 
-    def run(caches: list[Any]) -> float:
+
+def _measure(model: Any) -> PrefillGrid:
+    """Time steps at the beginning of a prompt, and fit seconds that grow linearly with the position.
+
+    All are timed twice, and the shorter time counts: other work only makes steps slower.
+    """
+    ranks, step = ranks_of(model), _timed_step(model)
+    _time_steps(model, step, 1)  # first kernels are compiled
+    (seconds,) = _time_steps(model, step, 1)
+    most = min(_MAX_TIMED, _positions(model) // step)
+    count = ranks.broadcast(lambda: min(most, max(3, int(_TIMED_SECONDS / 2 / seconds))))
+    fastest = np.minimum(_time_steps(model, step, count), _time_steps(model, step, count))
+    slope, begin = np.polyfit(np.arange(count) * step, fastest, 1)
+    begin = max(float(begin), float(fastest.min()) / 2)
+    fitted = _first_step(begin, step), max(0.0, float(slope) / begin)
+    return PrefillGrid(*ranks.broadcast(lambda: fitted))
+
+
+def _time_steps(model: Any, step: int, count: int) -> list[float]:
+    """Return the seconds of the first steps of a prompt."""
+    caches, seconds = make_prompt_cache(model), []
+    for _ in range(count):
         started = time.perf_counter()
         model(mx.ones((1, step), mx.int32), cache=caches)
         mx.eval([cache.state for cache in caches])  # as in a prefill, which computes no logits
-        return time.perf_counter() - started
+        seconds.append(time.perf_counter() - started)
+    return seconds
 
-    with compressed(model, replace(config, evict=None)):  # no round may fall into a step
-        run(make_prompt_cache(model))  # first kernels are compiled
-        caches = make_prompt_cache(model)
-        seconds = [run(caches)]
-        most = min(_MAX_TIMED, positions // step) - 1
-        count = ranks.broadcast(lambda: min(most, max(2, int(_TIMED_SECONDS / seconds[0]))))
-        seconds += [run(caches) for _ in range(count)]
-    slope, begin = np.polyfit(np.arange(len(seconds)) * step, seconds, 1)
-    begin = max(float(begin), min(seconds) / 2)
-    first = int(STEP_SECONDS / begin * step) // BLOCK * BLOCK
-    fitted = min(MAX_PREFILL_STEP, max(BLOCK, first)), max(0.0, float(slope) / begin)
-    return PrefillGrid(*ranks.broadcast(lambda: fitted))
+
+def _first_step(seconds: float, step: int) -> int:
+    """Return the tokens that take `STEP_SECONDS` if `step` tokens take `seconds`."""
+    return min(MAX_PREFILL_STEP, max(BLOCK, int(STEP_SECONDS / seconds * step) // BLOCK * BLOCK))
+
+
+def _timed_step(model: Any) -> int:
+    return max(1, min(_TIMED_STEP, _positions(model) // 3))
+
+
+def _positions(model: Any) -> int:
+    return position_limit(model) or _MAX_TIMED * _TIMED_STEP

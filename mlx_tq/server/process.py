@@ -20,7 +20,7 @@ from http_limits.connections import server_config, url_of
 from mlx_tq.cli.loading import free_memory, load_model
 from mlx_tq.cli.options import API_KEY_VARIABLE, Request
 from mlx_tq.cli.runner import DONE, FAILED, INTERRUPTED
-from mlx_tq.cli.screen import show_plan, stderr
+from mlx_tq.cli.screen import note, show_plan, stderr
 from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import ConfigError
 from mlx_tq.integration.batch_probe import BatchFacts, batch_facts
@@ -220,7 +220,10 @@ def _load(
     need = MemoryNeed(model, plan, limits.prefill_grid, memory, includes_steps=includes_steps)
     need.check(1, _LEAST_CONTEXT)
     compile_kernels(model, plan, batches=limits.concurrency > 1)
-    show_plan(plan, min(_SHOWN_TOKENS, position_limit(model) or _SHOWN_TOKENS))
+    positions = position_limit(model)
+    show_plan(plan, min(_SHOWN_TOKENS, positions or _SHOWN_TOKENS))
+    if positions is not None and (most := need.most_tokens(1, positions)) < positions:
+        note(f"The memory holds {most:,} of the model's {positions:,} tokens of context; longer requests are refused")
     prefix_cache = None if folder is None else PrefixCache(model, plan, folder, log.warning, salt)
     return model, tokenizer, plan, limits, prefix_cache
 

@@ -37,7 +37,7 @@ def compact_prompt_cache(
     """Return copies of a document's compressed caches that keep a share of its rows, for any number of questions.
 
     The document is prefilled a second time, as its own repetition. Of all rows of all layers and heads, those with the
-    largest attention weights are kept, and sinks and window in all heads. Attention-sink logits do not count.
+    largest attention weights are kept, and sinks and window in all heads.
 
     Args:
         model: model of mlx-lm.
@@ -127,9 +127,9 @@ def _measure_row_weights(
     layers = compressed_caches(copies)
     tokens, weights = layers[0].offset, [mx.zeros(0)] * len(layers)
 
-    def add(number: int, queries: mx.array, scale: float) -> list[mx.array]:
+    def add(number: int, queries: mx.array, scale: float, sinks: mx.array | None) -> list[mx.array]:
         keys = layers[number].keys_and_values()[0].materialize()
-        new = row_weights(queries, keys, scale)[:, :tokens]
+        new = row_weights(queries, keys, scale, sinks)[:, :tokens]
         weights[number] = mx.maximum(weights[number], new) if weights[number].size else new
         return [weights[number]]
 

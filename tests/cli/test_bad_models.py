@@ -1,6 +1,7 @@
 """Models that are missing, damaged, unknown, or not supported by a compressed cache."""
 
 import copy
+import io
 import json
 import pickle
 import sys
@@ -21,14 +22,23 @@ HI = ("-p", "hi", "-m", 2, "--verbose", "F")
 OFF = ("--kv-profile", "off")
 WEIGHTS = (EMBEDDED / "model.safetensors").read_bytes()
 CONFIG = (EMBEDDED / "config.json").read_bytes()
+NORM = "model.norm.weight"
 
 
 def _config(**changes):
     return json.dumps({**json.loads(CONFIG), **changes}).encode()
 
 
+def _weights_without(name):
+    weights, file = dict(mx.load(str(EMBEDDED / "model.safetensors"))), io.BytesIO()
+    del weights[name]
+    mx.save_safetensors(file, weights)
+    return file.getvalue()
+
+
 # A file, what it holds instead, or None where it is gone, and what is said.
 DAMAGED = {
+    "weights without a tensor": ("model.safetensors", _weights_without(NORM), f"parameters: {NORM}. Download or"),
     "half of the weights": ("model.safetensors", WEIGHTS[: len(WEIGHTS) // 2], "Perhaps an incomplete download"),
     "no header": ("model.safetensors", b"\0" * 1000, "Invalid json header length"),
     "empty weights": ("model.safetensors", b"", "Download or convert it again"),

@@ -20,7 +20,7 @@ CHUNKS = [166, 40, 1, 5, 8, 1]
 LENGTHS = (70, 20, 156, 5)  # the third packs a block while it generates
 TOKENS = 9
 BUILT = [name for name, arch in ARCHITECTURES.items() if arch.buildable]
-QUICK = {"gemma3_text", "gpt_oss", "lfm2", "bailing_moe_linear", "iquestloopcoder"}
+QUICK = {"gpt_oss", "lfm2", "bailing_moe_linear"}
 # Mean KL of the logits, in nats. Where attention is sharp, or experts are near a tie, a tiny random model loses more.
 LIMITS = {"q8": 3e-6, "tq4": 7e-4}
 SHARP = {

@@ -4,12 +4,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
+from zoo import build
 
 from mlx_tq.cli.inputs import load_text
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, parse_arm
 from mlx_tq.evaluate.teacher_forced import TokenScores, check_steps, cut_chunks, divergence, perplexity, score_text
-from mlx_tq.prompt_cache.measurements import kl_divergence
+from mlx_tq.prompt_cache.measurements import kl_divergence, log_probabilities
 
 LENGTH, STEP = 352, 160
 REGIONS = {"sinks": 16, "window": 32}
@@ -80,6 +81,16 @@ def test_divergence_follows_its_definition():
     p, q = (np.exp(x) / np.exp(x).sum(axis=-1, keepdims=True) for x in logits)
     expected = (p * np.log(p / q)).sum(axis=-1)
     np.testing.assert_allclose(np.array(kl_divergence(mx.array(np.log(p)), mx.array(np.log(q)))), expected, rtol=1e-4)
+
+
+def test_logits_in_half_precision_become_log_probabilities_in_float32():
+    model, ids = build("llama", mx.bfloat16), list(range(5, 37))
+    logits = model(mx.array([ids]), cache=make_prompt_cache(model))[0]
+    assert logits.dtype == mx.bfloat16
+    expected = np.array(logits.astype(mx.float32), dtype=np.float64)
+    expected -= np.log(np.exp(expected).sum(axis=-1, keepdims=True))
+    found = log_probabilities(model, ids, make_prompt_cache(model))
+    np.testing.assert_allclose(np.array(found), expected, atol=1e-5)
 
 
 def test_a_pass_that_would_measure_nothing_is_refused(embedded):

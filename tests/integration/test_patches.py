@@ -190,5 +190,8 @@ def test_another_library_that_replaces_attention_meanwhile_is_named(place, monke
         monkeypatch.setattr(f"mlx_lm.models.llama.{NAME}", replacing)
         with pytest.raises(UnsupportedModelError, match=f"other_library has replaced mlx_lm.models.llama.{NAME}, and"):
             model(ids, cache=mlx_lm_cache(model))
+        monkeypatch.setattr(f"mlx_lm.models.llama.{NAME}", ORIGINAL)  # restored by what had replaced it before
+        with pytest.raises(UnsupportedModelError, match=f"has replaced mlx_lm.models.llama.{NAME}, and"):
+            model(ids, cache=mlx_lm_cache(model))
         monkeypatch.undo()
         assert mx.array_equal(model(ids, cache=mlx_lm_cache(model)), expected)

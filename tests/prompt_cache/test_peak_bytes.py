@@ -39,7 +39,7 @@ def run_pass(caches, start, count):
     tokens = TOKENS[:, :, start : start + count]
     begin_pass(caches, count)
     view = caches[0].append(tokens, tokens)
-    view.notify(tokens, 1.0)
+    view.notify(tokens, 1.0, None)
     mx.eval(caches[0].state)
 
 

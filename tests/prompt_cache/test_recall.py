@@ -411,7 +411,7 @@ def asked_by_a_key(spec, place):
     sequence = layer_group_of(caches)
     sequence.capture_queries(range(LAYERS), rounds=False)
     for number in range(LAYERS):
-        sequence.listeners(number, 0, 0)[0].notify(mx.roll(KEYS, number, axis=-1)[:, :, place : place + 1], 0.5)
+        sequence.listeners(number, 0, 0)[0].notify(mx.roll(KEYS, number, axis=-1)[:, :, place : place + 1], 0.5, None)
     return caches, sequence
 
 
@@ -462,7 +462,7 @@ def test_what_no_token_of_the_question_singles_out_stays_away_though_there_is_ro
     asked_for = [spec.sinks + BLOCK * place + 20 for place in places]  # what lies behind goes on in the next block
     sequence.capture_queries(range(LAYERS), rounds=False)
     for number in range(LAYERS):
-        sequence.listeners(number, 0, 0)[0].notify(mx.roll(KEYS, number, axis=-1)[:, :, mx.array(asked_for)], 2.0)
+        sequence.listeners(number, 0, 0)[0].notify(mx.roll(KEYS, number, axis=-1)[:, :, mx.array(asked_for)], 2.0, None)
     there = {(int(block.positions[0]) - spec.sinks) // BLOCK for block in sequence.archived}
     wanted = {place for place in places if place in there}
     found = sequence.search_archive(caches, len(places), most).blocks

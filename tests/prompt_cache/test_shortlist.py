@@ -41,7 +41,7 @@ def evicted(asked):
     sequence.archive.settle()
     sequence.capture_queries(asked, rounds=False)
     for number, queries in asked.items():
-        sequence.listeners(number, 0, 0)[0].notify(mx.roll(queries, number, axis=-1), 2.0)
+        sequence.listeners(number, 0, 0)[0].notify(mx.roll(queries, number, axis=-1), 2.0, None)
     return sequence, caches
 
 

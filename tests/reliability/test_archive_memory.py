@@ -50,7 +50,7 @@ def measure(archived):
     del pair, view
     sequence.capture_queries(search_layers(LAYERS), rounds=True)
     for number in search_layers(LAYERS):
-        sequence.listeners(number, 0, 0)[0].notify(mx.random.normal((1, HEADS, ASKING, DIM)), 0.125)
+        sequence.listeners(number, 0, 0)[0].notify(mx.random.normal((1, HEADS, ASKING, DIM)), 0.125, None)
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()

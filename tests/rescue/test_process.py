@@ -73,6 +73,7 @@ def test_an_internal_error_is_logged_without_text(server):
     body = {"session_id": "faulty", "query": SECRET}
     answer = server.http.post("/evict/retrieve", json=body, headers={"X-Request-ID": "this-one"})
     assert (answer.status_code, answer.json()["code"]) == (503, "store_unavailable")
+    assert answer.headers["retry-after"] == "5"
     line = logged(server, "this-one")
     assert (line["route"], line["status"]) == ("POST /evict/retrieve", 503)
     assert line["ms"] > 0

@@ -77,6 +77,11 @@ def text_of(events, index=0):
     return "".join(event.text for event in events if isinstance(event, Piece) and event.index == index)
 
 
+def tokens_of(events):
+    """Return the tokens of an answer whose job reports log-probabilities."""
+    return [event.logprob.token for event in events if isinstance(event, Piece)]
+
+
 def serve(engine, jobs, then=None):
     """Return the events of jobs that are all in the queue before the first step, and the result of `then`."""
 

@@ -61,6 +61,23 @@ def test_an_error_while_an_answer_is_written(loaded, monkeypatch, path, extra):
         assert "internal error" in str(last_event(client.post(path, json={**extra, "stream": True})))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_when_the_engine_has_ended_requests_and_health_say_so(loaded, monkeypatch):
+    def fail(value):
+        raise RuntimeError("nothing catches this")
+
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    with serving(loaded) as (api, client):
+        assert client.post("/v1/chat/completions", json=body).status_code == 200
+        assert client.get("/health").status_code == 200
+        monkeypatch.setattr(api._pool.services[0].metrics.running, "set", fail)
+        for _ in range(2):
+            assert client.post("/v1/chat/completions", json=body).status_code == 503
+        health = client.get("/health")
+        assert health.status_code == 503
+        assert "the engine has ended; start the server again" in health.text
+
+
 def test_an_answer_ends_while_an_engine_step_takes_long(loaded, monkeypatch, caplog):
     caplog.set_level("INFO", "mlx_tq.server.app")
     steps, is_slow, release = count(), Event(), Event()

@@ -5,10 +5,11 @@ import math
 import time
 from dataclasses import replace
 from threading import Event
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from cli.tools import facts
+from cli.tools import facts, zoo_model
 from contract.spies import watch
 from mlx_lm.sample_utils import make_sampler
 
@@ -35,6 +36,7 @@ from .engines import (
     run_job,
     serve,
     text_of,
+    tokens_of,
     watch_passes,
 )
 
@@ -188,6 +190,84 @@ def test_a_job_that_cannot_join_the_batch_fails_alone(loaded):
         with pytest.raises(ModelFailedError, match="could not be started"):
             raise events[-1]
     assert result == SessionResult()
+
+
+def test_a_processor_sees_each_token_of_a_job_that_joins_a_batch_without_one(loaded):
+    engine, calls = make_engine(loaded), []
+
+    def force(tokens, logits):
+        calls.append(tokens.size)
+        return mx.where(mx.arange(logits.shape[1]) == 300, 0.0, -math.inf)[None]
+
+    async def then():
+        free = make_job(8, max_tokens=4000)
+        engine.submit(free)
+        while not isinstance(await free.events.get(), Piece):
+            pass
+        job = make_job(30, seed=2, max_tokens=12, processors=[force], logprobs=0)
+        events = await run_job(engine, job)
+        meanwhile = free.events.qsize()
+        engine.cancel(free)
+        return events, meanwhile
+
+    events, meanwhile = serve(engine, [], then)[1]
+    assert tokens_of(events) == [300] * 12
+    assert calls[:12] == list(range(30, 42))
+    assert meanwhile > 10
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", pytest.param("gpt_oss", marks=pytest.mark.full)])
+def test_sliding_windows_in_a_batch(name, tmp_path, monkeypatch):
+    """Second turns, whose windows are full, join prompts without any row; memory is cleared meanwhile."""
+    loaded, offsets = load(zoo_model(tmp_path / name, name)), []
+    record_stored_prompts(
+        monkeypatch, lambda tokens, caches: offsets.append({len(tokens), *(cache.offset for cache in caches)})
+    )
+    watch_passes(monkeypatch, loaded[0], lambda layers: mx.clear_cache())
+
+    async def two_turns():
+        first = [make_job(count, seed=count, max_tokens=30, logprobs=0) for count in (10, 90, 200)]
+        engine.submit(*first)
+        prompts = [[*job.prompt.ids, *tokens_of(await outcome(job)), *random_ids(9, seed=5)] for job in first]
+        prompts += [random_ids(count, seed=count)[1:] for count in (12, 150)]
+        jobs = [job_of(ids, max_tokens=12) for ids in prompts]
+        engine.submit(*jobs)
+        return prompts, [await outcome(job) for job in jobs]
+
+    engine = make_engine(loaded)
+    prompts, answers = serve(engine, [], two_turns)[1]
+    assert [events[0].cached_tokens for events in answers] == [*(len(ids) - 9 for ids in prompts[:3]), 0, 0]
+    assert all(len(lengths) == 1 for lengths in offsets)
+    for ids, events in zip(prompts, answers, strict=True):
+        (alone,) = serve(make_engine(loaded), [job_of(ids, max_tokens=12)])
+        assert text_of(events) == text_of(alone)
+
+
+def test_the_prompt_cache_keeps_its_limit(loaded, monkeypatch):
+    """By the bytes that are held: those of mlx-lm's cache would be over the limit with one prompt."""
+    plan = plan_caches(loaded[0], CONFIG)
+    engine = make_engine(loaded, prompt_cache_bytes=(limit := plan.native_nbytes(280)))
+    nbytes, entries = (
+        record_gauge(monkeypatch, gauge)
+        for gauge in (engine.metrics.prompt_cache_bytes, engine.metrics.prompt_cache_entries)
+    )
+    serve(engine, [make_job(300, seed=n, max_tokens=1) for n in range(6)])
+    assert max(nbytes) <= limit
+    assert 1 < max(entries) < 6
+
+
+def test_the_speed_of_prefill_is_that_of_the_latest_steps(tmp_path, monkeypatch):
+    """The clock is the test's: a step takes a second, and the first three, on a busy machine, take twenty."""
+    loaded, seconds, clock = load(zoo_model(tmp_path / "llama", "llama")), iter([20.0] * 3), [0.0]
+
+    def tick(layers):
+        clock[0] += next(seconds, 1.0)
+
+    watch_passes(monkeypatch, loaded[0], tick)
+    monkeypatch.setattr("mlx_tq.server.engine.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    engine = make_engine(loaded, prefill_step_size=8, metrics_interval_s=1000)
+    serve(engine, [make_job(1200, max_tokens=1)])
+    assert engine.estimate(random_ids(801, seed=2)[1:])["prefill_seconds"] == pytest.approx(100, rel=0.1)
 
 
 def test_engines_do_not_draw_the_same_random_numbers(loaded):

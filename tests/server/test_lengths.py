@@ -5,6 +5,7 @@ import re
 import pytest
 
 from mlx_tq.__main__ import main
+from mlx_tq.clients.endpoint import find_endpoint
 
 from .conftest import ENDLESS, QUESTION
 
@@ -51,15 +52,33 @@ def test_lengths_are_told(server):
     assert server.http.get("/props").json() == {"default_generation_settings": {"n_ctx": POSITIONS}}
 
 
-def test_little_memory_shortens_answers_that_have_no_limit(start):
-    server = start("--kv-memory-limit", "6MB", "--prompt-cache-bytes", "4MB")
-    model = model_of(server)
+@pytest.fixture(scope="module")
+def small(start):
+    return start("--kv-memory-limit", "6MB", "--prompt-cache-bytes", "4MB")
+
+
+def test_little_memory_shortens_answers_that_have_no_limit(small):
+    server, model = small, model_of(small)
     servable, cacheable = model["servable_tokens"], model["cacheable_tokens"]
     assert 0 < cacheable < servable < POSITIONS
+    assert f"The memory holds {servable:,} of the model's {POSITIONS:,} tokens of context" in server.log()
+    assert find_endpoint(server.url, None, None).context_length == servable, "for coding clients"
     generated, reason = finish_of(server.post("/v1/completions", **words(servable - 300)))
     assert (generated, reason) == (300, "length")
     refused = server.post("/v1/completions", **words(servable - 300), max_tokens=600)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    message = server.post("/v1/completions", **words(servable)).json()["error"]["message"]
+    assert f"your prompt has {servable} tokens: prompt is too long: {servable} tokens > {servable - 256}" in message
+    assert "of KV cache" in message
+
+
+def test_what_is_said_to_stay_in_the_prompt_cache_stays(small):
+    """A cache of 16 bits would take more than the limit."""
+    cacheable = model_of(small)["cacheable_tokens"]
+    assert cacheable * 6 * 2 * 256 * 2 > 4e6, "in six layers with keys and values of 256"
+    for cached in (0, cacheable - 2):
+        usage = small.post("/v1/completions", prompt=[301] * (cacheable - 1), max_tokens=1).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == cached
 
 
 def test_a_single_model_has_any_name(server):

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from http.client import HTTPConnection
 from pathlib import Path
 
 import openai
@@ -149,6 +150,28 @@ def test_models_and_health(server, folder):
     assert server.openai.models.retrieve("needle32").id == "needle32"
     with pytest.raises(openai.NotFoundError, match="not served"):
         server.openai.models.retrieve("gpt-9")
+
+
+def test_a_connection_serves_one_request_after_the_other(server):
+    """Also after a stream, and after a body that was refused before its end."""
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    connection = HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+    connection.connect()
+    opened = connection.sock
+    for path, body, status in (
+        ("chat/completions", chat, 200),
+        ("chat/completions", {**chat, "stream": True}, 200),
+        ("messages", {**chat, "stream": True}, 200),
+        ("chat/completions", {"messages": 3}, 400),
+        ("unknown", chat, 404),
+        ("chat/completions", {**chat, "user": "x" * 3_000_000}, 413),
+        ("chat/completions", chat, 200),
+    ):
+        connection.request("POST", f"/v1/{path}", json.dumps(body))
+        response = connection.getresponse()
+        response.read()
+        assert (response.status, connection.sock is opened) == (status, True)
+    connection.close()
 
 
 def test_it_accepts_connections_when_it_says_so(server):

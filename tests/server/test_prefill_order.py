@@ -2,10 +2,14 @@
 
 import asyncio
 import json
+from dataclasses import replace
+from itertools import count
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_cache import make_cache_folder
+from zoo import build
 
 from mlx_tq.config import BLOCK, KVConfig
 from mlx_tq.prompt_cache.memory import MAX_PREFILL_STEP
@@ -152,7 +156,7 @@ def test_steps_are_measured_once(loaded, tmp_path, monkeypatch):
     path = tmp_path / "mlx_tq" / "prefill-steps.json"
     ((key, kept),) = json.loads(path.read_text()).items()
     assert kept == [grid.first, grid.growth]
-    monkeypatch.setattr(prefill_grid, "_measure", lambda model, config: PrefillGrid(64, 0.5))
+    monkeypatch.setattr(prefill_grid, "_measure", lambda model: PrefillGrid(64, 0.5))
     assert measured_grid(loaded[0], CONFIG) == grid
     assert measured_grid(loaded[0], KVConfig.from_profile("off")) == PrefillGrid(64, 0.5), "another configuration"
     for damage in (
@@ -166,8 +170,35 @@ def test_steps_are_measured_once(loaded, tmp_path, monkeypatch):
         assert measured_grid(loaded[0], CONFIG) == PrefillGrid(64, 0.5)
 
 
+def test_a_machine_that_was_busy_does_not_slow_later_prefills(tmp_path, monkeypatch):
+    """The clock is the test's: a quiet step takes a millisecond a token, and more with the position."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(make_cache_folder(tmp_path / "cache")))
+    model, clock, slowness, passes = build("llama"), [0.0], [1.0], count()
+    forward = type(model).__call__
+
+    def timed(model, tokens, cache=None):
+        clock[0] += 1e-3 * tokens.shape[1] * (1 + cache[0].offset / 4096) * slowness[0]
+        clock[0] += 3.0 if next(passes) == 4 else 0.0  # a step of the first measurement
+        return forward(model, tokens, cache=cache)
+
+    monkeypatch.setattr(type(model), "__call__", timed)
+    monkeypatch.setattr(prefill_grid.time, "perf_counter", lambda: clock[0])
+    assert grid_parts(measured_grid(model, CONFIG)) == (192, pytest.approx(1 / 4096))
+    config = replace(CONFIG, sinks=8)
+    slowness[0] = 4.0
+    assert grid_parts(measured_grid(model, config)) == (32, pytest.approx(1 / 4096))
+    slowness[0] = 1.0
+    assert grid_parts(measured_grid(model, config)) == (192, pytest.approx(1 / 4096))
+    slowness[0] = 4.0
+    assert measured_grid(model, config).first == 192, "it is the machine that is busy now"
+
+
+def grid_parts(grid):
+    return grid.first, grid.growth
+
+
 def test_a_cache_folder_that_cannot_be_made_is_no_error(loaded, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(prefill_grid, "_measure", lambda model, config: PrefillGrid(64, 0.5))
+    monkeypatch.setattr(prefill_grid, "_measure", lambda model: PrefillGrid(64, 0.5))
     assert measured_grid(loaded[0], CONFIG) == PrefillGrid(64, 0.5)

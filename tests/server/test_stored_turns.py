@@ -9,10 +9,10 @@ from cli.tools import zoo_model
 
 from mlx_tq.models import load
 from mlx_tq.prefix_cache.folder import BLOCKS, Folder
-from mlx_tq.server.job import Piece, PrefillProgress
+from mlx_tq.server.job import PrefillProgress
 
 from .conftest import ENDLESS, question
-from .engines import job_of, make_engine, make_job, outcome, random_ids, run_job, serve, text_of
+from .engines import job_of, make_engine, make_job, outcome, random_ids, run_job, serve, text_of, tokens_of
 from .test_cached_prompts import counts
 from .test_cached_prompts import text_of as reply_of
 
@@ -20,10 +20,6 @@ from .test_cached_prompts import text_of as reply_of
 @pytest.fixture
 def store(tmp_path):
     return Folder(tmp_path / "store")
-
-
-def tokens_of(events):
-    return [event.logprob.token for event in events if isinstance(event, Piece)]
 
 
 def cached_tokens(loaded, store, ids):

@@ -47,16 +47,20 @@ def logits(caches, ids=(3, 4, 5)):
         return MODEL(mx.array([ids]), cache=copy.deepcopy(caches))
 
 
-def test_weights_are_those_of_float64():
+@pytest.mark.parametrize("sinks", [None, np.linspace(-2.0, 3.0, 4)], ids=["plain", "attention-sink logits"])
+def test_weights_are_those_of_float64(sinks):
     (attended, *_) = record_attention(MODEL, IDS[:90], 30)
-    weights = np.array(row_weights(attended.queries, attended.keys, attended.scale))
+    assert attended.queries.shape[1] == 4
+    logits = None if sinks is None else mx.array(sinks.astype(np.float32))
+    weights = np.array(row_weights(attended.queries, attended.keys, attended.scale, logits))
     q, k = (np.array(x[0].astype(mx.float32), np.float64) for x in (attended.queries, attended.keys))
+    extra = np.zeros(4) if sinks is None else np.exp(sinks)
     for head, keys in enumerate(k):
         best = np.zeros(90)
-        for query_head in np.split(q, len(k))[head]:
+        for query_head, of_sink in np.split(np.array([*zip(q, extra, strict=True)], object), len(k))[head]:
             for number, query in enumerate(query_head):
                 scores = np.exp(keys[: 61 + number] @ query * attended.scale)
-                best[: 61 + number] = np.maximum(best[: 61 + number], scores / scores.sum())
+                best[: 61 + number] = np.maximum(best[: 61 + number], scores / (scores.sum() + of_sink))
         np.testing.assert_allclose(weights[head], best, rtol=1e-4, atol=1e-7)
 
 
@@ -84,6 +88,18 @@ def test_the_share_counts_all_rows(share):
     assert share - 1 / sum(held) <= sum(held) / (len(held) * len(IDS)) <= share
     assert len({*held}) > 2, "heads keep what they need"
     assert sum(layer.nbytes for layer in caches) < (share + 0.25) * sum(layer.nbytes for layer in document())
+
+
+def test_a_head_whose_sink_takes_all_weight_keeps_no_packed_rows():
+    model = build("gpt_oss")
+    attention = model.layers[1].self_attn
+    attention.sinks = mx.array([40.0, 40.0, 0.0, 0.0])  # of the query heads of two KV heads
+    caches = make_prompt_cache(model, CONFIG)
+    with compressed_attention(model):
+        prefill(model, caches, IDS, 128)
+    result = mlx_tq.compact_prompt_cache(model, Tokenizer(), caches, IDS, 0.4)
+    first, second = map(len, result[1].positions)
+    assert first == len(IDS) - caches[1].packed_tokens < second
 
 
 def test_all_rows_answer_as_before():

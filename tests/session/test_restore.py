@@ -323,7 +323,7 @@ def test_queries_are_kept_while_a_question_may_need_them(passes):
     """The latest 256, and no pass before these."""
     listener, ends = QueryBuffer(), np.cumsum(passes)
     for count, end in zip(passes, ends, strict=True):
-        listener.append(mx.arange(int(end) - count, int(end))[None, None, :, None], 1.0)
+        listener.append(mx.arange(int(end) - count, int(end))[None, None, :, None], 1.0, None)
     kept = np.concatenate([np.array(each).ravel() for each in listener.passes])
     assert kept.tolist() == list(range(int(ends[-1]) - len(kept), int(ends[-1])))
     assert len(kept) >= min(MAX_QUESTION, ends[-1])
