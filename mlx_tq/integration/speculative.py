@@ -107,6 +107,7 @@ def speculative_generate_step(
     caches = prompt_cache or [*make_prompt_cache(model), *make_prompt_cache(draft_model)]
     counted = _Counted(model, len(native_caches(model)))
     check_rollback(model, caches[: len(counted.layers)])
+    # The draft model makes a pass for each guess, and may have to forget all of them.
     with rollback_windows(caches, options.get("num_draft_tokens", _DRAFT_TOKENS) + 2):
         yield from _mlx_lm_speculative(prompt, counted, draft_model, *args, prompt_cache=caches, **options)
 
