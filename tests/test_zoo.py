@@ -27,7 +27,7 @@ def test_a_model_uses_its_context_and_depends_on_its_seed(name):
     assert 0.1 < logits.std() < 5
     if ARCHITECTURES[name].plain_layers:  # a recurrent state forgets
         changed = last_logits(model, [*PROMPT[:3], PROMPT[3] + 1, *PROMPT[4:]])
-        assert mx.abs(changed - logits).max() > 0.05
+        assert mx.abs(changed - logits).max() > 0.02
     models = model, build(name), build(name, seed=2)
     first, same, other = (dict(tree_flatten(built.parameters())) for built in models)
     assert all(mx.array_equal(first[key], same[key]) for key in first)

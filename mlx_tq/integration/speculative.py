@@ -14,6 +14,7 @@ from mlx_tq.cache.layer import cache_parts
 from mlx_tq.errors import UnsupportedModelError
 from mlx_tq.integration.patches import Patched, replace_function
 from mlx_tq.integration.probe import architecture_name, native_caches
+from mlx_tq.models import config_value
 
 _DRAFT_TOKENS = 2  # mlx-lm's default
 
@@ -40,6 +41,11 @@ class RollbackWindow(RotatingKVCache):  # type: ignore[misc]
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
         window = window_size or self.window
+        if window > self.window:  # as in plamo3: mlx-lm's decode step then sees fewer tokens than its prefill
+            raise UnsupportedModelError(
+                f"speculative decoding is not supported for this model: its prefill sees windows of {window} tokens, "
+                f"and its decode steps of {self.window}. Drop the draft model."
+            )
         stored = 0 if self.keys is None else min(self.max_size - 1, self.keys.shape[2])
         if stored + N > window or return_array:
             return create_causal_mask(N, stored, window_size=window)
@@ -66,6 +72,11 @@ def _narrow(cache: Any) -> None:
 
 def check_rollback(model: Any, caches: Sequence[Any]) -> None:
     """Raise UnsupportedModelError if a model's caches cannot forget their last tokens."""
+    if config_value(getattr(model, "args", None), "blocksparse_block_size"):
+        raise UnsupportedModelError(
+            f"speculative decoding is not supported for {architecture_name(model)}: its block-sparse attention gives "
+            "several tokens other logits than one at a time. Drop the draft model."
+        )
     stuck = [part for part in cache_parts(caches) if not (type(part) is RotatingKVCache or part.is_trimmable())]
     stuck += [part for part in cache_parts(caches) if type(part) is RotatingKVCache and part.keep]
     if stuck:
