@@ -66,7 +66,8 @@ Batches: "one at a time" means that mlx-lm gives other results in a batch than a
 server runs one request at a time. "unpadded" means the same for prompts of different lengths, so the server prefills
 them one after the other and decodes them together.
 
-Drafts: "no" means that the state of the model cannot go back, or that it gives several tokens other logits than one, so speculative decoding is refused.
+Drafts: "no" means that the state of the model cannot go back, or that it gives several tokens other logits than
+one, so speculative decoding is refused.
 """
 # Groups of flags that several commands have and that the page lists once: heading and anchor.
 SHARED = {"KV cache": ("The KV cache", "the-kv-cache"), "rescue": ("Rescue", "rescue")}
