@@ -517,6 +517,44 @@ def prediction_checks() -> str:
     return table([PREDICTED], columns, rows, on=ON_ROOFLINE)
 
 
+def lookup_speed() -> str:
+    about = report("lookup_speed.json")
+    rows = [
+        (
+            row["task"],
+            f"{row['prompt']:,}",
+            f"{row['plain_tps']:.1f}",
+            f"{row['lookup_tps']:.1f}",
+            f"{row['gain']:.2f}",
+            f"{row['accepted']} of {row['drafted']}",
+        )
+        for row in about["rows"]
+    ]
+    columns = ("task", "prompt tokens", "without, tok/s", "with, tok/s", "times as fast", "drafted tokens accepted")
+    return table(
+        ["lookup_speed.json"],
+        columns,
+        rows,
+        on=f"{MODELS[about['model']]} in float32, medians of {about['rounds']} pairs, on a busy machine",
+    )
+
+
+def lookup_acceptance() -> str:
+    about = report("lookup_acceptance.json")
+    rows = []
+    for profile in dict.fromkeys(row["profile"] for row in about["rows"]):
+        of_profile = [row for row in about["rows"] if row["profile"] == profile]
+        shares = []
+        for way in ("lookup", "draft_model"):
+            drafted, accepted = (sum(row[way][count] for row in of_profile) for count in ("drafted", "accepted"))
+            shares.append(f"{100 * accepted / drafted:.0f} % of {drafted:,}")
+        rows.append((f"`{profile}`", pair(PROFILES[profile]), *shares))
+    columns = ("`--kv-profile`", "keys/values", "prompt lookup", "draft model of 3-bit weights")
+    names = " and ".join(dict.fromkeys(row["task"] for row in about["rows"]))
+    where = f"{MODELS[about['model']]} in float32, {names}; drafted tokens that were accepted"
+    return table(["lookup_acceptance.json"], columns, rows, on=where)
+
+
 def streams() -> str:
     name = "server_streams.json"
     order = {word: place for place, word in enumerate(("cold", "hot", "off", "balanced", "small"))}
@@ -582,6 +620,23 @@ def restores() -> str:
     return table([*files], columns, rows, on="two models in float32")
 
 
+def shared_steps() -> str:
+    name = "store_shared_steps.json"
+    rows = [
+        [
+            f"`{f['profile']}`",
+            *(f"{f['processor']['milliseconds'][arm]:.1f}" for arm in ("one", "copies", "shared")),
+            f"{f['processor']['shared_to_copies']:.2f}",
+            f"{f['processor']['shared_to_one']:.2f}",
+            *(f"{f['cache_bytes'][arm] / 1e6:.1f}" for arm in ("copies", "shared")),
+        ]
+        for f in report(name)["figures"]
+    ]
+    columns = ["profile", "one stream, ms", "eight with copies", "eight that share", "of copies", "times one stream"]
+    columns += ["KV of copies, MB", "shared, MB"]
+    return table([name], columns, rows, on="caches of SmolLM2's shape with random rows, processor time on one core")
+
+
 LONG_PROMPT = {
     "share kept by the slowest": ("speed that the slowest of four streams keeps while 32K are prefilled", "{:.3f}"),
     "longest gap, s": ("longest gap between two of its tokens, s", "{:.2f}"),
@@ -597,6 +652,53 @@ def long_prompt() -> str:
     figures = report(name)["figures"]
     rows = [[text, form.format(figures[key])] for key, (text, form) in LONG_PROMPT.items()]
     return table([name], ["what", "median"], rows, on="a random model with 2 layers and 131,072 positions")
+
+
+AGENTS_MODEL = "a random model with 2 layers and 131,072 positions"
+REUSES = {
+    ("mlx_tq", "memory"): "reused",
+    ("mlx_tq", "restart"): "after SIGTERM",
+    ("mlx_tq", "kill"): "after kill -9",
+    ("mlx_tq", "side"): "with side requests",
+    ("mlx_tq", "two"): "two at once",
+    ("mlx-lm", "memory"): "mlx-lm's server",
+    ("mlx-lm", "side"): "with side requests there",
+}
+
+
+def agent_figures(name: str) -> dict[str, dict[tuple[str, str], Record]]:
+    """Return the figures of each client by server and arm, for clients with all sessions."""
+    clients: dict[str, dict[tuple[str, str], Record]] = {}
+    for row in report(name)["figures"]:
+        clients.setdefault(row["client"], {})[row["server"], row["arm"]] = row
+    return {client: rows for client, rows in sorted(clients.items()) if ("mlx_tq", "memory") in rows}
+
+
+def agents() -> str:
+    name, rows = "agents_random_long.json", []
+    for client, figures in agent_figures(name).items():
+        whole = figures["mlx_tq", "memory"]
+        shares = [figures[key]["reused_share"] if key in figures else None for key in REUSES]
+        shown = ["-" if share is None else f"{100 * share:.1f} %" for share in shares]
+        counts = [str(whole["requests"]), f"{whole['prompt_tokens']:,}"]
+        rows.append([client, *counts, f"{100 * whole['shared_tokens'] / whole['prompt_tokens']:.1f} %", *shown])
+    columns = ["client", "requests", "prompt tokens", "shared", *REUSES.values()]
+    return table([name], columns, rows, on=AGENTS_MODEL)
+
+
+def agent_turns() -> str:
+    name, rows = "agents_random_long.json", []
+    for client, figures in agent_figures(name).items():
+        ours, other = figures["mlx_tq", "memory"], figures.get(("mlx-lm", "memory"))
+        after = figures.get(("mlx_tq", "restart"), {}).get("first_token_after")
+        seconds = [ours["first"], ours["later"], after]
+        nbytes = [ours["kept_bytes"], ours["stored_bytes"], other and other["kept_bytes"]]
+        shown = ["-" if value is None else f"{value:.1f}" for value in seconds]
+        shown += ["-" if value is None else f"{value / 1e6:.0f}" for value in nbytes]
+        rows.append([client, *shown])
+    columns = ["client", "first turn, s", "later turns, s", "first turn after SIGTERM, s"]
+    columns += ["in memory, MB", "on disk, MB", "mlx-lm's server in memory, MB"]
+    return table([name], columns, rows, on=AGENTS_MODEL)
 
 
 def hostile() -> str:
@@ -864,7 +966,8 @@ TABLES: dict[str, Callable[[], str]] = {
         *(profiles, formats, divergence, frontier, normalization, trellis, by_layer, answers),
         *(whole_models, long_contexts, llama_cpp, one_layer, kernels, attention_counts, verify_counts, gpu_attention),
         *(machine_code, h100_predicted, macs_predicted, prediction_checks),
-        *(streams, long_prompt, prefix_cache, restores, hostile, soak),
+        *(lookup_speed, lookup_acceptance),
+        *(streams, shared_steps, long_prompt, agents, agent_turns, prefix_cache, restores, hostile, soak),
         *(
             four_arms,
             policies,

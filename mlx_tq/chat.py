@@ -7,6 +7,7 @@ from mlx_tq.cli.options import ON_FULL, PENALTIES, SAMPLING, Request, parse_json
 from mlx_tq.cli.parser import (
     CommandParser,
     add_cache_arguments,
+    add_lookup_argument,
     add_memory_arguments,
     add_model_arguments,
     add_sampling_arguments,
@@ -41,6 +42,7 @@ def build_parser() -> CommandParser:
     on_full = "when the model's context is full: stop, or drop-oldest, which removes the oldest turns"
     add("--on-full", choices=ON_FULL, default=ON_FULL[0], help=on_full)
     add("--max-tokens", "-m", type=int, default=512, metavar="N", help="maximum tokens per answer")
+    add_lookup_argument(group)
     add("--prefill-step-size", type=int, default=512, metavar="N", help="tokens per prefill step")
     add_sampling_arguments(group, (*SAMPLING, *PENALTIES), from_model=True)
     add("--seed", type=int, default=0, metavar="N", help="random seed")

@@ -17,7 +17,7 @@ from mlx_tq.cli.options import API_KEY_VARIABLE, check_flags
 from mlx_tq.cli.parser import CommandParser, command_parser
 from mlx_tq.cli.runner import DONE, run_command
 from mlx_tq.clients.coding_clients import CLIENTS, CodingClient
-from mlx_tq.clients.config_file import merge_settings, settings_text, write_text
+from mlx_tq.clients.config_file import changed_settings, merge_settings, settings_text, write_text
 from mlx_tq.clients.endpoint import ASSUMED_CONTEXT, Endpoint, find_endpoint
 from mlx_tq.clients.started_server import server_command, started_server, stop_process, url_of_port
 from mlx_tq.errors import ConfigError, unknown_name
@@ -115,10 +115,12 @@ def _write_files(files: Mapping[Path, Mapping[str, Any]], *, dry_run: bool) -> N
     """Merge the settings into the client's files; all are read before the first is written."""
     texts = {path: merge_settings(path, settings) for path, settings in files.items()}
     for path, text in texts.items():
-        if dry_run:
-            sys.stdout.write(f"# would write {path}\n{text}")
-        else:
+        if not dry_run:
             sys.stdout.write(f"{path} {'written' if write_text(path, text) else 'has the settings already'}\n")
+        elif changed := changed_settings(path, files[path]):  # the file's other settings may have secrets
+            sys.stdout.write(f"# would add or change in {path}\n{settings_text(path.suffix, changed)}")
+        else:
+            sys.stdout.write(f"{path} has the settings already\n")
 
 
 def _run_client(args: argparse.Namespace, client: CodingClient, key: str | None, client_words: list[str]) -> int:

@@ -8,6 +8,7 @@ from mlx_tq.cli.options import PENALTIES, SAMPLING, Request, parse_json_object, 
 from mlx_tq.cli.parser import (
     CommandParser,
     add_cache_arguments,
+    add_lookup_argument,
     add_memory_arguments,
     add_model_arguments,
     add_sampling_arguments,
@@ -38,7 +39,8 @@ def build_parser() -> CommandParser:
     add("--use-default-chat-template", action="store_true", help=no_effect)
     add("--prompt-cache-file", metavar="FILE", help="continue a mlx_tq.cache_prompt file, on its model (default: none)")
     _add_generation_arguments(parser)
-    add = parser.add_argument_group("speed and memory").add_argument
+    add = (group := parser.add_argument_group("speed and memory")).add_argument
+    add_lookup_argument(group)
     add("--prefill-step-size", type=int, default=2048, metavar="N", help="tokens per prefill step")
     add("--draft-model", metavar="MODEL", help="model for speculative decoding (default: none)")
     add("--num-draft-tokens", type=int, default=3, metavar="N", help="tokens drafted per step")

@@ -17,13 +17,15 @@ ARGUMENTS = ["--disable-gpu", "--disable-background-networking", "--disable-comp
 SCRIPT = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 
 
+def launch(browser_type, *arguments):
+    sandbox = [] if os.geteuid() or sys.platform == "darwin" else ["--no-sandbox"]  # root cannot have one
+    return browser_type.launch(executable_path=CHROMIUM, args=[*ARGUMENTS, *sandbox, *arguments])
+
+
 @contextmanager
 def chromium():
-    with sync_playwright() as playwright:
-        sandbox = [] if os.geteuid() or sys.platform == "darwin" else ["--no-sandbox"]  # root cannot have one
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=[*ARGUMENTS, *sandbox])
+    with sync_playwright() as playwright, launch(playwright.chromium) as browser:
         yield browser
-        browser.close()
 
 
 @contextmanager

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 # modules between the same two < do not import each other.
 LAYERS = {
     "mlx_tq": "errors < files < codec < kernels < distributed < policies < config < models < cache < integration"
-    " < prompt_cache < prefix_cache < rescue < session < grammar < cli < clients"
+    " < prompt_cache < prefix_cache < rescue < speculative < session < grammar < cli < clients"
     " < generate connect chat cache_prompt calibrate doctor store demo server evaluate bench < __main__",
     "http_limits": "json_body log_limit process_checks request_checks request_parser service_socket web_page"
     " < connections",

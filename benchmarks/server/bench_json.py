@@ -73,11 +73,12 @@ def costs(model, tokenizer, grammars, answers):
         grammar = asyncio.run(grammars.compile(GrammarSource.of_schema(case["schema"])))
         constraint = grammars.constraint(grammar)
         compilations.append(1e6 * (time.perf_counter() - started))
-        for token in [0, *tokenizer.encode(text, add_special_tokens=False)]:
-            last = mx.array([token])
-            mx.eval(last)
+        ids = [0, *tokenizer.encode(text, add_special_tokens=False)]
+        for count in range(1, len(ids) + 1):
+            before = mx.array(ids[:count])
+            mx.eval(before)
             started = time.perf_counter()
-            mx.eval(constraint(last, logits))
+            mx.eval(constraint(before, logits))
             tokens.append(1e6 * (time.perf_counter() - started))
         constraint.check()
     return tokens, compilations

@@ -1,4 +1,4 @@
-"""Compare our server and mlx-lm's with OpenAI's documentation, by forty requests of the official client.
+"""Compare our server and mlx-lm's with OpenAI's documentation, by requests of the official client.
 
     python -m benchmarks.server.conformance
 

@@ -1,4 +1,4 @@
-"""Forty requests of the official client, what OpenAI documents for each, and how to compare the outcome.
+"""Requests of the official client, what OpenAI documents for each, and how to compare the outcome.
 
 A request's `ask` returns None for the documented outcome, else a few words. The outcome of an error is its status.
 """
@@ -19,6 +19,8 @@ SCHEMA = {
     "additionalProperties": False,
 }
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
+COLOR = {"type": "object", "properties": {"color": {"enum": ["red", "green"]}}, "required": ["color"]}
+PAINT = {"type": "function", "function": {"name": "paint", "parameters": COLOR}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
 MODEL = "default_model"
 
@@ -106,6 +108,12 @@ def events(client):
     return seen((types[0], types[-1]) == ("response.created", "response.completed"))
 
 
+def compacts(client):
+    """Check that a conversation becomes its user messages and a summary."""
+    compacted = client.responses.compact(model=MODEL, input=QUESTION, extra_body={"max_output_tokens": 12})
+    return seen([item.type for item in compacted.output] == ["message", "compaction"])
+
+
 def logprobs(client):
     """Check that each token has its two most likely ones."""
     content = chat(client, logprobs=True, top_logprobs=2).choices[0].logprobs.content
@@ -118,6 +126,15 @@ def same(**options):
 
 def ends_before(stop):
     return lambda client: seen(text(chat(client, stop=stop)) == "4172")
+
+
+def calls(client, tools, choice):
+    """Check that an answer has a call of a tool, with arguments that its schema allows."""
+    made = chat(client, tools=tools, tool_choice=choice, max_tokens=60).choices[0].message.tool_calls
+    if not made:
+        return "text"
+    allowed = {"look_up": [{}], "paint": [{"color": "red"}, {"color": "green"}]}
+    return seen(json.loads(made[0].function.arguments) in allowed[made[0].function.name])
 
 
 def completes(prompt, count):
@@ -187,6 +204,9 @@ REQUESTS = [
         {"role": "tool", "tool_call_id": "call_1", "content": "417295"})),
     R("`tools`", "an answer or a call", answers(tools=[TOOL]),
       "the embedded model's template shows none, so that they would be ignored; where a template does, they are taken"),
+    R("`tool_choice` required", "a call", lambda c: calls(c, [TOOL, PAINT], "required")),
+    R("`tool_choice` of a function", "a call of it", lambda c: calls(
+        c, [PAINT], {"type": "function", "function": {"name": "paint"}})),
     R("no messages", "400", lambda c: seen(c.chat.completions.create(model=MODEL, messages=[]) is None)),
     R("a role that is none", "400", answers({"role": "king", "content": "hi"})),
     R("a body without messages", "400", _raw),
@@ -201,6 +221,7 @@ REQUESTS = [
     R("`models.list`, `models.retrieve`", "the model", models),
     R("`responses.create`", "its text", responds),
     R("`responses.create`, a stream", "from `response.created` to `response.completed`", events),
+    R("`responses.compact`", "the user messages, and a summary", compacts),
     R("`previous_response_id` of none that is kept", "400", lambda c: seen(
         c.responses.create(model=MODEL, input="hi", previous_response_id="resp_1") is None)),
 ]  # fmt: skip

@@ -89,8 +89,8 @@ class PackedRows:
 
     @property
     def unshared(self) -> mx.array | None:
-        """The rows behind the shared ones, as they are now: later writes do not reach them."""
-        return None if self._unshared.rows is None else self._unshared.rows[:]
+        """The rows behind the shared ones, as they are now: the same array in each owner, which no write changes."""
+        return self._unshared.rows
 
     def between(self, start: int, stop: int) -> mx.array | None:
         """Return rows [start, stop) in one array, or None if there are no buffers."""
@@ -142,8 +142,8 @@ class PackedRows:
         buffer, stop = self._unshared.rows, index + rows.shape[2]
         if buffer is None or stop > buffer.shape[2]:
             buffer = join_tokens([rows[:, :, :0] if buffer is None else buffer], row_capacity(stop))
-        buffer[:, :, index:stop] = rows
-        self._unshared.rows = buffer
+        self._unshared.rows = buffer[:]  # what others hold stays as it is
+        self._unshared.rows[:, :, index:stop] = rows
 
     def release_capacity(self, stop: int) -> None:
         """Keep copies of the first `stop` rows where they are less than half of a buffer."""

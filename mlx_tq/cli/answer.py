@@ -39,6 +39,7 @@ from mlx_tq.cli.screen import (
     note,
     plan_dict,
     prefill_progress,
+    show_lookup,
     show_plan,
     show_ranks,
     show_restored,
@@ -65,6 +66,8 @@ from mlx_tq.session.shadow_mode import Shadow, make_shadow
 from mlx_tq.session.text import PlainText, PromptLengthLimit, is_reasoning_open
 from mlx_tq.session.transcript import Transcript, quotation_limit
 from mlx_tq.session.turn import UNLIMITED, Turn, TurnStats
+from mlx_tq.speculative.draft_gate import MAX_ROWS
+from mlx_tq.speculative.lookup_mode import LookupMode
 
 _NEARLY_FULL = 0.9  # of the model's context
 
@@ -102,7 +105,8 @@ def answer_request(request: Request, inputs: Inputs | None) -> int:
             f"--max-kv-size {args.max_kv_size} chooses mlx-lm's rotating cache, which is not compressed. For a "
             "compressed cache of limited size, use --kv-evict and --kv-budget instead."
         )
-    plan = opened.plan
+    plan, lookup_mode = opened.plan, LookupMode(args.prompt_lookup)
+    lookup_mode.check(model, opened.caches)
     compile_kernels(model, plan, lengths=_pass_lengths(args))
     options["max_tokens"] = _limit_tokens(opened, len(ids), limit, request)
     if args.verbose and plan is not None:
@@ -110,13 +114,9 @@ def answer_request(request: Request, inputs: Inputs | None) -> int:
     elif args.verbose:
         bits = f", at {args.kv_bits} bits from {args.quantized_kv_start:,} tokens on" if args.kv_bits else ""
         note(f"KV cache: mlx-lm's own{bits}")
-    sampler = make_sampler(
-        *(args.temp, args.top_p, args.min_p, args.min_tokens_to_keep, args.top_k),
-        xtc_probability=args.xtc_probability,
-        xtc_threshold=args.xtc_threshold,
-        xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
-    )
-    options["sampler"] = ranks.share_sampler(sampler)
+    if args.verbose:
+        show_lookup(lookup_mode.blocker(model, opened.caches))
+    options["sampler"] = ranks.share_sampler(_make_sampler(args, tokenizer))
     constraints = [] if schema is None else [_make_constraint(schema, tokenizer, ids, args.json_schema)]
     options["logits_processors"] = [*make_processors(vars(args)), *constraints]
     prefix_cache = None if folder is None or plan is None else PrefixCache(model, plan, folder, warn)
@@ -125,14 +125,27 @@ def answer_request(request: Request, inputs: Inputs | None) -> int:
         opened = opened._replace(caches=shadow.caches)
     can_recall = plan is not None and plan.recalls and request.values["--kv-recall"] != OFF
     query = prompt if can_recall or request.rescue.service != OFF else None
-    answer = _answer(model, tokenizer, opened, ids, query, request, options, constraints, prefix_cache, shadow)
+    answer = _answer(
+        *(model, tokenizer, opened, ids, query, request, options, constraints, prefix_cache, shadow, lookup_mode)
+    )
     _report(model, answer, opened, request, can_recall, shadow)
     return INTERRUPTED if answer[1].finish_reason == "interrupted" else DONE
 
 
+def _make_sampler(args: argparse.Namespace, tokenizer: Any) -> Any:
+    return make_sampler(
+        *(args.temp, args.top_p, args.min_p, args.min_tokens_to_keep, args.top_k),
+        xtc_probability=args.xtc_probability,
+        xtc_threshold=args.xtc_threshold,
+        xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
+    )
+
+
 def _pass_lengths(args: argparse.Namespace) -> range:
-    """Return the tokens of a pass while answering: one, or as many as a draft model proposes, and one."""
-    return range(1, 2 + (0 if args.draft_model is None else args.num_draft_tokens))
+    """Return the tokens of a pass while answering: one, and up to as many as are drafted."""
+    if args.draft_model is not None:
+        return range(1, 2 + args.num_draft_tokens)
+    return range(1, 2 if args.prompt_lookup == OFF else MAX_ROWS + 1)
 
 
 def _load(request: Request, ranks: Ranks) -> tuple[Any, Any, dict[str, Any]]:
@@ -206,6 +219,7 @@ def _answer(
     constraints: list[Any],
     prefix_cache: PrefixCache | None,
     shadow: Shadow | None,
+    lookup_mode: LookupMode,
 ) -> Answer:
     """Print the answer to a prompt of tokens `ids`, whose evicted text is searched for `query`; Ctrl-C ends it early.
 
@@ -222,9 +236,14 @@ def _answer(
             options |= {"draft_model": draft, "num_draft_tokens": args.num_draft_tokens}
             options |= {"prompt_cache": [*caches, *draft_caches]}
         show = stack.enter_context(prefill_progress(show=args.verbose))
-        step = args.prefill_step_size
         turn = stack.enter_context(
-            Turn(model, tokenizer, caches, transcript, step, prefix_cache=prefix_cache, shadow=shadow, progress=show)
+            Turn(
+                *(model, tokenizer, caches, transcript, args.prefill_step_size),
+                prefix_cache=prefix_cache,
+                shadow=shadow,
+                lookup_mode=lookup_mode,
+                progress=show,
+            )
         )
         try:
             room = UNLIMITED if limit is None else limit - len(transcript.ids) - len(ids)

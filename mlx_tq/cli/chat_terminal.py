@@ -17,11 +17,13 @@ from mlx_tq.cli.runner import DONE, INTERRUPTED
 from mlx_tq.cli.sampling_settings import choose_sampling, make_processors, parse_setting
 from mlx_tq.cli.screen import (
     collect_stats,
+    describe_drafts,
     describe_size,
     human_bytes,
     memory_bar,
     note,
     prefill_progress,
+    show_lookup,
     show_plan,
     show_ranks,
     show_restored,
@@ -41,6 +43,7 @@ from mlx_tq.prompt_cache.warm_up import compile_kernels
 from mlx_tq.rescue import AUTO, OFF, START_S
 from mlx_tq.session import Session
 from mlx_tq.session.restore import take_archive_warning
+from mlx_tq.speculative.draft_gate import MAX_ROWS
 
 readline: Any = None
 with suppress(ImportError):  # not on every system; without it lines cannot be edited
@@ -102,6 +105,7 @@ def run_chat(request: Request) -> int:
         seed=args.seed,
         prefix_cache=open_prefix_folder(request, ranks),
         shadow=request.shadow,
+        prompt_lookup=args.prompt_lookup,
         on_full=args.on_full,
         warn=warnings.append,
     ) as session:
@@ -109,7 +113,8 @@ def run_chat(request: Request) -> int:
             session.load(args.load)
             if request.changes_cache:  # flags can only repeat what the conversation was saved with
                 check_config(args.load, session.config, with_formats(model, request.change(session.config)))
-        compile_kernels(model, session.plan)
+        lengths = range(1, 2 if args.prompt_lookup == OFF else MAX_ROWS + 1)
+        compile_kernels(model, session.plan, lengths=lengths)
         chat = Chat(session, settings, warnings, ranks)
         chat.show_conversation()
         note(sampling_line)
@@ -214,7 +219,7 @@ class Chat:
             show_restored(turn, can_recall=turn.archived > 0)
             note(
                 f"prompt {turn.prompt_tokens:,} tokens, generated {turn.generation_tokens:,} tokens at "
-                f"{turn.generation_tps:.1f} tok/s ({turn.finish_reason})"
+                f"{turn.generation_tps:.1f} tok/s ({turn.finish_reason}){describe_drafts(turn)}"
             )
         else:
             note("interrupted before the answer: the message was removed")
@@ -325,6 +330,7 @@ class Chat:
         if session.plan is not None:
             recall_blocker = None if session.shadow is None else "--kv-shadow"
             show_plan(session.plan, session.context_length or _DEFAULT_CONTEXT, recall_blocker)
+        show_lookup(session.lookup_mode.blocker(session.model, session.cache))
         if session.client is not None:
             note(f"rescue: {session.rescue.service}")
         if session.last_exchange is not None:

@@ -26,6 +26,7 @@ POLICIES = ("triattention", "expected_attention", "knorm", "random", "recency", 
 BACKENDS = ("auto", "metal", "cuda", "cpu", "reference")
 DTYPES = ("float32", "float16", "bfloat16")
 ON_FULL = ("stop", "drop-oldest")
+PROMPT_LOOKUP = ("auto", "on", "off")
 
 OFF, AUTO, NONE = "off", "auto", "none"
 STDOUT = "-"  # in place of a file
@@ -112,6 +113,8 @@ class Option(NamedTuple):
 _TOP_P = "sample from the most likely tokens of this total probability"
 _MIN_P = "minimum probability relative to the most likely token"
 _PENALTY = "penalty on the tokens that occurred recently in this prompt and answer, such as 1.1; 1 is off"
+_PRESENCE = "penalty on each token that occurs among the last 20, such as 1.5; 0 is off"
+_FREQUENCY = "penalty for each time that a token occurs among the last 20, such as 0.5; 0 is off"
 SAMPLING = (
     Option("--temp", "T", parse_temperature, "sampling temperature; 0 is greedy", 0.0, "temperature"),
     Option("--top-p", "P", float, _TOP_P, 1.0, "top_p"),
@@ -121,6 +124,8 @@ SAMPLING = (
 PENALTIES = (
     Option("--repetition-penalty", "X", parse_penalty, _PENALTY, 1.0, "repetition_penalty"),
     Option("--repetition-context-size", "N", int, "recent tokens that --repetition-penalty applies to", 20),
+    Option("--presence-penalty", "X", float, _PRESENCE, 0.0, "presence_penalty"),
+    Option("--frequency-penalty", "X", float, _FREQUENCY, 0.0, "frequency_penalty"),
 )
 
 _KEY = "key format: q8, tq4, tq3, ... (see docs/reference/formats.md), or one per layer joined by +"
@@ -249,6 +254,7 @@ EXCLUDES: dict[str, tuple[str, ...]] = {
     "--prefix-cache": ("--draft-model", "--image", "--prompt-cache-file", "--kv-shadow", *_NATIVE_CACHE),
     "generate --rescue": ("--draft-model", "--image", "--prompt-cache-file", "--kv-shadow"),
     "--json-schema": ("--draft-model",),
+    "--prompt-lookup on": ("--kv-evict", "--kv-shadow", "--draft-model", "--image"),
     "--prompt": ("--prompt-file",),
     "--system-prompt": ("--load",),
     "--on-full": ("--kv-shadow",),
@@ -273,13 +279,14 @@ _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(
         ("--prefill-step-size", "--max-kv-size", "--samples", "--step", "--kv-shadow", "--context"), (1, math.inf)
     ),
-    **dict.fromkeys(("--decode-concurrency", "--prompt-concurrency", "--max-queue"), (1, math.inf)),
+    **dict.fromkeys(("--decode-concurrency", "--prompt-concurrency", "--max-queue", "--scale-usage"), (1, math.inf)),
     **dict.fromkeys(("evaluate --seeds", "evaluate --chunks"), (1, math.inf)),
     **dict.fromkeys(("--num-draft-tokens", "--quantized-kv-start", "--seed", "--shots"), (0, math.inf)),
     **dict.fromkeys(("--temp", "--top-k", "--sessions", "--idle-release"), (0, math.inf)),
     **dict.fromkeys(("--top-p", "--min-p", "--xtc-probability"), (0, 1)),
     "--decode-share": (0, 0.95),
     "--repetition-penalty": (0, 10),
+    **dict.fromkeys(("--presence-penalty", "--frequency-penalty"), (-2, 2)),
     "--repetition-context-size": (1, math.inf),
     "--xtc-threshold": (0, 0.5),
     "--port": (0, 65535),
@@ -425,6 +432,7 @@ class Request:
         prefix_cache = None if _is_overridden("--prefix-cache", args, active) else values["--prefix-cache"]
         prefix_cache = None if prefix_cache == OFF else prefix_cache
         active += ["--prefix-cache"] if prefix_cache else []
+        active += ["--prompt-lookup on"] if getattr(args, "prompt_lookup", OFF) == "on" else []
         mentioned = [flag for flag in ("--rescue", "--prefix-cache") if values[flag] is not None]
         check_flags(args, active, mentioned)
         if recall_blocker and args.typed.get("--kv-recall", AUTO) != AUTO:

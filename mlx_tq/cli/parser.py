@@ -9,7 +9,9 @@ from mlx_tq.cli.options import (
     CACHE,
     DTYPES,
     MAIN_FLAGS,
+    OFF,
     PREFIX_CACHE,
+    PROMPT_LOOKUP,
     RECALL,
     RESCUE,
     SAMPLING,
@@ -131,6 +133,12 @@ def add_memory_arguments(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--memory", type=parse_size, metavar="SIZE", help=f"{memory} (default: none)")
     context = "tokens of that context (default: the model's context length)"
     parser.add_argument("--context", type=int, metavar="N", help=context)
+
+
+def add_lookup_argument(parser: argparse._ActionsContainer) -> None:
+    text = "speculative decoding with drafts from the conversation itself: auto drafts where that should be faster, on "
+    text += "wherever text repeats; neither with --kv-evict, nor on caches that cannot drop a rejected draft"
+    parser.add_argument("--prompt-lookup", choices=PROMPT_LOOKUP, default=OFF, help=text)
 
 
 def add_sampling_arguments(

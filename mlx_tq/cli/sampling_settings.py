@@ -13,7 +13,7 @@ from mlx_tq.errors import ConfigError
 from mlx_tq.models import GENERATION_CONFIG, read_generation_config
 
 _FLAGS, _DEFAULT = "from flags", "default"
-_OFF = (0, 1)  # penalties that change nothing
+_OFF = (0, 1)  # repetition penalties that change nothing
 
 
 def choose_sampling(args: argparse.Namespace, model: str | None) -> tuple[dict[str, Any], str]:
@@ -51,11 +51,12 @@ def parse_setting(option: Option, text: str) -> Any:
     return value
 
 
-def make_processors(settings: Mapping[str, Any], **others: Any) -> list[Any]:
-    """Return mlx-lm's logits processors for the repetition penalty of settings, and for its `others`."""
-    penalty, size = settings["repetition_penalty"], settings["repetition_context_size"]
-    penalty = None if penalty in _OFF else penalty
-    return list(make_logits_processors(repetition_penalty=penalty, repetition_context_size=size, **others))
+def make_processors(settings: Mapping[str, Any], logit_bias: Mapping[int, float] | None = None) -> list[Any]:
+    """Return mlx-lm's logits processors for the penalties of settings, and for biases of tokens."""
+    penalties = {name_of(option.flag): settings[name_of(option.flag)] for option in PENALTIES}
+    if penalties["repetition_penalty"] in _OFF:
+        penalties["repetition_penalty"] = None
+    return list(make_logits_processors(logit_bias, **penalties))
 
 
 def _read_sampling(model: str | None) -> dict[str, Any]:

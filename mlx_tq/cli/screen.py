@@ -253,6 +253,18 @@ def show_cache(cache: CacheStats) -> None:
         warn(f"{cache.clamped:,} vectors exceeded the range of fp16 and were clamped. Use --kv-profile off.")
 
 
+def show_lookup(blocker: str | None) -> None:
+    """Say why prompt lookup stays off, if something keeps it off."""
+    if blocker is not None:
+        note(f"Prompt lookup is off: {blocker}")
+
+
+def describe_drafts(turn: TurnStats) -> str:
+    """Return how many drafted tokens were accepted, to follow other figures of an answer; "" without drafts."""
+    drafted = turn.drafted_tokens
+    return f", {turn.accepted_tokens:,} of {drafted:,} drafted tokens accepted" if drafted else ""
+
+
 def show_stats(stats: TurnStats, cache: CacheStats) -> None:
     prompt, generated, reason = f"prompt: {stats.prompt_tokens:,} tokens", stats.generation_tokens, stats.finish_reason
     if generated:
@@ -260,7 +272,8 @@ def show_stats(stats: TurnStats, cache: CacheStats) -> None:
         prompt += cached if stats.cached_tokens else ""
         stderr.print(f"{prompt}, {stats.prompt_tps:.1f} tok/s, first token after {stats.ttft:.2f} s")
         rate = f", {stats.generation_tps:.1f} tok/s" if generated > 1 else ""
-        stderr.print(f"generation: {generated:,} token{'s' * (generated > 1)}{rate} ({reason})")
+        drafts = describe_drafts(stats)
+        stderr.print(f"generation: {generated:,} token{'s' * (generated > 1)}{rate} ({reason}){drafts}")
     else:
         stderr.print(f"{prompt}, {reason} before the first token")
     show_cache(cache)

@@ -15,6 +15,9 @@ from mlx_tq.clients.endpoint import NO_KEY, Endpoint
 MakeSettings = Callable[[Endpoint], dict[str, Any]]
 
 _PROVIDER = "mlx_tq"
+# Tokens of the shortest context at which Claude Code compacts by itself, and of the one that it gets in place of a
+# shorter one: a server with --scale-usage reports its usage as if it had that.
+_LEAST_CLAUDE_WINDOW, _SCALED_CLAUDE_WINDOW = 100_000, 200_000
 _TIMEOUT_MS = 1_800_000  # a long prompt takes minutes to prefill, and clients give up after 2 to 10
 
 
@@ -69,6 +72,7 @@ class CodingClient:
 
 def _claude(server: Endpoint) -> dict[str, str]:
     kinds = ("OPUS", "SONNET", "HAIKU")
+    window = server.context_length if server.context_length >= _LEAST_CLAUDE_WINDOW else _SCALED_CLAUDE_WINDOW
     return {
         "ANTHROPIC_BASE_URL": server.url,
         "ANTHROPIC_AUTH_TOKEN": server.key or NO_KEY,
@@ -77,7 +81,7 @@ def _claude(server: Endpoint) -> dict[str, str]:
         "ANTHROPIC_SMALL_FAST_MODEL": server.model,
         "CLAUDE_CODE_SUBAGENT_MODEL": server.model,
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(server.output_tokens),
-        "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(server.context_length),
+        "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(window),
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it begins each system prompt with another hash, so no prefix is shared
         "ENABLE_TOOL_SEARCH": "false",  # which only Anthropic's server has
         "API_TIMEOUT_MS": str(_TIMEOUT_MS),

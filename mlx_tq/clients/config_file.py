@@ -20,16 +20,40 @@ def merge_settings(path: Path, settings: Mapping[str, Any]) -> str:
     Of a list, entries with the `id` or `name` of one of ours are replaced. Raises ConfigError if the file cannot be
     read or parsed.
     """
+    document = _read(path)
+    _merge(document, settings)
+    return _format(path.suffix, document)
+
+
+def changed_settings(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the settings that the file at `path` does not have, or has with another value."""
+    return _changes(_read(path), settings)
+
+
+def _read(path: Path) -> MutableMapping[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        document = _parse(path.suffix, text)
+        return _parse(path.suffix, path.read_text(encoding="utf-8") if path.exists() else "")
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} cannot be read as {path.suffix[1:].upper()} ({one_line(error)}) and is left as it is. Repair it, "
             "or add the settings yourself: without --write they are printed."
         ) from error
-    _merge(document, settings)
-    return _format(path.suffix, document)
+
+
+def _changes(document: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    changed = {}
+    for name, value in settings.items():
+        current = document.get(name)
+        if isinstance(value, Mapping) and isinstance(current, Mapping):
+            value = _changes(current, value)
+            is_changed = bool(value)
+        elif isinstance(value, list) and isinstance(current, list):
+            is_changed = any(entry not in current for entry in value)
+        else:
+            is_changed = name not in document or value != current
+        if is_changed:
+            changed[name] = value
+    return changed
 
 
 def settings_text(suffix: str, settings: Mapping[str, Any]) -> str:

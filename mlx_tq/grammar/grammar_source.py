@@ -1,4 +1,4 @@
-"""`GrammarSource`: a JSON schema, regular expression or Lark grammar, and how llguidance reads it."""
+"""`GrammarSource`: a JSON schema, regular expression, Lark grammar or tool calls, and how llguidance reads it."""
 
 import json
 from collections.abc import Iterator
@@ -10,11 +10,13 @@ from llguidance import LLMatcher
 from mlx_tq.errors import ConfigError
 
 MAX_TEXT = 2**16  # characters
+_MAX_TOOLS = 2**18  # characters of the grammar of all tools of a request
 
-Syntax = Literal["json_schema", "regex", "lark"]
+# "tool_calls" is Lark of our own.
+Syntax = Literal["json_schema", "regex", "lark", "tool_calls"]
 
 # Separators as Python's json writes them, on one line: where blanks are free, a small model adds them forever.
-_JSON: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+JSON_SEPARATORS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # llguidance follows forced bytes before it returns a mask. Adjacent terminals with no separator (`T T` with `T: /b+/`)
 # can force a byte forever. JSON schemas have separators and a regex is a single terminal, so forcing stays on for both:
 # without it, SmolLM2 needs 15 % more tokens for the same JSON.
@@ -43,8 +45,9 @@ class GrammarSource:
     text: str
 
     def __post_init__(self) -> None:
-        if len(self.text) > MAX_TEXT:
-            raise GrammarError(f"it has more than {MAX_TEXT:,} characters, the limit")
+        limit = _MAX_TOOLS if self.syntax == "tool_calls" else MAX_TEXT
+        if len(self.text) > limit:
+            raise GrammarError(f"it has more than {limit:,} characters, the limit")
         if self.syntax == "lark" and "%llguidance" in self.text:
             raise GrammarError("%llguidance options are not allowed; remove them")
         schema = json.loads(self.text) if self.syntax == "json_schema" else None
@@ -73,11 +76,13 @@ class GrammarSource:
 
     def to_llguidance(self) -> str:
         """Return llguidance's format; raise `ValueError` if the schema is nested too deeply."""
+        if self.syntax == "tool_calls":
+            return self.text
         if self.syntax == "lark":
             return f"{self.text}\n{_NO_FORCING}"
         if self.syntax == "regex":
             return LLMatcher.grammar_from_regex(self.text)
-        return LLMatcher.grammar_from_json_schema(self.text, overrides=_JSON)
+        return LLMatcher.grammar_from_json_schema(self.text, overrides=JSON_SEPARATORS)
 
 
 def subschemas(schema: dict[str, Any]) -> Iterator[Subschema]:

@@ -201,3 +201,9 @@ class OneRow:
     @property
     def nbytes(self) -> int:
         return int(self.cache.nbytes)
+
+    def is_trimmable(self) -> bool:
+        return bool(self.cache.is_trimmable())
+
+    def trim(self, n: int) -> int:
+        return int(self.cache.trim(n))

@@ -19,6 +19,7 @@ from mlx_tq.kernels.cpu import attend as cpu_attend
 from mlx_tq.kernels.cpu_streams import split_tokens
 from mlx_tq.kernels.prefill import prefill
 from mlx_tq.kernels.regions import Mask, Regions, apply_mask, take_columns
+from mlx_tq.kernels.shared_prefixes import find_shared_prefixes
 
 # Packed tokens decoded at a time: with 8 heads of 128 they take 32 MiB in fp32.
 BLOCK_TOKENS = 4096
@@ -32,9 +33,22 @@ def attend(
 
     `scale` is the factor of scores, and `sinks` are attention-sink logits [Hq].
     """
-    batch, query_heads, length, dim = queries.shape
+    return _attend(queries, regions, scale, mask, sinks)
+
+
+def _attend(
+    queries: mx.array,
+    regions: Regions,
+    scale: float,
+    mask: Mask,
+    sinks: mx.array | None,
+    first: "Partial | None" = None,
+    start: int = 0,
+) -> mx.array:
+    """Attend to a cache, of whose packed tokens `first` is attention to those before `start`, in rotated space."""
+    query_heads, length = queries.shape[1:3]
     heads, full_tokens = regions.full_keys.shape[1], regions.full_tokens
-    q = (queries.astype(mx.float32) * scale).reshape(batch, heads, -1, dim)  # [B, H, G L, Dk]
+    q = _group_queries(queries, heads, scale)
 
     scores = q @ regions.keys.astype(mx.float32).swapaxes(-1, -2)
     if isinstance(mask, mx.array):
@@ -49,16 +63,29 @@ def attend(
         logits = mx.broadcast_to(logits, result.m.shape)
         result = merge(result, Partial(logits, mx.ones_like(logits), mx.zeros_like(result.o)))
 
-    if regions.packed_tokens:
-        q = rotate(normalize_queries(q, regions.normalization), regions.layout.key.rotation)
-        parts = []
-        for stream, start, stop in split_tokens(regions.packed_tokens):
-            with mx.stream(stream):  # in blocks, so that memory stays bounded
-                blocks = pairwise([*range(start, stop, BLOCK_TOKENS), stop])
-                parts.append(reduce(merge, (_attend_block(*block, q, regions, mask, length) for block in blocks)))
+    parts = [] if first is None else [first]
+    if start < regions.packed_tokens:
+        parts.append(_attend_packed(q, regions, start, regions.packed_tokens, mask, length))
+    if parts:
         packed = reduce(merge, parts)
         result = merge(result, packed._replace(o=rotate_back(packed.o, regions.layout.value.rotation)))
-    return (result.o / result.l).reshape(batch, query_heads, length, -1).astype(queries.dtype)
+    return (result.o / result.l).reshape(-1, query_heads, length, result.o.shape[-1]).astype(queries.dtype)
+
+
+def _group_queries(queries: mx.array, heads: int, scale: float) -> mx.array:
+    """Return scaled queries by KV head, fp32 [B, H, G L, Dk]."""
+    return (queries.astype(mx.float32) * scale).reshape(queries.shape[0], heads, -1, queries.shape[3])
+
+
+def _attend_packed(q: mx.array, regions: Regions, start: int, stop: int, mask: Mask, length: int) -> "Partial":
+    """Attend to packed tokens [start, stop), in rotated space."""
+    q = rotate(normalize_queries(q, regions.normalization), regions.layout.key.rotation)
+    parts = []
+    for stream, begin, end in split_tokens(stop - start):
+        with mx.stream(stream):  # in blocks, so that memory stays bounded
+            blocks = pairwise([*range(start + begin, start + end, BLOCK_TOKENS), start + end])
+            parts.append(reduce(merge, (_attend_block(*block, q, regions, mask, length) for block in blocks)))
+    return reduce(merge, parts)
 
 
 def _attend_block(start: int, stop: int, q: mx.array, regions: Regions, mask: Mask, length: int) -> "Partial":
@@ -79,11 +106,27 @@ def attend_batch(
     queries: mx.array, batch: Sequence[Regions], *, scale: float, mask: Mask = None, sinks: mx.array | None = None
 ) -> mx.array:
     """Return what `attend` returns for each of B caches of batch size 1 that share a layout; `mask` is no array."""
+    first: dict[int, tuple[Partial, int]] = {}
+    for members, tokens in find_shared_prefixes(batch):
+        parts = _attend_prefix(mx.take(queries, mx.array(members), axis=0), batch[members[0]], tokens, scale)
+        first.update((member, (part, tokens)) for member, part in zip(members, parts, strict=True))
     outputs = []
     for i, regions in enumerate(batch):
-        run = attend if regions.packed_tokens else prefill
-        outputs.append(run(queries[i : i + 1], regions, scale=scale, mask=mask, sinks=sinks))
+        row = queries[i : i + 1]
+        if regions.packed_tokens:
+            outputs.append(_attend(row, regions, scale, mask, sinks, *first.get(i, ())))
+        else:
+            outputs.append(prefill(row, regions, scale=scale, mask=mask, sinks=sinks))
     return mx.concatenate(outputs)
+
+
+def _attend_prefix(queries: mx.array, regions: Regions, tokens: int, scale: float) -> list["Partial"]:
+    """Attend with the queries [N, Hq, L, Dk] of N caches to the packed tokens that they begin with."""
+    heads, count = regions.full_keys.shape[1], queries.shape[0]
+    folded = _group_queries(queries, heads, scale).swapaxes(0, 1).reshape(1, heads, -1, queries.shape[3])
+    together = _attend_packed(folded, regions, 0, tokens, None, queries.shape[2])
+    rows = folded.shape[2] // count
+    return [Partial(*(x[:, :, i * rows : (i + 1) * rows] for x in together)) for i in range(count)]
 
 
 class Partial(NamedTuple):

@@ -11,10 +11,11 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, pairwise, product
+from itertools import chain, pairwise, product, repeat
 from typing import NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_tq.codec.formats import Codec
 from mlx_tq.codec.formats.trellis import TrellisCodec
@@ -24,7 +25,8 @@ from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import arguments, backend, thresholds
 from mlx_tq.kernels.gpu import Constants, Kernel, fit_simdgroups, simdgroup_grid
 from mlx_tq.kernels.matrix_queries import matrix_queries
-from mlx_tq.kernels.regions import HeadRows, Mask, Regions
+from mlx_tq.kernels.regions import HeadRows, Mask, Regions, SharedRows
+from mlx_tq.kernels.shared_prefixes import SharedPrefix, find_shared_prefixes
 from mlx_tq.kernels.thresholds import KernelThresholds
 
 ATTEND = Kernel(
@@ -79,18 +81,26 @@ def launch_attend_batch(
     if isinstance(mask, mx.array) and batch[0].shared:
         batch = [replace(batch[0], packed_rows=batch[0].rows(), shared=())]
     normalized = any(regions.normalization is not None for regions in batch)
-    counts = [max(1, len(regions.groups)) for regions in batch]
-    sources = 1 if sum(counts) == 1 else most_sources(layout, normalized=normalized)
-    outputs, edges = [], [0]
-    shared = [[(id(rows), count) for rows, count in regions.shared] for regions in batch]
-    for i in range(len(batch)):  # runs of neighbors that share the same rows, or none
-        if sum(counts[edges[-1] : i + 1]) > sources or shared[i] != shared[edges[-1]]:
-            edges.append(i)
-    for start, stop in pairwise([*edges, len(batch)]):
-        rows = queries if len(batch) == 1 else queries[start:stop]
-        call = _Call(rows, batch[start:stop], sources, normalized, scale, mask, sinks)
-        outputs.append(call.attend_shared() if batch[start].shared else call.attend())
-    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+    is_one = len(batch) == 1 and len(batch[0].groups) < 2
+    sources = 1 if is_one else most_sources(layout, normalized=normalized)
+    # Short contexts whose rows lie in one buffer take one dispatch: to read what they share several times costs less.
+    short_tokens = thresholds.current(queries.shape[3], queries.shape[1] // batch[0].full_keys.shape[1]).short_tokens
+    is_long = [bool(regions.shared) or regions.tokens > short_tokens for regions in batch]
+    prefixes = [prefix for prefix in find_shared_prefixes(batch) if any(is_long[i] for i in prefix.members)]
+    separate = set(range(len(batch))).difference(*(prefix.members for prefix in prefixes))
+    groups = [*prefixes, *([SharedPrefix(tuple(sorted(separate)), 0)] if separate else [])]
+    order = [number for members, _ in groups for number in members]
+    is_sorted = order == sorted(order)
+    if not is_sorted:
+        queries, batch = mx.take(queries, mx.array(order), axis=0), [batch[number] for number in order]
+    call = _Call(queries, batch, sources, normalized, scale, mask, sinks)
+    outputs, start = [], 0
+    for members, tokens in groups:
+        stop = start + len(members)
+        outputs += replace(call.part(start, stop), start=tokens).attend_group()
+        start = stop
+    output = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+    return output if is_sorted else mx.take(output, mx.array(np.argsort(order)), axis=0)
 
 
 def most_sources(layout: RowLayout, *, normalized: bool) -> int:
@@ -110,6 +120,16 @@ class _Source(NamedTuple):
     row: int  # of the batch; the first, if the cache has several
     cache: Regions
     group: HeadRows
+    offset: int  # rows of its buffer that are skipped
+
+
+class _Piece(NamedTuple):
+    """Packed tokens that lie in one buffer."""
+
+    rows: mx.array | None
+    offset: int  # rows of the buffer before the first
+    start: int  # packed tokens of the cache before the first
+    tokens: int
 
 
 class _Tile(NamedTuple):
@@ -148,6 +168,28 @@ class _Call:
     scale: float
     mask: Mask
     sinks: mx.array | None
+    start: int = 0  # packed tokens that the caches share, and that are attended to together
+    offsets: tuple[int, ...] = ()  # rows that are skipped in the buffer of each cache; by default none
+
+    def part(self, start: int, stop: int) -> "_Call":
+        """Return the part of the call for caches [start, stop)."""
+        if stop - start == len(self.batch):
+            return self
+        return replace(self, queries=self.queries[start:stop], batch=self.batch[start:stop])
+
+    def attend_group(self) -> list[mx.array]:
+        """Attend with all queries to the shared tokens, then in calls of up to `sources` to those of each cache."""
+        counts = [max(1, len(regions.groups)) for regions in self.batch]
+        shared = [[(id(rows), *places) for rows, *places in self._shared_pieces(regions)] for regions in self.batch]
+        edges = [0]
+        for i in range(len(self.batch)):  # runs of neighbors that share the same other rows, or none
+            if sum(counts[edges[-1] : i + 1]) > self.sources or shared[i] != shared[edges[-1]]:
+                edges.append(i)
+        first = self._attend_pieces(_pieces(self.batch[0].packed_buffers(), 0, self.start))
+        return [
+            self.part(start, stop).attend_rest([[array[start:stop] for array in blocks] for blocks in first])
+            for start, stop in pairwise([*edges, len(self.batch)])
+        ]
 
     def attend(self) -> mx.array:
         """Attend in one kernel up to the threshold of tokens, else in two: [B, Hq, L, Dv]."""
@@ -234,33 +276,50 @@ class _Call:
         )
         return attended
 
-    def attend_shared(self) -> mx.array:
-        """Attend to each buffer of rows that the caches share once, then to each cache's other rows."""
-        rows, query_heads, length, dim = self.queries.shape
-        heads = self.batch[0].full_keys.shape[1]
-        single, first = len(self.batch) == 1, self.batch[0]
-        folded = self.queries if single else self.queries.swapaxes(0, 1).reshape(1, query_heads, rows * length, dim)
-        partials, start = [], 0
-        for buffer, tokens in first.shared:
-            part = replace(_packed_part(first, start, tokens, buffer), sink_tokens=0, full_tokens=0)
-            partials.append(replace(self, queries=folded, batch=[part], sources=1, mask=None).attend_blocks())
-            start += tokens
-        others = [_packed_part(r, start, r.packed_tokens - start, r.packed_rows) for r in self.batch]
-        separate = replace(self, batch=others).attend_blocks()
-
-        def unfold(array: mx.array) -> mx.array:  # [1, Hq, B L, ...] -> [B, Hq, L, ...]
-            return array if single else array.reshape(query_heads, rows, length, *array.shape[3:]).swapaxes(0, 1)
-
+    def attend_rest(self, first: list[list[mx.array]]) -> mx.array:
+        """Attend to the packed tokens from `start` on; `first` are blocks of those before."""
+        shared = self._shared_pieces(self.batch[0])
+        if not first and not shared:
+            return self.attend()
+        first = [*first, *self._attend_pieces(shared)]
+        parts, offsets = [], []
+        for regions in self.batch:
+            start = max(self.start, sum(part.tokens for part in regions.shared))
+            empty = _Piece(None, 0, start, 0)
+            (piece,) = _pieces(regions.packed_buffers(), start, regions.packed_tokens) or [empty]
+            parts.append(_packed_part(regions, piece))
+            offsets.append(piece.offset)
+        separate = replace(self, batch=parts, offsets=tuple(offsets)).attend_blocks()
         outputs, maxima, sums = (
-            mx.concatenate([*(unfold(array) for array in arrays), last], axis=3)
-            for *arrays, last in zip(*(part[:3] for part in (*partials, separate)), strict=True)
+            mx.concatenate(list(arrays), axis=3) for arrays in zip(*first, separate[:3], strict=True)
         )
-        shared_blocks = sum(part.maxima.shape[3] for part in partials)
+        shared_blocks = sum(blocks[1].shape[3] for blocks in first)
         sizes = list(separate.sizes)
         sizes[_BLOCKS] += shared_blocks
-        for entry in range(_HEADER, _HEADER + _ENTRY * rows * heads, _ENTRY):  # blocks of shared rows come first
+        entries = self.queries.shape[0] * self.batch[0].full_keys.shape[1]
+        for entry in range(_HEADER, _HEADER + _ENTRY * entries, _ENTRY):  # blocks of shared rows come first
             sizes[entry + 6 : entry + 8] = [count + shared_blocks for count in sizes[entry + 6 : entry + 8]]
         return self.merge(_BlockPartials(outputs, maxima, sums, sizes))
+
+    def _shared_pieces(self, regions: Regions) -> list[_Piece]:
+        return _pieces(regions.shared, self.start, regions.packed_tokens)
+
+    def _attend_pieces(self, pieces: list[_Piece]) -> list[list[mx.array]]:
+        """Attend with all queries to the same rows; return blocks of each piece, [B, Hq, L, blocks, ...]."""
+        rows, query_heads, length, dim = self.queries.shape
+        queries, is_one = self.queries, len(self.batch) == 1
+        if pieces and not is_one:
+            queries = queries.swapaxes(0, 1).reshape(1, query_heads, rows * length, dim)
+
+        def unfold(array: mx.array) -> mx.array:  # [1, Hq, B L, ...] -> [B, Hq, L, ...]
+            return array if is_one else array.reshape(query_heads, rows, length, *array.shape[3:]).swapaxes(0, 1)
+
+        blocks = []
+        for piece in pieces:
+            part = replace(_packed_part(self.batch[0], piece), sink_tokens=0, full_tokens=0)
+            call = replace(self, queries=queries, batch=[part], offsets=(piece.offset,), sources=1, mask=None)
+            blocks.append([unfold(array) for array in call.attend_blocks()[:3]])
+        return blocks
 
     def _sink_input(self) -> mx.array:
         return _NO_SINKS if self.sinks is None else arguments.pad_input(self.sinks.astype(mx.float32))
@@ -304,8 +363,8 @@ class _Call:
     @cached_property
     def _given(self) -> list[_Source]:
         return [
-            _Source(row, cache, group)
-            for row, cache in enumerate(self.batch)
+            _Source(row, cache, group, offset)
+            for row, (cache, offset) in enumerate(zip(self.batch, self.offsets or repeat(0), strict=False))
             for group in cache.groups or (cache.as_group(),)
         ]
 
@@ -346,18 +405,22 @@ class _Call:
         entries = [[0]] * (rows * heads)  # of each KV head of each row
         means = [_mean_arguments(source) if self.normalized else ([], []) for source in self._given]
         for number, (source, cut, (_, mean_numbers)) in enumerate(zip(self._given, cuts, means, strict=True)):
-            first_row, cache, group = source
+            first_row, cache, group, offset = source
             capacity = 0 if group.rows is None else group.rows.shape[2]
             tokens = (cache.sink_tokens, group.tokens, cache.full_tokens)
             for row, (i, head) in product(range(cache.full_keys.shape[0]), enumerate(group.heads)):
-                places = ((row * len(group.heads) + i) * capacity, row * heads + head, cache.full_keys.shape[2])
+                places = (
+                    (row * len(group.heads) + i) * capacity + offset,
+                    row * heads + head,
+                    cache.full_keys.shape[2],
+                )
                 entries[(first_row + row) * heads + head] = [*tokens, *places, *cut, number, *mean_numbers]
         sizes = [query_heads, heads, length, causal, *scale_bits, *bias_strides, max(blocks for _, blocks in cuts)]
         sizes += [number for entry in entries for number in entry[:_ENTRY]]
         sizes += [number for entry in entries for number in entry[_ENTRY:]]
         sources = [
             [_NO_ROWS if group.rows is None else group.rows, cache.full_keys, cache.full_values, *arrays]
-            for (_, cache, group), (arrays, _) in zip(self._given, means, strict=True)
+            for (_, cache, group, _), (arrays, _) in zip(self._given, means, strict=True)
         ]
         sources += sources[:1] * (self.sources - len(sources))  # placeholders, which the kernel does not read
         constants: Constants = (
@@ -386,7 +449,7 @@ _NO_SINKS = mx.zeros(arguments.MIN_SIZE)
 
 def _mean_arguments(source: _Source) -> tuple[list[mx.array], list[int]]:
     """Return `key_scale`, `key_means` and `mean_index` of a source, and their part of `attend_sizes`."""
-    _, cache, group = source
+    _, cache, group, _ = source
     normalization = cache.normalization
     if normalization is None:
         batch, heads, _, dim = cache.full_keys.shape
@@ -402,10 +465,21 @@ def _mean_arguments(source: _Source) -> tuple[list[mx.array], list[int]]:
     return arrays, [means.shape[2], normalization.first, given_index is not None]
 
 
-def _packed_part(regions: Regions, start: int, tokens: int, rows: mx.array | None) -> Regions:
-    """Return the regions with only the packed tokens of one buffer, of which the first is number `start`."""
-    normalization = regions.normalization and regions.normalization.after(start)
-    return replace(regions, packed_rows=rows, packed_tokens=tokens, shared=(), normalization=normalization)
+def _pieces(buffers: Sequence[SharedRows], start: int, stop: int) -> list[_Piece]:
+    """Return packed tokens [start, stop) by their buffers."""
+    pieces, first = [], 0
+    for rows, count in buffers:
+        begin, end = max(first, start), min(first + count, stop)
+        if begin < end:
+            pieces.append(_Piece(rows, begin - first, begin, end - begin))
+        first += count
+    return pieces
+
+
+def _packed_part(regions: Regions, piece: _Piece) -> Regions:
+    """Return the regions with only the packed tokens of one buffer."""
+    normalization = regions.normalization and regions.normalization.after(piece.start)
+    return replace(regions, packed_rows=piece.rows, packed_tokens=piece.tokens, shared=(), normalization=normalization)
 
 
 def _mask_bias(mask: Mask, tokens: int) -> tuple[mx.array, tuple[int, int, int]]:

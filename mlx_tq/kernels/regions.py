@@ -138,6 +138,13 @@ class Regions:
             groups=tuple(groups),
         )
 
+    def packed_buffers(self) -> tuple[SharedRows, ...]:
+        """Return the buffers of the packed rows with the tokens in each; none where heads keep different tokens."""
+        rest = self.packed_tokens - sum(part.tokens for part in self.shared)
+        if self.groups or self.packed_rows is None or rest == 0:
+            return self.shared
+        return (*self.shared, SharedRows(self.packed_rows, rest))
+
     def as_group(self) -> HeadRows:
         """Return the packed rows of a layer whose heads keep the same tokens."""
         heads = tuple(range(self.full_keys.shape[1]))

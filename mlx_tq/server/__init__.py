@@ -19,6 +19,7 @@ from mlx_tq.cli.options import (
 from mlx_tq.cli.parser import (
     CommandParser,
     add_cache_arguments,
+    add_lookup_argument,
     add_memory_arguments,
     add_model_arguments,
     add_sampling_arguments,
@@ -59,6 +60,7 @@ def build_parser() -> CommandParser:
         help="options of the template, such as '{\"enable_thinking\":false}'",
     )
     add_sampling_arguments(group, (*SAMPLING, *PENALTIES), from_model=True)
+    add_lookup_argument(group)
     limit = "maximum tokens to generate (default: what the context and the memory leave)"
     add("--max-tokens", type=int, metavar="N", help=limit)
     _add_limit_arguments(parser)
@@ -74,6 +76,9 @@ def _add_limit_arguments(parser: CommandParser) -> None:
     add("--decode-share", type=float, default=0.5, metavar="SHARE", help=share)
     step = "prompt tokens per prefill step (default: what takes 0.2 s on this machine, which is measured once)"
     add("--prefill-step-size", type=int, metavar="N", help=step)
+    scale = "context length that clients of /v1/messages assume, such as 200000: the prompt tokens in its answers are "
+    scale += "scaled to it, so that Claude Code compacts in time with a shorter context (default: none, not scaled)"
+    add("--scale-usage", type=int, metavar="N", help=scale)
     add("--max-queue", type=int, default=64, metavar="N", help="waiting requests; more are refused with status 429")
     add(
         "--max-body",

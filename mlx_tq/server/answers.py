@@ -9,6 +9,7 @@ from typing import Any
 
 from mlx_lm.generate import TextStateMachine
 
+from mlx_tq.grammar.call_grammar import GENERIC_FORM, CallForm
 from mlx_tq.server.api_errors import ApiError
 from mlx_tq.server.job import Event, Piece, Quoted, Started, TokenLogprob
 from mlx_tq.server.schemas import ResponseRequest, use_response_names
@@ -17,6 +18,13 @@ from mlx_tq.session.transcript import to_ranges
 Object = dict[str, Any]
 Transitions = dict[str, list[tuple[str, str]]]  # state to marks and next states
 
+_ITEM_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+    "compaction": "cmp",
+}  # of the ids of items in responses
 # Characters. Some models' parsers take quadratic time: at this length, about as long as generating the text.
 _MAX_CALL = 2**16
 
@@ -49,18 +57,21 @@ class Choice:
         state: str = "normal",
         tools: Sequence[Object] = (),
         *,
+        form: CallForm = GENERIC_FORM,
         constrained: bool = False,
         one_call: bool = False,
     ) -> None:
-        self._tokenizer, self._tools, self._one_call = tokenizer, list(tools), one_call
+        self._tokenizer, self._tools, self._form, self._one_call = tokenizer, list(tools), form, one_call
         transitions: Transitions = {}
         if tokenizer is not None:
-            transitions = _transitions(tokenizer, has_tools=bool(tools), constrained=constrained)
+            transitions = _transitions(tokenizer, form if tools else None)
         self._machine = TextStateMachine(transitions)
         self._state = self._machine.make_state(state)
         may_reason = "reasoning" in transitions and state == "normal" and not constrained
         self._opening = "" if may_reason else None  # text that may still become the mark before the reasoning
         self._call_text: str | None = None  # of a call that is not complete
+        # Space at the start or after a call, which is content only if more follows; None inside other content.
+        self._space = "" if tools else None
         self.message = Delta()
         self.logprobs: list[Object] = []
         self.finish_reason: str | None = None
@@ -79,9 +90,13 @@ class Choice:
             if state == "reasoning":
                 delta.reasoning += text
             else:
-                delta.content += text
+                self._add_content(delta, text)
         if piece.finish_reason is not None:
             self._end_call(delta, finish_reason=piece.finish_reason)
+            if piece.finish_reason == "stop" and self._state[0] == "reasoning" and self._tools:
+                self._end_thought(delta)
+            if not (message.tool_calls or delta.tool_calls):
+                delta.content += self._space or ""
         message.content += delta.content
         message.reasoning += delta.reasoning
         message.tool_calls += delta.tool_calls
@@ -102,6 +117,14 @@ class Choice:
                 "ms": round(1000 * recalled.seconds, 1),
             }
         return delta
+
+    def _add_content(self, delta: Delta, text: str) -> None:
+        if self._space is not None:
+            text, self._space = self._space + text, None
+            if not text.strip():
+                self._space = text
+                return
+        delta.content += text
 
     @property
     def is_in_call(self) -> bool:
@@ -130,25 +153,40 @@ class Choice:
         if self._call_text is None:
             return
         text, self._call_text = self._call_text, None
-        start_mark, end_mark = self._tokenizer.tool_call_start, self._tokenizer.tool_call_end
+        start_mark, end_mark = self._form.start, self._form.end
         first_index = len(self.message.tool_calls) + len(delta.tool_calls)
         is_cut = finish_reason == "length" and end_mark
         calls = [] if is_cut else self._parse_calls(text, first_index)
         if not calls and not is_cut and start_mark in text:  # the first mark was only mentioned
             mention, text = text.rsplit(start_mark, 1)
-            delta.content += start_mark + mention
+            self._add_content(delta, start_mark + mention)
             calls = self._parse_calls(text, first_index)
         if calls:
             delta.tool_calls += calls[:1] if self._one_call else calls
+            self._space = ""
         else:
-            delta.content += start_mark + text + (end_mark if finish_reason is None else "")
+            self._add_content(delta, start_mark + text + (end_mark if finish_reason is None else ""))
+
+    def _end_thought(self, delta: Delta) -> None:
+        """Parse the complete calls at the end of reasoning that was not closed."""
+        text, end_mark = (self.message.reasoning + delta.reasoning).rstrip(), self._form.end
+        bodies: list[str] = []
+        while end_mark and text.endswith(end_mark):
+            text, start_mark, body = text.removesuffix(end_mark).rpartition(self._form.start)
+            if not start_mark:
+                break
+            text, bodies = text.rstrip(), [body, *bodies]
+        for body in bodies:
+            delta.tool_calls += self._parse_calls(body, len(self.message.tool_calls) + len(delta.tool_calls))
+        if self._one_call:
+            del delta.tool_calls[1:]
 
     def _parse_calls(self, text: str, first_index: int) -> list[Object]:
         """Return the calls in a text; none if clients could not read them."""
         if len(text) > _MAX_CALL:
             return []
         try:
-            parsed = self._tokenizer.tool_parser(text, self._tools)
+            parsed = self._form.parse(text, self._tools)
             parsed = parsed if isinstance(parsed, list) else [parsed]
             calls = [_call_object(call, index) for index, call in enumerate(parsed, first_index)]
             json.dumps(calls, ensure_ascii=False).encode()  # which lone surrogates prevent
@@ -157,24 +195,21 @@ class Choice:
         return calls
 
 
-def _transitions(tokenizer: Any, *, has_tools: bool, constrained: bool) -> Transitions:
+def _transitions(tokenizer: Any, form: CallForm | None) -> Transitions:
     """Return the marks that end each state, and the next states.
 
     They are those of mlx-lm's `make_text_state_machine`, but reasoning is not opened inside the content, and calls are
-    neither in the reasoning nor in answers to requests without tools.
+    neither in the reasoning nor in answers to requests without tools, which have no `form`.
     """
-    transitions: Transitions = {"normal": []}
+    transitions: Transitions = {"normal": [(mark, "normal") for mark in tokenizer.structural_markers]}
     if tokenizer.has_thinking:
         transitions["reasoning"] = [(tokenizer.think_end, "normal")]
-    if constrained:
-        return transitions
-    transitions["normal"] += [(mark, "normal") for mark in tokenizer.structural_markers]
     for state, edges in tokenizer.response_transitions.items():
-        transitions.setdefault(state, []).extend(edge for edge in edges if has_tools or edge[1] != "tool")
-    if has_tools:
+        transitions.setdefault(state, []).extend(edge for edge in edges if form is not None or edge[1] != "tool")
+    if form is not None:
         if all(target != "tool" for edges in transitions.values() for _, target in edges):
-            transitions["normal"].append((tokenizer.tool_call_start, "tool"))
-        transitions["tool"] = [(tokenizer.tool_call_end, "normal")] if tokenizer.tool_call_end else []
+            transitions["normal"].append((form.start, "tool"))
+        transitions["tool"] = [(form.end, "normal")] if form.end else []
     return transitions
 
 
@@ -194,6 +229,10 @@ def _call_object(call: Object, index: int) -> Object:
     return {"index": index, "id": call_id, "type": "function", "function": function}
 
 
+def _without_index(calls: Sequence[Object]) -> list[Object]:
+    return [{key: call[key] for key in call if key != "index"} for call in calls]
+
+
 def _custom_input(arguments: str) -> str:
     """Return the text for a custom tool: the argument `input`, or all arguments where the model named it otherwise."""
     text = json.loads(arguments).get("input")
@@ -206,8 +245,10 @@ class Answer:
     `rescued_tokens` counts the quoted tokens of a session; it is None outside of sessions.
     """
 
+    media_type = "text/event-stream"  # of a stream
     stream_end = "data: [DONE]\n\n"
     comments_progress = True  # whether a stream has comments with the progress of the prefill
+    usage_scale = 1.0  # of prompt tokens, for the clients of an API that need it
 
     def __init__(
         self,
@@ -256,10 +297,11 @@ class Answer:
     def is_complete(self) -> bool:
         return all(choice.finish_reason is not None for choice in self.choices)
 
-    def message(self) -> Object | None:
-        """Return the message that a client sends back with its next request, or None for one with tool calls."""
+    def message(self) -> Object:
+        """Return the message that a client sends back with its next request, without the reasoning."""
         message = self.choices[0].message
-        return None if message.tool_calls else {"role": "assistant", "content": message.content}
+        calls = {"tool_calls": _without_index(message.tool_calls)} if message.tool_calls else {}
+        return {"role": "assistant", "content": message.content, **calls}
 
     def usage(self) -> Object:
         details = {"cached_tokens": self.cached_tokens}
@@ -290,13 +332,18 @@ class Answer:
     def error_event(self, error: ApiError) -> Object:
         return error.body()
 
+    def event_text(self, event: Object) -> str:
+        """Return an event as a stream has it."""
+        name = f"event: {event['type']}\n" if "type" in event else ""
+        return f"{name}data: {json.dumps(event)}\n\n"
+
     def body(self) -> Object:
         choices = []
         for index, choice in enumerate(self.choices):
             logprobs = {"content": choice.logprobs} if choice.logprobs else None
             body: Object = {"index": index, "finish_reason": choice.finish_reason, "logprobs": logprobs}
             if self._is_chat:
-                calls = [{key: call[key] for key in call if key != "index"} for call in choice.message.tool_calls]
+                calls = _without_index(choice.message.tool_calls)
                 message = {**choice.message.to_dict(), **({"tool_calls": calls} if calls else {})}
                 body["message"] = {"role": "assistant", "content": None if calls else "", **message}
             else:
@@ -430,7 +477,7 @@ class ResponseAnswer(Answer):
 
     def _open(self, kind: str, **fields: Any) -> None:
         self._close_item()
-        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}[kind]
+        prefix = _ITEM_PREFIXES[kind]
         self._open_item = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, **fields}
         self._items.append(self._open_item)
         self._emit("output_item.added", output_index=len(self._items) - 1, item=dict(self._open_item))

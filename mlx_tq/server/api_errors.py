@@ -54,13 +54,24 @@ class ContextLengthError(InvalidRequestError):
 
     @classmethod
     def of(
-        cls, prompt_tokens: int, positions: int, answer_tokens: int, param: str, reason: str = ""
+        cls,
+        prompt_tokens: int,
+        positions: int,
+        answer_tokens: int,
+        param: str,
+        reason: str = "",
+        *,
+        is_bound: bool = False,
     ) -> "ContextLengthError":
-        """Return the error of a prompt that leaves less than `answer_tokens`, in words that clients parse."""
+        """Return the error of a prompt that leaves less than `answer_tokens`, in words that clients parse.
+
+        With `is_bound`, the prompt has at least `prompt_tokens`.
+        """
+        at_least = "at least " if is_bound else ""
         needs = "" if answer_tokens == 1 else f" An answer without max_tokens needs {answer_tokens} more."
         return cls(
-            f"This model's maximum context length is {positions} tokens. However, your prompt has {prompt_tokens} "
-            f"tokens: prompt is too long: {prompt_tokens} tokens > {positions - answer_tokens} maximum."
+            f"This model's maximum context length is {positions} tokens. However, your prompt has {at_least}"
+            f"{prompt_tokens} tokens: prompt is too long: {prompt_tokens} tokens > {positions - answer_tokens} maximum."
             f"{needs} Shorten the prompt.{reason}",
             param,
             counts=(prompt_tokens, positions - answer_tokens),

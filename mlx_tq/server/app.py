@@ -1,11 +1,10 @@
 """The routes: from an HTTP request to jobs for the engine, and from their events to a response."""
 
 import asyncio
-import json
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -23,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from mlx_tq.rescue import RescueClient
-from mlx_tq.server import schemas
+from mlx_tq.server import messages_answer, ollama_answer, schemas
 from mlx_tq.server.answers import Answer, Object, ResponseAnswer
 from mlx_tq.server.api_errors import (
     ERROR_HEADERS,
@@ -33,24 +32,34 @@ from mlx_tq.server.api_errors import (
     ModelNotFoundError,
     UnavailableError,
 )
+from mlx_tq.server.compacted_answer import CompactedAnswer
 from mlx_tq.server.embeddings import embed, embedder_objects
 from mlx_tq.server.guard import Guard, LargeRequests
 from mlx_tq.server.job import Event, Job, Piece, PrefillProgress
-from mlx_tq.server.messages_answer import MessagesAnswer, error_body
+from mlx_tq.server.messages_answer import MessagesAnswer
 from mlx_tq.server.messages_schemas import MessagesRequest
 from mlx_tq.server.metrics import ServerMetrics
-from mlx_tq.server.model_pool import DEFAULT_MODEL, ModelPool
+from mlx_tq.server.model_pool import DEFAULT_MODEL, ModelPool, PooledModel
 from mlx_tq.server.model_service import ModelService
-from mlx_tq.server.schemas import Body, ChatRequest, CompletionRequest, EmbeddingRequest, ResponseRequest
+from mlx_tq.server.ollama_answer import OllamaAnswer
+from mlx_tq.server.ollama_schemas import OllamaChat, OllamaModelName, OllamaPrompt
+from mlx_tq.server.schemas import (
+    Body,
+    ChatRequest,
+    CompactionTrigger,
+    CompletionRequest,
+    EmbeddingRequest,
+    ResponseRequest,
+)
 from mlx_tq.server.sessions import HEADER, SessionTurn
-from mlx_tq.server.web import HEADERS, PAGE
+from mlx_tq.server.web import HEADERS, PAGE, SCRIPTS
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Handler = Callable[[Request], Response | Awaitable[Response]]
 
-_PUBLIC = {"/", "/health"}  # paths that anybody may call
+_PUBLIC = {"/", "/page/{name:path}", "/health"}  # paths that anybody may call
 _INTERNAL_ERROR = "internal error; see the server's log"
 _FIELD = re.compile(r"[\w.-]{1,64}", re.ASCII)  # of a request, as a header may name it
 _MAX_IGNORED, _MAX_LOGGED_FIELDS = 16, 1000  # in a header, and in all of the log
@@ -88,9 +97,16 @@ class Api:
             ("POST", "/v1/chat/completions"): partial(self._complete, ChatRequest),
             ("POST", "/v1/completions"): partial(self._complete, CompletionRequest),
             ("POST", "/v1/responses"): self._respond,
+            ("POST", "/v1/responses/compact"): self._compact,
             ("POST", "/v1/responses/input_tokens"): self._count_response_tokens,
             ("POST", "/v1/messages"): self._message,
             ("POST", "/v1/messages/count_tokens"): self._count_tokens,
+            ("POST", "/api/chat"): partial(self._answer_ollama, OllamaChat),
+            ("POST", "/api/generate"): partial(self._answer_ollama, OllamaPrompt),
+            ("POST", "/api/show"): self._show,
+            ("GET", "/api/tags"): lambda _: self._list_ollama(self._pool.models),
+            ("GET", "/api/ps"): lambda _: self._list_ollama([m for m in self._pool.models if m.service is not None]),
+            ("GET", "/api/version"): lambda _: JSONResponse({"version": ollama_answer.API_VERSION}),
             ("POST", "/v1/embeddings"): self._embed,
             ("POST", "/v1/estimate"): self._estimate,
             ("GET", "/v1/models"): self._list_models,
@@ -103,6 +119,7 @@ class Api:
             ("GET", "/metrics"): lambda _: Response(generate_latest(self._metrics), media_type=CONTENT_TYPE_LATEST),
             ("GET", "/health"): self._health,
             ("GET", "/"): lambda _: HTMLResponse(PAGE, headers=HEADERS),
+            ("GET", "/page/{name:path}"): _script,
         }
         methods = ["GET", "POST", "DELETE"]
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
@@ -203,6 +220,16 @@ class Api:
         positions = self._pool.find(request.query_params.get("model"), takes_any=True).positions
         return JSONResponse({"default_generation_settings": {"n_ctx": positions}})
 
+    def _list_ollama(self, models: Sequence[PooledModel]) -> Response:
+        return JSONResponse({"models": [ollama_answer.describe(model, self._pool.created) for model in models]})
+
+    async def _show(self, request: Request) -> Response:
+        name = (await self._parse_body(request, OllamaModelName)).served_name
+        async with self._acquire(request, name) as service:
+            capabilities = await run_in_threadpool(service.capabilities)
+        model = self._pool.find(name, takes_any=True)
+        return JSONResponse(ollama_answer.show(model, self._pool.created, capabilities))
+
     async def _drop_session(self, request: Request) -> Response:
         """Drop the sessions of a name; each model that is loaded may have one."""
         services = self._pool.services
@@ -258,27 +285,48 @@ class Api:
 
     async def _respond(self, request: Request) -> Response:
         body = await self._parse_body(request, ResponseRequest)
+        make_answer = CompactedAnswer if body.asks_for_summary else ResponseAnswer
+        return await self._generate_response(request, body, partial(make_answer, request=body))
+
+    async def _compact(self, request: Request) -> Response:
+        """Return what takes the place of a conversation: its user messages, and a summary by the model."""
+        body = await self._parse_body(request, ResponseRequest)
+        body.stream, body.input = None, [*body.items, CompactionTrigger()]
+        return await self._generate_response(request, body, partial(CompactedAnswer, request=body, replaces_input=True))
+
+    async def _generate_response(
+        self, request: Request, body: ResponseRequest, make_answer: Callable[..., Answer]
+    ) -> Response:
         with _response_names():
-            chat = await run_in_threadpool(body.to_chat)
-            return await self._generate(request, chat, partial(ResponseAnswer, request=body))
+            return await self._generate(request, await run_in_threadpool(body.to_chat), make_answer)
 
     async def _count_response_tokens(self, request: Request) -> Response:
         body = await self._parse_body(request, ResponseRequest)
         with _response_names():
-            tokens = await self._count_prompt_tokens(request, await run_in_threadpool(body.to_chat))
+            tokens, _ = await self._count_prompt_tokens(request, await run_in_threadpool(body.to_chat))
         return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
     async def _message(self, request: Request) -> Response:
         return await self._generate(request, await self._messages_chat(request), MessagesAnswer)
 
     async def _count_tokens(self, request: Request) -> Response:
-        chat = await self._messages_chat(request)
-        return JSONResponse({"input_tokens": await self._count_prompt_tokens(request, chat)})
+        tokens, scale = await self._count_prompt_tokens(request, await self._messages_chat(request))
+        return JSONResponse({"input_tokens": round(scale * tokens)})
 
-    async def _count_prompt_tokens(self, request: Request, chat: ChatRequest) -> int:
+    async def _answer_ollama(self, kind: type[OllamaChat] | type[OllamaPrompt], request: Request) -> Response:
+        body = await self._parse_body(request, kind)
+        if body.only_loads:
+            async with self._acquire(request, body.served_name):
+                return JSONResponse(ollama_answer.load_body(body.model, is_chat=kind is OllamaChat))
+        generation = await run_in_threadpool(body.to_request)
+        make_answer = partial(OllamaAnswer, model=body.model, is_chat=kind is OllamaChat)
+        return await self._generate(request, generation, make_answer)
+
+    async def _count_prompt_tokens(self, request: Request, chat: ChatRequest) -> tuple[int, float]:
+        """Return the tokens of a prompt, and what /v1/messages multiplies them by."""
         async with self._acquire(request, chat.model) as service:
             work = self._large_requests.run(request.state.nbytes, service.count_tokens, chat)
-            return await _run_until_disconnect(request, work)
+            return await _run_until_disconnect(request, work), service.usage_scale
 
     async def _messages_chat(self, request: Request) -> ChatRequest:
         body = await self._parse_body(request, MessagesRequest)
@@ -296,7 +344,7 @@ class Api:
             try:
                 if isinstance(body, ChatRequest):
                     client = request.client.host if request.client else ""
-                    grammar = await _run_until_disconnect(request, service.response_formats.compile(body, client))
+                    grammar = await _run_until_disconnect(request, service.answer_grammars.compile(body, client))
                 preparation = (service.prepare, body, make_answer, session, grammar)
                 work = self._large_requests.run(request.state.nbytes, *preparation)
                 jobs, answer, turn = await _run_until_disconnect(request, work)
@@ -310,7 +358,7 @@ class Api:
                 raise
             if turn is not None:
                 finishing = self._spawn(self._finish_turn(service, turn, jobs[0], answer))
-            elif isinstance(body, ChatRequest):
+            elif isinstance(body, ChatRequest) and not isinstance(answer, CompactedAnswer):  # which nothing continues
                 self._spawn(self._prepare_next(service, body, jobs[0], answer))
             max_tokens = min(job.max_tokens for job in jobs)
             headers = {"X-Max-Tokens": str(max_tokens)} if max_tokens < (body.answer_tokens or 0) else {}
@@ -357,7 +405,7 @@ class Api:
         await job.events_closed.wait()
         service.keep_thoughts(body, answer)
         message = answer.message()
-        if not answer.is_complete or message is None or job.others or body.prefill:
+        if not answer.is_complete or "tool_calls" in message or job.others or body.prefill:
             return
         self._pool.retain(service)
         try:
@@ -413,24 +461,24 @@ class Api:
         answer: Answer = request.state.answer
         try:
             for value in answer.start_events():
-                yield _sse(value)
+                yield answer.event_text(value)
             async for event in events:
                 if isinstance(event, PrefillProgress) and answer.comments_progress:
                     yield f": prefill {event.done} of {event.total} tokens\n\n"
                 for value in await _add(answer, event):
-                    yield _sse(value)
+                    yield answer.event_text(value)
             if finishing is not None:
                 await asyncio.shield(finishing)
             for value in answer.end_events(usage=usage):
-                yield _sse(value)
+                yield answer.event_text(value)
             yield answer.stream_end
         except ApiError as error:
             request.state.error = error
-            yield _sse(answer.error_event(error))
+            yield answer.event_text(answer.error_event(error))
         except Exception:
             log.exception("internal error")
             request.state.error = ApiError(_INTERNAL_ERROR)
-            yield _sse(answer.error_event(request.state.error))
+            yield answer.event_text(answer.error_event(request.state.error))
         finally:
             await events.aclose()
 
@@ -439,7 +487,7 @@ class AnswerStream(StreamingResponse):
     """The stream of an answer. Its end is logged, even if the client disconnects earlier."""
 
     def __init__(self, request: Request, stream: AsyncIterator[str], headers: dict[str, str]) -> None:
-        super().__init__(stream, media_type="text/event-stream", headers=headers)
+        super().__init__(stream, media_type=request.state.answer.media_type, headers=headers)
         self._request = request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -449,6 +497,14 @@ class AnswerStream(StreamingResponse):
             state = self._request.state
             is_ended = state.answer.is_complete or hasattr(state, "error")
             _log_end(self._request, self.status_code if is_ended else ClientDisconnectedError.status)
+
+
+def _script(request: Request) -> Response:
+    """Return a script of the chat page."""
+    script = SCRIPTS.get(request.path_params["name"])
+    if script is None:
+        raise InvalidRequestError("unknown route", status=404)
+    return Response(script, media_type="text/javascript", headers=HEADERS)
 
 
 @contextmanager
@@ -485,8 +541,12 @@ def _log_end(request: Request, status: int) -> None:
 
 
 def _error_response(request: Request, error: ApiError) -> JSONResponse:
-    """Return an error in Anthropic's shape on the routes of its API, in OpenAI's on all others."""
-    body = error_body(error) if request.url.path.removeprefix("/v1").startswith("/messages") else error.body()
+    """Return an error in the shape of the API that the route belongs to."""
+    path = request.url.path
+    if path.removeprefix("/v1").startswith("/messages"):
+        body = messages_answer.error_body(error)
+    else:
+        body = ollama_answer.error_body(error) if path.startswith("/api/") else error.body()
     return JSONResponse(body, error.status, ERROR_HEADERS.get(error.status))
 
 
@@ -530,8 +590,3 @@ async def _add(answer: Answer, event: Event) -> list[Object]:
     """Add an event to an answer, in a thread where that may parse a tool call, which can take long."""
     may_parse = isinstance(event, Piece) and answer.choices[event.index].is_in_call
     return await run_in_threadpool(answer.add, event) if may_parse else answer.add(event)
-
-
-def _sse(value: Object) -> str:
-    name = f"event: {value['type']}\n" if "type" in value else ""
-    return f"{name}data: {json.dumps(value)}\n\n"

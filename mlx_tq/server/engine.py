@@ -50,6 +50,7 @@ from mlx_tq.server.job import (
     Started,
 )
 from mlx_tq.server.job_recall import JobRecall
+from mlx_tq.server.lookup_batch import LookupBatch
 from mlx_tq.server.memory_need import MemoryNeed
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.prefill_grid import segment_ends
@@ -58,10 +59,24 @@ from mlx_tq.server.sampling import ErrorGuard
 from mlx_tq.server.sessions import Sessions
 from mlx_tq.server.stored_prompts import MIN_STORED, STORED_STEP, PromptSource, StoredPrompts
 from mlx_tq.session.restore import evict_before_question, release
+from mlx_tq.speculative.lookup_mode import NO_LOOKUP, LookupMode
 
 log = logging.getLogger(__name__)
 
 _EARLIER_STEPS = 0.98  # weight of a step for each later one where the speed of prefill is estimated
+
+
+class OneRowModel:
+    """The model, for a batch of one sequence whose caches cannot be batched."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> Any:
+        return self._model(tokens, cache=[part.cache for part in cache])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
 
 class RecordedModel:
@@ -96,6 +111,8 @@ class Engine:
         metrics: Metrics,
         sessions: Sessions | None = None,
         prefix_cache: PrefixCache | None = None,
+        *,
+        lookup_mode: LookupMode = NO_LOOKUP,
     ) -> None:
         self._model, self._tokenizer, self._config, self._plan = model, tokenizer, config, plan
         self._ranks = ranks_of(model)
@@ -118,8 +135,11 @@ class Engine:
         self._suspended: list[RunningJob] = []  # after memory errors, until fewer than `_resume_below` jobs run
         self._resume_below = 0
         self._stop_sequences = make_stop_sequences(tokenizer)
+        self._lookup_mode = lookup_mode
         self._prefill_order = PrefillOrder(pads=limits.pads_prompts)
-        self._stored_prompts = StoredPrompts(limits.prompt_cache_bytes, tokenizer.decode, prefix_cache)
+        # Other ranks have no sessions to look into, and all must find the same.
+        shared_sessions = sessions if self._ranks.is_alone else None
+        self._stored_prompts = StoredPrompts(limits.prompt_cache_bytes, tokenizer.decode, prefix_cache, shared_sessions)
         self.memory_need: MemoryNeed | None = None
         if plan is not None and limits.memory is not None:
             self.memory_need = MemoryNeed(
@@ -287,6 +307,12 @@ class Engine:
             stream=mx.default_stream(mx.default_device()) if self._ranks.is_alone else None,
         )
         self._batch_size = self._batch.completion_batch_size
+        decoder = self._model if self.limits.batches else OneRowModel(self._model)
+        self._batch._generation_batch = LookupBatch.begin(decoder, self._lookup_mode, self._count_drafts)
+
+    def _count_drafts(self, drafted: int, accepted: int) -> None:
+        self.metrics.drafted_tokens.inc(drafted)
+        self.metrics.accepted_tokens.inc(accepted)
 
     def _report_cleared(self) -> None:
         with self._changed:
@@ -517,9 +543,7 @@ class Engine:
             if prefilled and not decoding:
                 self._prefilled *= _EARLIER_STEPS
                 self._prefill_seconds = _EARLIER_STEPS * self._prefill_seconds + seconds
-            passes = self._recorded_model.passes
-            # mlx-lm runs a pass of the jobs that decode, then the first decode pass of those that begin their answers.
-            self._after_prefill(prefilled, passes[1:] if decoding else passes, taken, decodes=decoding)
+            self._after_prefill(prefilled, self._recorded_model.passes, taken, decodes=decoding)
             for response in generated:
                 with self._fail_job_on_error(response.uid):
                     self._process_token(self._running[response.uid], response)
@@ -652,6 +676,7 @@ class Engine:
             return
         release(caches)  # evicts recalled rows again
         stats, registered = cache_stats(caches, self._plan), self._broadcast.register(caches)
+        registered.tokens = np.array(tokens, np.int64)
         recalled, quotation = running.total_recalled, running.quotation
         self._emit(job, SessionResult(registered, list(tokens), stats, recalled, quotation, running.quotation_start))
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.generate import TextStateMachine
 
 from mlx_tq.cache.packed_rows import SharedBuffers
 from mlx_tq.grammar.constraint import Constraint
@@ -21,6 +20,7 @@ from mlx_tq.prompt_cache.statistics import CacheStats
 from mlx_tq.server.api_errors import ApiError, InvalidRequestError, ModelFailedError
 from mlx_tq.server.prompt_builder import Prompt
 from mlx_tq.server.sampling import ErrorGuard, Sampler, guard_processors
+from mlx_tq.server.stop_strings import StopStrings
 from mlx_tq.session.restore import RecallDuringDecode, RecallResult
 from mlx_tq.session.transcript import NO_HITS, NO_QUOTATION, Quotation, SearchHits
 
@@ -72,9 +72,10 @@ Event = Started | PrefillProgress | Quoted | Piece | ApiError
 
 
 class SessionCaches(list[Any]):
-    """The caches of a session after an answer; `number` identifies them across ranks."""
+    """The caches of a session after an answer, which hold `tokens`; `number` identifies them across ranks."""
 
     number: int
+    tokens: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ class Job:
     sampler: Sampler
     processors: list[Any]
     stops: list[str] = field(default_factory=list)
+    thinking: tuple[str, str] | None = None  # the marks around reasoning, in which stops do not end the answer
     logprobs: int | None = None  # how many top log-probabilities to report per token; None reports none at all
     constraint: Constraint | None = None
     index: int = 0
@@ -180,10 +182,7 @@ class RunningJob:
         processors = [*job.processors] if job.constraint is None else [*job.processors, job.constraint]
         self.processors = [guard_processors(processors)] if processors else []
         self.sampler, self._detokenizer = sampler, detokenizer
-        # A stop sequence leads to the state that is its index.
-        ends: dict[Any, Any] = {index: [] for index in range(len(job.stops))}
-        starts = [(stop, index) for index, stop in enumerate(job.stops)]
-        self._stop_state = TextStateMachine({"normal": starts, **ends}).make_state()
+        self._stops = StopStrings(job.stops, job.thinking, is_thinking=job.prompt.state == "reasoning")
         self.failed = False  # the client has the error; it is removed before the next step
 
     @property
@@ -225,7 +224,7 @@ class RunningJob:
     @property
     def can_resume(self) -> bool:
         """Whether the rest of the answer depends on nothing but the prompt and the answer so far."""
-        return self.job.session is None and self.job.constraint is None
+        return self.job.session is None
 
     def resume(self) -> list[int]:
         """Return prompt and answer so far, which are to be prefilled as a prompt."""
@@ -262,20 +261,21 @@ class RunningJob:
     def next_event(self, response: Any) -> Piece | ApiError:
         """Turn a response of mlx-lm's batch into a piece of the answer, or the error that prevents it."""
         self.tokens.append(response.token)
+        constraint = self.job.constraint
         try:
             if self.generated == 1 and math.isnan(response.logprobs[response.token].item()):
                 return ModelFailedError(
                     "the model failed: its logits are NaN; check its weights, or load it in bfloat16 or float32"
                 )
             text, stop = self._decode(response.token, response.finish_reason)
-            if self.job.constraint is not None:
-                self.job.constraint.check()
+            if constraint is not None:
+                constraint.check()
             finish_reason = response.finish_reason if stop is None else "stop"
             logprob, top_logprobs = self._logprobs(response)
             recalled = None if finish_reason is None else self.total_recalled
             return Piece(text, logprob, top_logprobs, finish_reason, stop, self.job.index, recalled)
         except GrammarError as error:
-            return InvalidRequestError(str(error), "response_format")
+            return InvalidRequestError(str(error), None if constraint is None else constraint.param)
         except Exception as error:
             log.exception("cannot decode the text of an answer")
             return ModelFailedError(f"the model failed: {error}")
@@ -286,14 +286,7 @@ class RunningJob:
             self._detokenizer.add_token(token)
         if finish_reason is not None:
             self._detokenizer.finalize()
-        self._stop_state, segments = TextStateMachine.split(self._stop_state, self._detokenizer.last_segment)
-        text = "".join(part for state, part in segments if state == "normal")
-        if self._stop_state[0] != "normal":
-            return text, self.job.stops[self._stop_state[0]]
-        if finish_reason is not None:
-            self._stop_state, rest, _ = TextStateMachine.flush(self._stop_state)
-            text += rest
-        return text, None
+        return self._stops.add(self._detokenizer.last_segment, is_last=finish_reason is not None)
 
     def _logprobs(self, response: Any) -> tuple[TokenLogprob | None, tuple[TokenLogprob, ...]]:
         """Return the log-probabilities of the token and of the most likely ones, if the job reports them."""

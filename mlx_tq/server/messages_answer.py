@@ -93,6 +93,7 @@ class MessagesAnswer(Answer):
         return error_body(error)
 
     def body(self) -> Object:
+        prompt, cached = (round(self.usage_scale * tokens) for tokens in (self.prompt_tokens, self.cached_tokens))
         return {
             "id": self._id,
             "type": "message",
@@ -102,9 +103,9 @@ class MessagesAnswer(Answer):
             "stop_reason": self._stop_reason,
             "stop_sequence": self._stop_sequence,
             "usage": {
-                "input_tokens": self.prompt_tokens - self.cached_tokens,
+                "input_tokens": prompt - cached,
                 "cache_creation_input_tokens": 0,
-                "cache_read_input_tokens": self.cached_tokens,
+                "cache_read_input_tokens": cached,
                 "output_tokens": self.completion_tokens,
             },
             **self.choices[0].recall,

@@ -166,16 +166,15 @@ Tool = Annotated[
 ]
 
 
-class ToolChoice(Loose):
+class ToolUse(Loose):
+    """Whether tools are used."""
+
     type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
-    @field_validator("type")
-    @classmethod
-    def _refuse_forced_calls(cls, value: str) -> str:
-        if value in ("any", "tool"):
-            raise ValueError(f"{value!r} is not supported, because calls cannot be forced; use 'auto' or 'none'")
-        return value
+    def to_choice(self) -> str | dict[str, Any]:
+        return {"type": "function", "name": self.name} if self.type == "tool" else self.type
 
 
 class Thinking(Loose):
@@ -199,7 +198,7 @@ class MessagesRequest(Loose):
     top_p: Probability | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     tools: FailFastList[Tool] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: ToolUse | None = None
     thinking: Thinking | None = None
 
     def to_chat(self) -> ChatRequest:
@@ -216,7 +215,7 @@ class MessagesRequest(Loose):
             "messages": join_leading(messages),
             "stop": self.stop_sequences,
             "tools": [{"type": "function", "function": function} for function in functions] or None,
-            "tool_choice": self.tool_choice and self.tool_choice.type,
+            "tool_choice": self.tool_choice and self.tool_choice.to_choice(),
             "parallel_tool_calls": self.tool_choice and not self.tool_choice.disable_parallel_tool_use,
             "thinking_budget": self.thinking and self.thinking.budget_tokens,
             "chat_template_kwargs": self.thinking and {"enable_thinking": self.thinking.type != "disabled"},

@@ -6,7 +6,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
 
@@ -16,7 +16,8 @@ from mlx_tq.cli.options import Request
 from mlx_tq.cli.sampling_settings import choose_sampling
 from mlx_tq.cli.screen import note
 from mlx_tq.errors import ConfigError
-from mlx_tq.grammar.constraint import CompiledGrammar, Grammars
+from mlx_tq.grammar.call_grammar import special_tokens
+from mlx_tq.grammar.constraint import Grammars
 from mlx_tq.integration.probe import native_caches, position_limit
 from mlx_tq.models import short_name
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache
@@ -24,18 +25,20 @@ from mlx_tq.prompt_cache.memory import weights_nbytes
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.rescue import RescueClient
 from mlx_tq.server.admission import EngineLimits
+from mlx_tq.server.answer_grammars import AnswerGrammar, AnswerGrammars
 from mlx_tq.server.answers import Answer, Choice
 from mlx_tq.server.api_errors import ContextLengthError, InvalidRequestError
 from mlx_tq.server.engine import Engine
+from mlx_tq.server.grammar_queue import GrammarQueue
 from mlx_tq.server.job import Event, Job, SessionResult
 from mlx_tq.server.metrics import Metrics, value_of
 from mlx_tq.server.prompt_builder import Prompt, PromptBuilder
-from mlx_tq.server.response_formats import ResponseFormats
 from mlx_tq.server.sampling import Sampling, logits_processors
 from mlx_tq.server.schemas import ChatRequest, CompletionRequest
 from mlx_tq.server.sessions import HEADER, ServerSession, Sessions, SessionTurn
 from mlx_tq.server.stored_prompts import MIN_STORED
 from mlx_tq.server.thinking_budget import BRIDGE, BRIDGE_TO_CALL, ThinkingBudget
+from mlx_tq.speculative.lookup_mode import LookupMode
 
 AnyRequest = ChatRequest | CompletionRequest
 
@@ -73,12 +76,26 @@ class ModelService:
         self._bridges = [self._prompt_builder.plain.encode(text) for text in (BRIDGE, BRIDGE_TO_CALL)]
         self.sessions = Sessions(request, self._prompt_builder, self.rescue, self.positions, self.metrics)
         self._grammars = Grammars(tokenizer)
-        self.response_formats = ResponseFormats(self._grammars, args.max_queue, allow_lark=args.allow_lark)
-        self.engine = Engine(model, tokenizer, request.config, plan, limits, self.metrics, self.sessions, prefix_cache)
+        self.answer_grammars = AnswerGrammars(
+            GrammarQueue(self._grammars, args.max_queue),
+            lambda: self._prompt_builder.call_form,
+            special_tokens(tokenizer),
+            allow_lark=args.allow_lark,
+        )
+        self.engine = Engine(
+            *(model, tokenizer, request.config, plan, limits, self.metrics, self.sessions, prefix_cache),
+            lookup_mode=LookupMode(args.prompt_lookup),
+        )
         settings, line = choose_sampling(args, args.model)
         note(line)
         self._sampling = Sampling(settings.pop("temp"), **settings)
-        self._max_tokens = args.max_tokens
+        self._max_tokens, self._assumed_context = args.max_tokens, args.scale_usage
+
+    @cached_property
+    def usage_scale(self) -> float:
+        """Return the factor of prompt tokens in /v1/messages, whose clients assume a context length."""
+        servable = None if self._assumed_context is None else self.lengths()["servable_tokens"]
+        return max(1.0, self._assumed_context / servable) if self._assumed_context and servable else 1.0
 
     def close(self) -> None:
         self.sessions.close()
@@ -89,27 +106,34 @@ class ModelService:
         request: AnyRequest,
         make_answer: Callable[..., Answer],
         session: ServerSession | None = None,
-        grammar: CompiledGrammar | None = None,
+        grammar: AnswerGrammar | None = None,
     ) -> tuple[list[Job], Answer, SessionTurn | None]:
         """Return a job for each prompt, their answer, still empty, and the turn of the session."""
         turn = None if session is None else self._begin_turn(session, request)
         start, quotation = (None, 0) if turn is None else (turn.start, turn.start.max_quotation)
-        count, constraint, logprobs = request.n or 1, None, None
+        count, constraint, logprobs, thinking = request.n or 1, None, None, None
         make_choice: Callable[[], Choice] = Choice
         if isinstance(request, ChatRequest):
             prompts = [prompt := self._prompt_builder.chat_prompt(request) if turn is None else turn.prompt]
+            if self._tokenizer.has_thinking:
+                thinking = (self._tokenizer.think_start, self._tokenizer.think_end)
             logprobs = (request.top_logprobs or 0) if request.logprobs else None
-            tools = request.callable_tools
             make_choice = partial(
                 Choice,
                 self._tokenizer,
                 prompt.state,
-                tools,
-                constrained=grammar is not None,
-                one_call=request.parallel_tool_calls is False,
+                request.callable_tools,
+                form=self._prompt_builder.call_form,
+                constrained=grammar is not None and not grammar.call_start,
+                one_call=request.has_one_call,
             )
             if grammar is not None:
-                constraint = self._grammars.constraint(grammar, thinks=prompt.state == "reasoning")
+                constraint = self._grammars.constraint(
+                    grammar.compiled,
+                    thinks=prompt.state == "reasoning",
+                    call_start=grammar.call_start,
+                    param=grammar.param,
+                )
         else:
             prompts = [self._prompt_builder.completion_prompt(prompt) for prompt in request.prompts]
         events: asyncio.Queue[Event] = asyncio.Queue()  # of all jobs
@@ -127,6 +151,7 @@ class ModelService:
                         *self._thinking_budget(request, prompt, max_tokens),
                     ],
                     stops=request.stops,
+                    thinking=thinking,
                     logprobs=logprobs,
                     constraint=constraint and constraint.copy(),
                     index=number * count + choice,
@@ -139,6 +164,7 @@ class ModelService:
         choices = [make_choice() for _ in range(count * len(prompts))]
         prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         answer = make_answer(self.name, choices, prompt_tokens, self._tokenizer.decode, None if turn is None else 0)
+        answer.usage_scale = self.usage_scale
         return jobs, answer, turn
 
     def _thinking_budget(self, request: AnyRequest, prompt: Prompt, max_tokens: int) -> list[ThinkingBudget]:
@@ -262,6 +288,12 @@ class ModelService:
             "servable_tokens": servable,
             "cacheable_tokens": cacheable,
         }
+
+    def capabilities(self) -> list[str]:
+        """Return what the model can do, in Ollama's words."""
+        tokenizer = self._tokenizer
+        facts = {"tools": self._prompt_builder.takes_tools, "thinking": tokenizer.has_thinking}
+        return ["completion", *(name for name, is_true in facts.items() if is_true)]
 
     def estimate(self, request: AnyRequest) -> dict[str, Any]:
         """Return what one answer to the request would take, for /v1/estimate."""

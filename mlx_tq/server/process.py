@@ -15,12 +15,13 @@ from functools import partial
 from typing import Any
 
 import uvicorn
+from mlx_lm.models.cache import make_prompt_cache
 
 from http_limits.connections import server_config, url_of
 from mlx_tq.cli.loading import free_memory, load_model
-from mlx_tq.cli.options import API_KEY_VARIABLE, Request
+from mlx_tq.cli.options import API_KEY_VARIABLE, OFF, Request
 from mlx_tq.cli.runner import DONE, FAILED, INTERRUPTED
-from mlx_tq.cli.screen import note, show_plan, stderr
+from mlx_tq.cli.screen import note, show_lookup, show_plan, stderr
 from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import ConfigError
 from mlx_tq.integration.batch_probe import BatchFacts, batch_facts
@@ -44,6 +45,8 @@ from mlx_tq.server.prefill_grid import PrefillGrid, measured_grid
 from mlx_tq.server.served_models import ServedModel
 from mlx_tq.server.stored_prompts import salt_of
 from mlx_tq.session.text import TEMPLATE_ERRORS
+from mlx_tq.speculative.draft_gate import MAX_ROWS
+from mlx_tq.speculative.lookup_mode import LookupMode
 
 log = logging.getLogger(__name__)
 
@@ -210,16 +213,22 @@ def _load(
         prompt_cache_bytes=stored_nbytes,
         decode_share=args.decode_share,
     )
-    if request.config.is_off:
-        return model, tokenizer, None, _limit_batches(limits, batch_facts(model)), None
-    plan = plan_caches(model, request.config)
-    limits = _limit_batches(limits, batch_facts(model, partial(build_caches, replace(plan, eviction=None))))
+    plan = None if request.config.is_off else plan_caches(model, request.config)
+    lookup_mode = LookupMode(args.prompt_lookup)
+    caches = make_prompt_cache(model) if plan is None else build_caches(plan)
+    lookup_mode.check(model, caches)
+    show_lookup(lookup_mode.blocker(model, caches))
+    make = None if plan is None else partial(build_caches, replace(plan, eviction=None))
+    limits = _limit_batches(limits, batch_facts(model, make))
+    if plan is None:
+        return model, tokenizer, None, limits, None
     includes_steps = args.kv_memory_limit is None
     memory = ranks.min(free_memory() if includes_steps else args.kv_memory_limit)
     limits = replace(limits, memory=memory, memory_includes_steps=includes_steps)
     need = MemoryNeed(model, plan, limits.prefill_grid, memory, includes_steps=includes_steps)
     need.check(1, _LEAST_CONTEXT)
-    compile_kernels(model, plan, batches=limits.concurrency > 1)
+    lengths = range(1, 2 if args.prompt_lookup == OFF else MAX_ROWS + 1)
+    compile_kernels(model, plan, lengths=lengths, batches=limits.concurrency > 1)
     positions = position_limit(model)
     show_plan(plan, min(_SHOWN_TOKENS, positions or _SHOWN_TOKENS))
     if positions is not None and (most := need.most_tokens(1, positions)) < positions:

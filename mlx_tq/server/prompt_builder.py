@@ -3,7 +3,7 @@
 import inspect
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,18 +15,19 @@ from pydantic_core import from_json
 from transformers import PreTrainedTokenizerBase
 
 from mlx_tq.errors import ConfigError
+from mlx_tq.grammar.call_grammar import GENERIC_FORM, CallForm
 from mlx_tq.prefix_cache.prefix_cache import common_prefix
 from mlx_tq.server import schemas
 from mlx_tq.server.api_errors import ContextLengthError, InvalidRequestError
 from mlx_tq.server.kept_thoughts import KeptThoughts, thoughts_key
+from mlx_tq.server.message_shapes import SHAPES
 from mlx_tq.server.schemas import ChatRequest
 from mlx_tq.server.system_messages import fold_later, has_later, join_leading
+from mlx_tq.server.tools_as_text import calls_as_text, describe_tools
 from mlx_tq.session.text import TEMPLATE_ERRORS, PlainText, PromptLengthLimit, is_reasoning_open, unescape
 
 Message = dict[str, Any]  # as templates expect it
 
-_LEADING_KEYS = ("type", "function", "name", "description", "parameters", "properties", "items", "enum", "required")
-_KEY_RANKS = {key: rank for rank, key in enumerate(_LEADING_KEYS)}
 _REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")  # in messages, of templates
 _RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 
@@ -70,7 +71,7 @@ class PromptBuilder:
     ) -> None:
         self.tokenizer, self.plain, self._thoughts = tokenizer, PlainText(tokenizer), KeptThoughts()
         self._template_args, self._template_name, self._splits_answer = template_args, template_name, splits_answer
-        self._limit = PromptLengthLimit(tokenizer, positions)
+        self._limit, self._positions = PromptLengthLimit(tokenizer, positions), positions
         # A fast tokenizer is thread-safe unless its truncation or padding changes, which the first call may do; hence
         # the `encode("")` below.
         is_fast = getattr(tokenizer, "is_fast", False)
@@ -135,13 +136,13 @@ class PromptBuilder:
         messages = join_leading(converted_messages)
         if has_later(messages) and not self._shows_later_system_messages:
             messages = fold_later(messages)
-        tools = _with_sorted_keys(request.callable_tools)
+        messages = self._convert(messages)
+        tools = request.sorted_tools
         if tools and not self._shows_tools:
-            advice = "leave tools out, or start the server with a --chat-template that shows them"
-            raise InvalidRequestError(f"{self._template_name} does not show tools to the model; {advice}", "tools")
-        if tools and not self.tokenizer.has_tool_calling:
-            fault = f"mlx-lm cannot parse the tool calls of {self._template_name}; leave tools out"
-            raise InvalidRequestError(fault, "tools")
+            self._check_call_is_required(request, "does not show tools to the model")
+            messages, tools = describe_tools(messages, tools), []
+        elif tools and not self.tokenizer.has_tool_calling:
+            self._check_call_is_required(request, "has tool calls that mlx-lm cannot parse")
         options = {**self._template_args, **self.plain.escape(kwargs), "tools": self.plain.escape(tools) or None}
         if "reasoning_effort" in options:
             try:
@@ -149,6 +150,39 @@ class PromptBuilder:
             except InvalidRequestError:  # the template does not know this effort
                 del options["reasoning_effort"]
         return messages, options
+
+    @property
+    def takes_tools(self) -> bool:
+        return bool(self.tokenizer.has_chat_template and self.tokenizer.has_tool_calling and self._shows_tools)
+
+    def answer_message(self, answer: Message) -> Message:
+        """Return an answer as `render_input` does once a client has sent it back."""
+        return self._convert([_template_message(schemas.Message.model_validate(answer))])[0]
+
+    def _convert(self, messages: list[Message]) -> list[Message]:
+        """Return messages in the shapes that the template shows and takes."""
+        if any(m["role"] == "tool" or "tool_calls" in m for m in messages) and not self._shows_tools:
+            messages = calls_as_text(messages)
+        for convert in self._conversions:
+            messages = convert(messages)
+        return messages
+
+    @cached_property
+    def call_form(self) -> CallForm:
+        """The form of the model's tool calls; a generic one if its template shows none that can be parsed."""
+        form = CallForm.of(self.tokenizer)
+        if form is None or not (self.tokenizer.has_chat_template and self._shows_tools):
+            return GENERIC_FORM
+        return form
+
+    def _check_call_is_required(self, request: ChatRequest, fault: str) -> None:
+        """Refuse tools that the model may use or not: without its own form of calls, each answer has to be one."""
+        if request.tool_choice is None or request.tool_choice.mode != "required":
+            raise InvalidRequestError(
+                f"{self._template_name} {fault}, so calls must be required: send tool_choice 'required' or a "
+                "function's name, leave tools out, or start the server with a --chat-template that shows them",
+                "tools",
+            )
 
     def keep_thoughts(self, request: ChatRequest, call: Message, reasoning: str) -> None:
         """Keep the reasoning before a call of an answer: many clients do not send it back."""
@@ -162,8 +196,9 @@ class PromptBuilder:
         converted = _template_message(message)
         reasoning = message.reasoning_content or message.reasoning
         calls = converted.get("tool_calls") or []
-        if not reasoning and calls and isinstance(arguments := calls[0]["function"]["arguments"], dict):
-            key = thoughts_key(question, calls[0].get("id", ""), calls[0]["function"]["name"], arguments)
+        if not reasoning and calls:
+            function = calls[0]["function"]
+            key = thoughts_key(question, calls[0].get("id", ""), function["name"], function["arguments"])
             reasoning = self._thoughts.find(key)
         if reasoning:
             converted |= dict.fromkeys(_REASONING_NAMES, reasoning)
@@ -181,6 +216,25 @@ class PromptBuilder:
             return False
 
     @cached_property
+    def _conversions(self) -> list[Callable[[Sequence[Message]], list[Message]]]:
+        """Return the changes of conversations without which the template refuses them, and with which it does not."""
+        conversions: list[Callable[[Sequence[Message]], list[Message]]] = []
+        for shape in SHAPES:
+            example = shape.example
+            for convert in conversions:
+                example = convert(example)
+            if not self._takes(example) and self._takes(shape.convert(example)):
+                conversions.append(shape.convert)
+        return conversions
+
+    def _takes(self, messages: list[Message]) -> bool:
+        try:
+            self._render(messages, self._template_args, add_generation_prompt=True)
+        except InvalidRequestError:
+            return False
+        return True
+
+    @cached_property
     def _shows_tools(self) -> bool:
         function = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
         messages, tools = [{"role": "user", "content": "hi"}], [{"type": "function", "function": function}]
@@ -191,25 +245,29 @@ class PromptBuilder:
         return with_tools != without
 
     def split_turn(
-        self, messages: list[Message], options: dict[str, Any], cached_messages: int
+        self, messages: list[Message], options: dict[str, Any], cached_messages: int, cached_ids: Sequence[int]
     ) -> tuple[list[int], str, list[int], str] | None:
-        """Split what follows the first `cached_messages`, the last of which is an answer without tool calls.
+        """Split what follows the first `cached_messages`, the last of which is an answer.
 
         Returns the tokens before the last user message, that message, the tokens after it, and the state at the end;
-        or None if the template does not show that answer unchanged. Without a user message, the first part has all.
+        or None if the template does not show the end of that answer as `cached_ids` have it. Without a user message at
+        the end, the first part has all.
         """
         marker, user_message = secrets.token_hex(8), ""  # no template trims it and no message contains it
-        marked = list(messages)
-        if cached_messages:
-            marked[cached_messages - 1] = {**marked[cached_messages - 1], "content": f"Q{marker}H"}
+        marked, answer = list(messages), messages[cached_messages - 1] if cached_messages else {}
+        if cached_messages and "tool_calls" not in answer:
+            marked[cached_messages - 1] = {**answer, "content": f"Q{marker}H"}
         if messages[-1]["role"] == "user":
             user_message = messages[-1]["content"]
             marked[-1] = {**marked[-1], "content": f"Q{marker}W"}
-        text = self._render(marked, options, add_generation_prompt=True)
-        if cached_messages:
-            _, separator, text = text.partition(f"Q{marker}H")
-            if not separator:
-                return None
+        whole = self._render(marked, options, add_generation_prompt=True)
+        text: str | None = whole
+        if "tool_calls" in answer:
+            text = self._after_calls(whole, marked, options, cached_messages, cached_ids)
+        elif cached_messages:
+            text = whole.partition(f"Q{marker}H")[2] or None
+        if text is None:
+            return None
         before, separator, after = text.partition(f"Q{marker}W")
         if messages[-1]["role"] == "user" and not separator:
             raise InvalidRequestError("the model's chat template does not show the last user message", "messages")
@@ -217,11 +275,37 @@ class PromptBuilder:
         before_ids, after_ids = (self._encode(part, "messages") for part in (before, after))
         return before_ids, user_message, after_ids, self._state(before_ids + after_ids)
 
+    def _after_calls(
+        self, text: str, messages: list[Message], options: dict[str, Any], count: int, cached_ids: Sequence[int]
+    ) -> str | None:
+        """Return what follows the calls of an answer, which is the last of `count` messages, in the text of them all.
+
+        It begins with the token that ended the answer. None if the template does not show that, between a call and the
+        next message.
+        """
+        if not cached_ids or cached_ids[-1] not in self.tokenizer.eos_token_ids:
+            return None
+        end, marker = str(self.tokenizer.decode(cached_ids[-1:])), f"Q{secrets.token_hex(8)}C"
+        answer, following = messages[count - 1], messages[count]
+        *calls, last = answer["tool_calls"]
+        last = {**last, "function": {**last["function"], "name": marker}}
+        marked = [
+            *messages[: count - 1],
+            {**answer, "tool_calls": [*calls, last]},
+            {**following, "content": f"{marker}N"},
+        ]
+        before, separator, _ = self._render([*marked, *messages[count + 1 :]], options).partition(f"{marker}N")
+        *earlier, between = before.split(end)
+        if not separator or marker not in before or marker in between:
+            return None
+        return end + text.split(end, len(earlier))[-1]
+
     def _check_length(self, characters: int, param: str) -> None:
         try:
             self._limit.check(characters)
         except ConfigError as error:
-            raise ContextLengthError(str(error), param) from error
+            tokens, positions = self._limit.least_tokens(characters), self._positions or 0
+            raise ContextLengthError.of(tokens, positions, 1, param, is_bound=True) from error
 
     def _encode(self, text: str, param: str, *, special: bool = False) -> list[int]:
         self._check_length(len(unescape(text)), param)
@@ -269,16 +353,6 @@ def without_reasoning(messages: Sequence[Message]) -> list[Message]:
     return [{key: value for key, value in m.items() if key not in _REASONING_NAMES} for m in messages]
 
 
-def _with_sorted_keys(value: Any) -> Any:
-    """Sort the keys of JSON objects: clients send schemas in other orders, with which no prefix would be shared."""
-    if isinstance(value, list):
-        return [_with_sorted_keys(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    keys = sorted(value, key=lambda key: (_KEY_RANKS.get(key, len(_KEY_RANKS)), key))
-    return {key: _with_sorted_keys(value[key]) for key in keys}
-
-
 def _template_message(message: schemas.Message) -> Message:
     converted = schemas.without_none(message)
     for name in ("reasoning", "reasoning_content"):
@@ -289,13 +363,20 @@ def _template_message(message: schemas.Message) -> Message:
         converted["content"] = "".join(part.text for part in message.content)
     converted.setdefault("content", "")
     for call in converted.pop("tool_calls", []):
-        arguments = call.function.arguments
-        parsed: Any = arguments
-        if isinstance(arguments, str):
-            try:
-                parsed = from_json(arguments or "{}")
-            except ValueError:  # as the model wrote it: a conversation with such a call continues
-                parsed = {"arguments": arguments}
-        function = {"name": call.function.name, "arguments": parsed}
+        function = {"name": call.function.name, "arguments": _argument_object(call.function.arguments)}
         converted.setdefault("tool_calls", []).append({**schemas.without_none(call), "function": function})
     return converted
+
+
+def _argument_object(arguments: Any) -> dict[str, Any]:
+    """Return the arguments of a call as templates need them, also of one that the model wrote in another form."""
+    parsed = arguments
+    for _ in range(2):  # some clients encode JSON twice
+        if isinstance(parsed, str):
+            try:
+                parsed = from_json(parsed.strip() or "{}")
+            except ValueError:
+                break
+    if parsed is None:
+        return {}
+    return parsed if isinstance(parsed, dict) else {"arguments": arguments}

@@ -31,6 +31,18 @@ class _Stored:
     last_use: int
 
 
+def copy_prefix(caches: list[Any], count: int, length: int) -> list[Any] | None:
+    """Return a copy of the first `count` tokens of caches that hold `length`; None if they cannot be cut to them."""
+    if count == 0 or (count < length and not can_trim_prompt_cache(caches)):
+        return None
+    copied = copy.deepcopy(caches)
+    try:
+        trim_prompt_cache(copied, length - count)
+    except CacheFormatError:  # the prefix lost tokens that are not archived
+        return None
+    return copied
+
+
 class PromptMemory:
     """Finds the caches of the longest stored prefix.
 
@@ -77,13 +89,8 @@ class PromptMemory:
             self._log_divergence(tokens, *lengths[0])
         for length, stored in lengths:
             count = min(length, most)
-            excess = len(stored.ids) - count
-            if count == 0 or (excess and not can_trim_prompt_cache(stored.caches)):
-                continue
-            caches = copy.deepcopy(stored.caches)
-            try:
-                trim_prompt_cache(caches, excess)
-            except CacheFormatError:  # the shared prefix lost tokens that are not archived
+            caches = copy_prefix(stored.caches, count, len(stored.ids))
+            if caches is None:
                 continue
             if notes_use:
                 stored.last_use = self._next_use()

@@ -26,6 +26,8 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     repetition_context_size: int = 20
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def updated(self, request: GenerationRequest) -> "Sampling":
         """Return these settings with those that the request sets."""
@@ -76,12 +78,7 @@ def logits_processors(request: GenerationRequest, sampling: Sampling, vocabulary
         if not (is_number and int(token) < vocabulary):
             message = f"logit_bias names the token {token[:20]!r}; tokens are 0 to {vocabulary - 1}"
             raise InvalidRequestError(message, "logit_bias")
-    return make_processors(
-        vars(sampling),
-        logit_bias={int(token): value for token, value in (request.logit_bias or {}).items()} or None,
-        presence_penalty=request.presence_penalty,
-        frequency_penalty=request.frequency_penalty,
-    )
+    return make_processors(vars(sampling), {int(token): value for token, value in (request.logit_bias or {}).items()})
 
 
 class ErrorGuard:

@@ -21,6 +21,7 @@ from http_limits.json_body import parse_json
 from mlx_tq.cli.options import LOWEST_PENALTY
 from mlx_tq.rescue import MAX_TEXT
 from mlx_tq.server.api_errors import ApiError, InvalidRequestError
+from mlx_tq.server.tool_choice import ToolChoiceField, with_sorted_keys
 from mlx_tq.server.vendor_fields import (
     REFUSED,
     template_options,
@@ -137,7 +138,7 @@ class TextPart(Strict):
 
 class Function(Loose):
     name: str
-    arguments: str | dict[str, Any] = ""
+    arguments: str | dict[str, Any] | list[Any] | None = ""
 
 
 class ToolCall(Loose):
@@ -258,7 +259,7 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[FailFastList[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     tools: FailFastList[FunctionTool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: ToolChoiceField = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[TopLogprobs | None, _requires("logprobs")] = None
@@ -273,7 +274,17 @@ class ChatRequest(GenerationRequest):
 
     @property
     def callable_tools(self) -> list[dict[str, Any]]:
-        return [dict(tool) for tool in self.tools or []] if self.tool_choice != "none" else []
+        is_none = self.tool_choice is not None and self.tool_choice.mode == "none"
+        return [] if is_none else [dict(tool) for tool in self.tools or []]
+
+    @property
+    def sorted_tools(self) -> list[dict[str, Any]]:
+        """The tools as the model sees them."""
+        return [with_sorted_keys(tool) for tool in self.callable_tools]
+
+    @property
+    def has_one_call(self) -> bool:
+        return self.parallel_tool_calls is False or (self.tool_choice is not None and self.tool_choice.has_one_call)
 
     @property
     def prefill(self) -> Message | None:
@@ -330,18 +341,40 @@ class InputText(Loose):
 
 
 Texts = str | FailFastList[InputText]
+ChatMessage = dict[str, Any]
+
+
+def _assistant_turn(messages: list[ChatMessage]) -> ChatMessage:
+    """Return the assistant's turn at the end, which is begun if need be: the items of a response are one turn."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
 
 
 class MessageItem(Loose):
     role: Literal["system", "developer", "user", "assistant"]
     content: Texts
 
+    @property
+    def text(self) -> str:
+        return _join(self.content)
+
+    def add_to(self, messages: list[ChatMessage]) -> None:
+        if self.role == "assistant":
+            _assistant_turn(messages)["content"] += self.text
+        else:
+            messages.append({"role": self.role, "content": self.text})
+
 
 class CallItem(Loose):
     call_id: str
     name: str
-    arguments: str
+    arguments: str | dict[str, Any] | list[Any] | None = ""
     namespace: str | None = None
+
+    def add_to(self, messages: list[ChatMessage]) -> None:
+        function = {"name": full_name(self.name, self.namespace), "arguments": self.arguments}
+        _assistant_turn(messages).setdefault("tool_calls", []).append({"id": self.call_id, "function": function})
 
 
 class CustomCallItem(Loose):
@@ -350,10 +383,18 @@ class CustomCallItem(Loose):
     input: str
     namespace: str | None = None
 
+    def add_to(self, messages: list[ChatMessage]) -> None:
+        CallItem(
+            call_id=self.call_id, name=self.name, namespace=self.namespace, arguments={"input": self.input}
+        ).add_to(messages)
+
 
 class CallOutputItem(Loose):
     call_id: str
     output: Texts
+
+    def add_to(self, messages: list[ChatMessage]) -> None:
+        messages.append({"role": "tool", "tool_call_id": self.call_id, "content": _join(self.output)})
 
 
 class ReasoningText(Loose):
@@ -361,15 +402,57 @@ class ReasoningText(Loose):
 
 
 class ReasoningItem(Loose):
-    """The model's reasoning before the next message or call."""
+    """The model's reasoning before the next message or call; its summary stands for reasoning that is not there."""
 
     content: FailFastList[ReasoningText] | None = None
+    summary: FailFastList[ReasoningText] | None = None
+
+    def add_to(self, messages: list[ChatMessage]) -> None:
+        if text := "".join(part.text for part in self.content or self.summary or []):
+            turn = _assistant_turn(messages)
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+
+
+class CompactionItem(Loose):
+    """The summary of what came before, as this server writes it: without encryption."""
+
+    encrypted_content: str
+
+    def add_to(self, messages: list[ChatMessage]) -> None:
+        messages.append({"role": "user", "content": f"{_SUMMARY_TITLE}\n\n{self.encrypted_content}"})
+
+
+class CompactionTrigger(Loose):
+    """Asks, at the end of the input, for a summary of it in place of an answer."""
+
+    def add_to(self, messages: list[ChatMessage]) -> None:
+        messages.append({"role": "user", "content": _SUMMARIZE})
 
 
 class LeftOutItem(Loose):
     """A call that OpenAI's servers ran."""
 
+    def add_to(self, messages: list[ChatMessage]) -> None:
+        pass
 
+
+class ResponseItem(Loose):
+    """A whole response, which stands for the items of its output."""
+
+    output: "FailFastList[Item]"
+
+    def add_to(self, messages: list[ChatMessage]) -> None:
+        for item in self.output:
+            item.add_to(messages)
+
+
+_SUMMARY_TITLE = "Summary of the conversation so far, which continues below:"
+_SUMMARIZE = (
+    "The context is nearly full. Write a summary of this conversation, from which you can continue the work without "
+    "seeing the rest: what the user wants, in their words where these matter; what was done and found out, with names "
+    "of files, commands and numbers; what was decided and why; what is left to do, and the next step. Write only the "
+    "summary, and call no tool."
+)
 # Of the calls that OpenAI's servers run.
 _LEFT_OUT = frozenset(
     f"{name}_call" for name in ("web_search", "file_search", "computer", "code_interpreter", "image_generation", "mcp")
@@ -377,6 +460,8 @@ _LEFT_OUT = frozenset(
 
 
 def _item_tag(item: Any) -> Any:
+    if isinstance(item, dict) and item.get("object") == "response":
+        return "response"
     kind = item.get("type", "message") if isinstance(item, dict) else "message"
     if kind == "custom_tool_call_output":
         return "function_call_output"
@@ -389,12 +474,15 @@ Item = Annotated[
     | Annotated[CustomCallItem, Tag("custom_tool_call")]
     | Annotated[CallOutputItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[LeftOutItem, Tag("left_out")],
+    | Annotated[CompactionItem, Tag("compaction")]
+    | Annotated[CompactionTrigger, Tag("compaction_trigger")]
+    | Annotated[LeftOutItem, Tag("left_out")]
+    | Annotated[ResponseItem, Tag("response")],
     Discriminator(
         _item_tag,
         custom_error_type="item_type",
         custom_error_message="its type should be one of 'message', 'function_call', 'function_call_output', "
-        "'custom_tool_call', 'custom_tool_call_output', 'reasoning'",
+        "'custom_tool_call', 'custom_tool_call_output', 'reasoning', 'compaction', 'compaction_trigger'",
     ),
 ]
 
@@ -453,41 +541,36 @@ class ResponseRequest(Strict):
     text: TextOptions | None = None
     reasoning: dict[str, Any] | None = None
     tools: FailFastList[ResponseTool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    previous_response_id: None = None
-    conversation: None = None
+    previous_response_id: Any = None
+    conversation: Any = None
     prompt: None = None
     background: Literal[False] | None = None
     truncation: Literal["auto", "disabled"] | None = None  # nothing is cut out of a conversation
     metadata: Annotated[FailFastDict[MetadataText], Field(max_length=16)] | None = None  # every response repeats it
 
+    @field_validator("previous_response_id", "conversation")
+    @classmethod
+    def _refuse_stored(cls, value: Any) -> Any:
+        if value is not None:
+            raise ValueError("this server stores no responses; leave it out, and send the whole conversation as input")
+        return value
+
+    @property
+    def items(self) -> "list[Item]":
+        return [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+
+    @property
+    def asks_for_summary(self) -> bool:
+        return isinstance(self.items[-1], CompactionTrigger)
+
     def to_chat(self) -> ChatRequest:
-        messages: list[dict[str, Any]] = []
+        messages: list[ChatMessage] = []
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
-        items = [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
-        reasoning = ""
-        for item in items:
-            if isinstance(item, ReasoningItem):
-                reasoning += "".join(part.text for part in item.content or [])
-                continue
-            if isinstance(item, MessageItem):
-                messages.append({"role": item.role, "content": _join(item.content)})
-            elif isinstance(item, CallItem | CustomCallItem):
-                arguments = {"input": item.input} if isinstance(item, CustomCallItem) else item.arguments
-                function = {"name": full_name(item.name, item.namespace), "arguments": arguments}
-                call = {"id": item.call_id, "function": function}
-                if not messages or messages[-1]["role"] != "assistant":
-                    messages.append({"role": "assistant", "content": None})
-                messages[-1].setdefault("tool_calls", []).append(call)
-            elif isinstance(item, CallOutputItem):
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _join(item.output)})
-            else:
-                continue
-            if reasoning and messages[-1]["role"] == "assistant":
-                messages[-1]["reasoning_content"] = messages[-1].get("reasoning_content", "") + reasoning
-                reasoning = ""
+        for item in self.items:
+            item.add_to(messages)
         if not messages:
             raise InvalidRequestError("the input has no message; send at least one", "input")
         logprobs = "message.output_text.logprobs" in (self.include or [])

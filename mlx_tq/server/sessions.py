@@ -39,7 +39,7 @@ class ServerSession:
 
     transcript: Transcript
     caches: SessionCaches | None = None  # of the transcript's tokens; None before the first answer
-    messages: list[Message] | None = None  # that the transcript encodes; None if the session cannot be continued
+    messages: list[Message] = field(default_factory=list)  # that the transcript encodes
     template_options: dict[str, Any] = field(default_factory=dict)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     users: int = 0  # requests that hold or wait for `turn`
@@ -122,11 +122,11 @@ class Sessions:
     def begin(self, session: ServerSession, request: ChatRequest, *, restart: bool = False) -> SessionTurn:
         """Return the turn of a request: what it adds to the session, or all of it if it does not continue that."""
         messages, options = self._prompt_builder.render_input(request)
-        cached = session.messages or []
+        cached = session.messages
         is_told = without_reasoning(messages[: len(cached)]) == without_reasoning(cached)
         continues = is_told and messages[len(cached) :] and not restart
         count = len(cached) if continues and options == session.template_options else 0
-        parts = self._prompt_builder.split_turn(messages, options, count)
+        parts = self._prompt_builder.split_turn(messages, options, count, session.transcript.ids)
         if parts is None:  # the template shows earlier answers in another way
             return self.begin(session, request, restart=True)
         transcript = session.transcript if count else self._new_transcript()
@@ -143,8 +143,8 @@ class Sessions:
         start = SessionStart(caches, len(transcript.ids), len(before), search_hits, quote, max_quotation)
         return SessionTurn(session, transcript, messages, options, prompt, start)
 
-    def commit_turn(self, turn: SessionTurn, result: SessionResult, answer: Message | None) -> None:
-        """Continue the session after a complete answer; `answer` is None if no request can continue from it."""
+    def commit_turn(self, turn: SessionTurn, result: SessionResult, answer: Message) -> None:
+        """Continue the session after a complete answer."""
         session, transcript = turn.session, turn.transcript
         assert result.caches is not None  # noqa: S101 - tells the type checker
         if transcript is not session.transcript:
@@ -155,7 +155,7 @@ class Sessions:
             transcript.send_evicted(sequence.lost)
         session.transcript, session.caches = transcript, result.caches
         session.template_options = turn.template_options
-        session.messages = None if answer is None else [*turn.messages, answer]
+        session.messages = [*turn.messages, self._prompt_builder.answer_message(answer)]
         self._metrics.rescued_tokens.inc(len(result.quotation.ids))
         log_archive_warning(result.caches)
         if self._client is not None and (warning := self._client.take_warning()):
@@ -195,6 +195,10 @@ class Sessions:
     def nbytes(self) -> int:
         with self._lock:
             return sum(session.nbytes for session in self._sessions.values())
+
+    def all_caches(self) -> list[SessionCaches]:
+        with self._lock:
+            return [session.caches for session in self._sessions.values() if session.caches is not None]
 
     def trim_to(self, nbytes: int) -> None:
         """Drop idle sessions, the least recently used first, until the rest take at most `nbytes`."""

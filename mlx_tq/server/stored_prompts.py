@@ -5,10 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_tq.prefix_cache.prefix_cache import CachedPrompt, PrefixCache
+import numpy as np
+
+from mlx_tq.prefix_cache.prefix_cache import CachedPrompt, PrefixCache, common_prefix
 from mlx_tq.server.job import Job
 from mlx_tq.server.job_recall import log_archive_warning
-from mlx_tq.server.prompt_memory import PromptMemory
+from mlx_tq.server.prompt_memory import PromptMemory, copy_prefix
+from mlx_tq.server.sessions import Sessions
 from mlx_tq.session.restore import release
 
 # Upper bound of the seconds to restore a token, as a share of those to prefill it.
@@ -27,11 +30,17 @@ class PromptSource:
 
 
 class StoredPrompts:
-    """Finds and stores caches of prompts and answers."""
+    """Finds and stores caches of prompts and answers; finds those of `sessions`, too."""
 
-    def __init__(self, limit: int, decode: Callable[[list[int]], str], prefix_cache: PrefixCache | None) -> None:
+    def __init__(
+        self,
+        limit: int,
+        decode: Callable[[list[int]], str],
+        prefix_cache: PrefixCache | None,
+        sessions: Sessions | None = None,
+    ) -> None:
         self.memory = PromptMemory(limit, decode)
-        self._prefix_cache = prefix_cache
+        self._prefix_cache, self._sessions = prefix_cache, sessions
 
     def insert(self, tokens: list[int], caches: list[Any], stored: CachedPrompt | None) -> None:
         """Store caches that hold `tokens` in memory; `stored` knows what of them is on the disk."""
@@ -50,12 +59,24 @@ class StoredPrompts:
             return self.continued(job, job.session.caches, job.session.cached_tokens)
         ids = job.prompt.ids[: len(job.prompt.ids) - num_remaining]
         caches, cached_tokens = self.memory.find(ids, len(ids), notes_use=not alone)
+        caches, cached_tokens = self._longer_in_session(ids, caches, cached_tokens)
         if self._prefix_cache is not None:
             stored = CachedPrompt(self._prefix_cache, ids)
             restorable = stored.find(alone=alone)
             if (1 - _RESTORE_COST) * restorable > cached_tokens:
                 return PromptSource(None, restorable, stored)
         return self.continued(job, caches, cached_tokens)
+
+    def _longer_in_session(
+        self, ids: list[int], caches: list[Any] | None, cached_tokens: int
+    ) -> tuple[list[Any] | None, int]:
+        """Return a longer prefix of a prompt that a session has, or the caches as they are."""
+        tokens = np.array(ids, np.int64)
+        for other in [] if self._sessions is None else self._sessions.all_caches():
+            common = common_prefix(other.tokens, tokens)
+            if common > cached_tokens and (copied := copy_prefix(other, common, len(other.tokens))) is not None:
+                caches, cached_tokens = copied, common
+        return caches, cached_tokens
 
     def longest(self, ids: list[int]) -> int:
         """Return how many first tokens of a prompt are stored, in memory or on this rank's disk; any thread may ask."""

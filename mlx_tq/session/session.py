@@ -35,6 +35,7 @@ from mlx_tq.session.text import SESSION_ID, PlainText, PromptLengthLimit, TurnTe
 from mlx_tq.session.transcript import Quotation, Transcript, TurnRange, quotation_limit
 from mlx_tq.session.turn import UNLIMITED, StoppedError, Turn, TurnStats, search_evicted, trim_caches
 from mlx_tq.session.worker import Worker
+from mlx_tq.speculative.lookup_mode import LookupMode
 
 _NEARLY_FULL = 0.9  # of the context
 ON_FULL = STOP, DROP_OLDEST = "stop", "drop-oldest"  # when the context is full
@@ -68,6 +69,9 @@ class Session:
         prefix_cache: where the first prompt of a conversation is cached: a folder, "auto" for one in the user's cache
             folder, "off", or a `Folder` with a limit.
         shadow: let the model's own cache answer, and compare the compressed one with it every `shadow` tokens.
+        prompt_lookup: speculative decoding with drafts from the conversation itself. "auto" drafts where that should be
+            faster, "on" wherever text repeats, and "off" never. On caches that cannot drop a rejected draft "auto" does
+            nothing, and "on" raises a ConfigError.
         on_full: what a turn does for which the model's context has no room left. "stop" raises a ConfigError.
             "drop-oldest" removes the oldest turns, except the system prompt, and prefills the others at new positions;
             a rescue service still finds the removed ones.
@@ -101,6 +105,7 @@ class Session:
         template: dict[str, Any] | None = None,
         prefix_cache: str | Folder | None = None,
         shadow: int | None = None,
+        prompt_lookup: str = OFF,
         on_full: str = STOP,
         logits_processors: Sequence[Callable[..., Any]] = (),
         warn: Callable[[str], None] = warnings.warn,
@@ -118,6 +123,7 @@ class Session:
         self.turns: list[TurnStats] = []
         self._warn = warn
         self._length_limit = PromptLengthLimit(tokenizer, self.context_length)
+        self.lookup_mode = LookupMode(prompt_lookup)
         self._plain, self._template_options = PlainText(tokenizer), template
         self._template = self._make_template(system_prompt)
         self._keeps_text = session_id is not None  # at the service, when the session is closed
@@ -134,7 +140,9 @@ class Session:
         self._prefix_folder, self._shadow_every = open_folder(prefix_cache, ranks=ranks_of(model)), shadow
         self._prefix_cache: PrefixCache | None = None
         self.client = open_client(self.rescue.service)
-        self._begin(session_id or uuid.uuid4().hex, self._worker.run(self._make_caches))
+        caches = self._worker.run(self._make_caches)
+        self.lookup_mode.check(model, caches)
+        self._begin(session_id or uuid.uuid4().hex, caches)
 
     def _make_template(self, system_prompt: str | None) -> TurnTemplate:
         self._length_limit.check(len(system_prompt or ""), "system prompt")
@@ -209,6 +217,7 @@ class Session:
             self.prefill_step_size,
             prefix_cache=None if start else self._open_prefix_cache(),
             shadow=self.shadow,
+            lookup_mode=self.lookup_mode,
             progress=lambda done, total: progress(prefilled + done, prefilled + total),
             is_stopped=lambda: self._is_stopping,
         )

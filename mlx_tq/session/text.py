@@ -53,6 +53,10 @@ class PromptLengthLimit:
     def _longest_token(self) -> int:
         return max(map(len, self._tokenizer.get_vocab()), default=1)
 
+    def least_tokens(self, characters: int) -> int:
+        """Return how many tokens a text has at least."""
+        return -(-characters // self._longest_token)
+
     def check(self, characters: int, name: str = "prompt", used: int = 0) -> None:
         """Raise a ConfigError if the text called `name` cannot fit after `used` tokens."""
         if self._context_length is None:

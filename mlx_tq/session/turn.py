@@ -32,6 +32,9 @@ from mlx_tq.session.restore import (
 )
 from mlx_tq.session.shadow_mode import Shadow
 from mlx_tq.session.transcript import NO_QUOTATION, Quotation, SearchHits, Transcript
+from mlx_tq.speculative.lookup_decode import stream_with_lookup
+from mlx_tq.speculative.lookup_mode import LookupMode
+from mlx_tq.speculative.prompt_lookup import PromptLookup
 
 UNLIMITED = 2**31  # positions of a model that does not say how many it has
 _NAN_LOGITS = "the model's logits are NaN after the prompt. Check its weights, or load it in bfloat16 or float32."
@@ -44,6 +47,8 @@ class TurnStats:
     prompt_tokens: int  # quotation included
     cached_tokens: int  # of the prompt, from the prefix cache
     generation_tokens: int
+    drafted_tokens: int  # that were verified
+    accepted_tokens: int  # of these
     finish_reason: str  # "stop", "length" or "interrupted"
     ttft: float  # seconds to the first token, recall included
     seconds: float  # of the whole turn
@@ -84,12 +89,13 @@ class Turn:
         *,
         prefix_cache: PrefixCache | None,
         shadow: Shadow | None,
+        lookup_mode: LookupMode,
         progress: ProgressCallback,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self._model, self._tokenizer, self._caches, self._transcript = model, tokenizer, caches, transcript
         self._step, self._prefix_cache, self._shadow = step, prefix_cache, shadow
-        self._progress, self._is_stopped = progress, is_stopped
+        self._lookup_mode, self._progress, self._is_stopped = lookup_mode, progress, is_stopped
         self.start = len(transcript.ids)
         self.is_undone = False  # nothing was answered, and no tokens stay; the caches of a first turn must be replaced
         self.is_consistent = True  # the caches could be trimmed to one length
@@ -100,6 +106,7 @@ class Turn:
         self._prompt_tokens = self._prefilled = self._room = 0
         self._ttft = self._rescue_seconds = 0.0
         self._response: Any = None  # the latest of mlx-lm
+        self._drafted = self._accepted = 0
 
     def __enter__(self) -> Self:
         self._stack.enter_context(compressed_attention(self._model))
@@ -171,7 +178,8 @@ class Turn:
             self._shadow.begin(self._question[-1], len(self._transcript.ids) - 1)
         options["max_tokens"] = room if max_tokens < 0 else min(max_tokens, room)
         options |= {"prefill_step_size": self._step, "prompt_progress_callback": self._progress_from(self._prefilled)}
-        with closing(stream_generate(self._model, self._tokenizer, self._question, **options)) as responses:
+        lookup = self._begin_lookup(options)
+        with closing(self._stream(lookup, options)) as responses:
             for response in responses:
                 if self._response is None and "draft_model" in options:  # mlx-lm reports no progress with one
                     self._progress(self._prompt_tokens, self._prompt_tokens)
@@ -180,6 +188,7 @@ class Turn:
                         raise NonFiniteError(_NAN_LOGITS)
                     self._ttft = time.perf_counter() - self._began
                 self._response = response
+                self._count_drafts(response, lookup, options)
                 self._transcript.append([response.token])
                 self._send_evicted()
                 self._recall.count_token()
@@ -190,6 +199,23 @@ class Turn:
                     break
         for cache in compressed_caches(caches):
             cache.check_health()
+
+    def _begin_lookup(self, options: dict[str, Any]) -> PromptLookup | None:
+        if self._shadow is not None or "draft_model" in options or "input_embeddings" in options:
+            return None
+        return self._lookup_mode.begin(self._model, self._caches, self._transcript.ids)
+
+    def _stream(self, lookup: PromptLookup | None, options: dict[str, Any]) -> Generator[Any]:
+        if lookup is not None:
+            return stream_with_lookup(self._model, self._tokenizer, self._question, lookup, **options)
+        return stream_generate(self._model, self._tokenizer, self._question, **options)  # type: ignore[no-any-return]
+
+    def _count_drafts(self, response: Any, lookup: PromptLookup | None, options: dict[str, Any]) -> None:
+        self._accepted += response.from_draft
+        if lookup is not None:
+            self._drafted = lookup.drafted
+        elif "draft_model" in options and not response.from_draft:  # the draw that ends a pass of mlx-lm
+            self._drafted += options["num_draft_tokens"]
 
     def _progress_from(self, start: int) -> ProgressCallback:
         """Return mlx-lm's progress callback for a prefill that begins after the first `start` tokens."""
@@ -244,6 +270,8 @@ class Turn:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=cached,
             generation_tokens=last.generation_tokens if last else 0,
+            drafted_tokens=self._drafted,
+            accepted_tokens=self._accepted,
             finish_reason=(last.finish_reason if last else None) or "interrupted",
             ttft=self._ttft,
             seconds=time.perf_counter() - self._began,

@@ -167,11 +167,12 @@ def test_commands_change_the_conversation_and_its_sampling(talk):
 def test_the_sampling_of_the_model_is_used_where_no_flag_is_given(talk, tmp_path):
     model, question = copy_model(tmp_path / "model"), "The access code is 417295. What is the access code?"
     config = {"do_sample": True, "temperature": 60, "top_p": 1, "top_k": "x", "min_p": None, "repetition_penalty": 1.1}
+    config["presence_penalty"] = 1.5
     (model / "generation_config.json").write_text(json.dumps(config))
     words = ("--model", str(model), "--max-tokens", "8")
     out, err = talk(question, words=words)
     assert "417295" not in out
-    line = "Sampling: {}top-p 1, repetition-penalty 1.1 (generation_config.json)"
+    line = "Sampling: {}top-p 1, repetition-penalty 1.1, presence-penalty 1.5 (generation_config.json)"
     assert line.format("temp 60, ") in err
     assert "generation_config.json of the model: top-k is '\"x\"'; it must be a whole number. It is not used." in err
     out, err = talk(question, words=(*words, "--temp", "0", "--top-k", "5"))

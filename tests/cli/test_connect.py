@@ -79,7 +79,8 @@ def test_settings_name_the_model_and_the_context_of_the_server(connect, server, 
     shown = "\n".join(rest)
     assert server.url in shown
     assert re.search(rf"\b{MODEL}\b", shown)
-    assert re.search(rf"\b{CONTEXT}\b", shown)
+    shown_length = CONTEXT // 4 if client == "claude" else CONTEXT  # of an answer: Claude Code takes no such context
+    assert re.search(rf"\b{shown_length}\b", shown)
     if client in FILES:
         assert all(f"# {path}\n" in out for path in files_of(client))
 
@@ -103,6 +104,12 @@ def test_the_name_of_a_model_in_opencode_has_no_slash():
     (settings,) = CLIENTS["opencode"].files(server, {}).values()
     assert settings["model"] == "mlx_tq/maker-Model-4B"
     assert settings["provider"]["mlx_tq"]["models"]["maker-Model-4B"]["id"] == "maker/Model-4B"
+
+
+@pytest.mark.parametrize(("context", "window"), [(99_999, "200000"), (100_000, "100000")])
+def test_claude_gets_a_window_that_it_takes(context, window):
+    variables = CLIENTS["claude"].environment(Endpoint("http://127.0.0.1:1", "m", context, None))
+    assert variables["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == window
 
 
 @pytest.mark.parametrize("client", CLIENTS)
@@ -215,9 +222,27 @@ def test_a_file_that_does_not_parse_is_left_as_it_is(connect, home, client, brok
     assert snapshot(home) == before
 
 
-def test_a_dry_run_of_writing_changes_nothing(connect, home):
-    assert f"# would write {files_of('codex')[0]}\nmodel = " in connect("codex", "--write", "--dry-run").out
-    assert not snapshot(home)
+@pytest.mark.parametrize("client", FILES)
+def test_a_dry_run_of_writing_shows_what_is_added_or_changed_and_changes_nothing(connect, client):
+    """A secret of the user's is not shown, nor what the file has already."""
+    others = {
+        "theirs": {"key": "secret"},
+        "model_providers": {"other": {"key": "secret"}},
+        "models": [{"id": "secret"}],
+    }
+    for path in files_of(client):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(settings_text(path.suffix, others))
+    before = {path: path.read_bytes() for path in files_of(client)}
+    code, out, _ = connect(client, "--write", "--dry-run")
+    assert (code, {path: path.read_bytes() for path in files_of(client)}) == (0, before)
+    assert all(f"# would add or change in {path}\n" in out for path in before)
+    assert MODEL in out
+    assert "secret" not in out
+    connect(client, "--write")
+    out = connect(client, "--write", "--dry-run").out
+    assert all(f"{path} has the settings already\n" in out for path in before)
+    assert "would" not in out
 
 
 def test_a_client_without_a_file_says_so(connect, home):

@@ -14,6 +14,7 @@ from mlx_tq.kernels.backend import BACKENDS
 from mlx_tq.models import DTYPES
 from mlx_tq.policies.policy import policy_names
 from mlx_tq.session.session import ON_FULL
+from mlx_tq.speculative.lookup_mode import MODES
 
 # Flags of mlx-lm's commands that ours do not have, and what is another's here, each with its reason.
 ABSENT = {
@@ -187,3 +188,4 @@ def test_names_in_help_texts_are_those_of_the_registries():
     assert (tuple(config.PROFILES), config.DEFAULT_PROFILE) == (table.PROFILES, table.DEFAULT_PROFILE)
     assert tuple(name for name in policy_names() if name != "published") == table.POLICIES
     assert (BACKENDS, DTYPES, ON_FULL) == (table.BACKENDS, table.DTYPES, table.ON_FULL)
+    assert MODES == table.PROMPT_LOOKUP

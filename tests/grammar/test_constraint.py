@@ -34,7 +34,7 @@ def constrained(grammars, schema, **options):
 
 
 def allowed(constraint, *tokens, width=4200):
-    """Ids that may follow."""
+    """Ids that may follow the tokens of an answer."""
     logits = constraint(mx.array([5, *tokens]), mx.zeros((1, width)))
     return {token for token, logit in enumerate(logits[0].tolist()) if logit > -math.inf}
 
@@ -47,12 +47,11 @@ def test_only_what_can_still_become_an_answer(tokenizer, grammars):
     first = allowed(constraint)
     assert {tokenizer.decode([token])[0] for token in first} == {"{"}
     ids = tokenizer.encode('{"code": 7}', add_special_tokens=False)
-    for before, token in zip([None, *ids], ids, strict=False):
-        if before is not None:
-            assert token in (found := allowed(constraint, before))
-            assert len(found) < vocabulary / 2
-    assert allowed(constraint, ids[-1]) == set(tokenizer.eos_token_ids)
-    assert len(allowed(constraint, max(tokenizer.eos_token_ids))) == 4200, "a batch computes one token more"
+    found = [allowed(constraint, *ids[:count]) for count in range(len(ids))]
+    assert all(token in tokens and len(tokens) < vocabulary / 2 for token, tokens in zip(ids, found, strict=True))
+    assert allowed(constraint, *ids) == set(tokenizer.eos_token_ids)
+    assert len(allowed(constraint, *ids, max(tokenizer.eos_token_ids))) == 4200, "a batch computes one token more"
+    assert allowed(constraint, *ids[:3]) == found[3], "an answer that continues after a memory error"
     assert allowed(other) == first, "a copy has a place of its own"
     constraint.check()
 
@@ -62,7 +61,7 @@ def test_thoughts_come_before_the_form(tokenizer, grammars):
     (thought,) = set(tokenizer.encode("I", add_special_tokens=False))
     assert len(allowed(constraint)) == len(allowed(constraint, thought)) == 4200
     (end,) = tokenizer.think_end_tokens
-    assert {tokenizer.decode([token])[0] for token in allowed(constraint, end)} == {"{"}
+    assert {tokenizer.decode([token])[0] for token in allowed(constraint, thought, end)} == {"{"}
 
 
 def test_a_token_that_was_not_allowed_is_an_error(tokenizer, grammars):
@@ -88,8 +87,38 @@ def test_copies_share_the_time_for_masks(grammars):
 
 def test_tokenizers_that_no_mask_can_be_made_for(tokenizer):
     """One that is written in Python, and one whose answers have channels."""
-    fields = ("eos_token_ids", "think_end_tokens", "response_transitions", "structural_markers", "_tokenizer")
+    fields = (
+        "eos_token_ids",
+        "think_start",
+        "think_end",
+        "decode",
+        "response_transitions",
+        "structural_markers",
+        "_tokenizer",
+    )
     plain = {name: getattr(tokenizer, name) for name in fields}
     for change in ({"_tokenizer": object()}, {"structural_markers": ["<|channel|>"]}):
         with pytest.raises(GrammarError, match="ask for plain text"):
             constrained(Grammars(SimpleNamespace(**{**plain, **change})), CODE)
+
+
+def test_what_a_mark_opens(tokenizer, grammars):
+    """Text is free until the mark and after the end of the grammar; marks in reasoning open nothing."""
+    grammar = asyncio.run(grammars.compile(GrammarSource("regex", "[0-9]{2}!")))
+
+    def count_allowed(text, **options):
+        constraint = grammars.constraint(grammar, call_start="[call]", **options)
+        ids = [token for part in text.split("|") for token in tokenizer.encode(part, add_special_tokens=False)]
+        for count in range(len(ids) + 1):
+            found = allowed(constraint, *ids[:count])
+        constraint.check()
+        return len(found)
+
+    digits = count_allowed("[call]")
+    assert 0 < digits < 50
+    for text in ("Hi [|call]", "<think>[call]</think>[call]", "[call]12! and [call]", "x<think>[call]", "[call"):
+        assert count_allowed(text) == (4200 if text == "[call" else digits), text
+    for text in ("Hi", "<think>[call]", "[call]12!", "[call]12! and", "[call] or so", "[call]x"):
+        assert count_allowed(text) == 4200, text
+    assert count_allowed("[call]", thinks=True) == 4200
+    assert count_allowed("Hm. [call]</think>[call]", thinks=True) == digits

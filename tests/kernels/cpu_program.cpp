@@ -130,6 +130,7 @@ void attend(const Rows& rows, int full, int64_t heads, int64_t tokens, int64_t l
   const std::vector<float> scale(heads * dim, 1.5f), queries = floats(heads * group * length * dim), sinks = floats(heads * group);
   std::vector<uint16_t> means;
   for (int64_t i = 0; i < heads * (tokens / 128 + 1) * dim; i++) means.push_back((random_bits() & 0x83FF) | 0x3000);
+  const int64_t sequences[] = {0, 1};
   const Cache cache{parts, scale.data(), means.data(), nullptr, (tokens / 128 + 1) * dim, 2, tokens + window, 0};
   std::vector<float> output(heads * group * length * dim), log_sums(heads * group * length);
   Attention call{};
@@ -151,6 +152,26 @@ void attend(const Rows& rows, int full, int64_t heads, int64_t tokens, int64_t l
   call.causal = 1;
   call.threads = threads;
   call.scale = 1 / std::sqrt(float(dim));
+  tq_attend(&call);
+  for (const auto& array : {output, log_sums}) fwrite(array.data(), 4, array.size(), results);
+
+  // Two sequences with these queries share the packed tokens.
+  Prefix prefix{cache, sequences, 2};
+  prefix.cache.part_count = 1;
+  Cache own[] = {cache, cache};
+  for (Cache& one : own) {
+    one.parts = parts + 1;
+    one.part_count = 1;
+  }
+  output.resize(2 * output.size());
+  log_sums.resize(2 * log_sums.size());
+  call.query_strides[0] = 0;
+  call.caches = own;
+  call.prefixes = &prefix;
+  call.prefix_count = 1;
+  call.output = output.data();
+  call.log_sums = log_sums.data();
+  call.batch = 2;
   tq_attend(&call);
   for (const auto& array : {output, log_sums}) fwrite(array.data(), 4, array.size(), results);
 }

@@ -22,17 +22,23 @@ from .engines import limits_of
 
 
 @contextmanager
-def serving(loaded, *flags):
-    """Serve a model in this process; yield the API and its client."""
+def api_of(loaded, *flags):
+    """Yield an API of a model in this process, and what starts the model."""
     request = Request.from_args(build_parser().parse_args(["--kv-profile", "off", *flags]))
     service = ModelService(request, *loaded, None, limits_of(), None, None, metrics := Metrics())
     pool = ModelPool([PooledModel(service.name, lambda: service, metrics)])
     api = Api(pool, Guard(None, [], 10**6, 8))
     try:
-        with TestClient(api.app([], pool.start), "http://localhost") as client:
-            yield api, client
+        yield api, pool.start
     finally:
         pool.close(30)
+
+
+@contextmanager
+def serving(loaded, *flags):
+    """Serve a model in this process; yield the API and its client."""
+    with api_of(loaded, *flags) as (api, start), TestClient(api.app([], start), "http://localhost") as client:
+        yield api, client
 
 
 def last_event(stream):

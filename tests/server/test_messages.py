@@ -7,12 +7,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import gemma4, glm47, json_tools, kimi_k2, pythonic, qwen3_coder
 from smollm2 import needs_smollm2
 
+from mlx_tq.grammar.call_grammar import CallForm
 from mlx_tq.models import load
 from mlx_tq.server.answers import Answer, Choice
 from mlx_tq.server.api_errors import InvalidRequestError
 from mlx_tq.server.job import Piece
 from mlx_tq.server.prompt_builder import PromptBuilder
 from mlx_tq.server.schemas import ChatRequest, parse
+from mlx_tq.server.stop_strings import StopStrings
 
 # Like Qwen's: the template opens the reasoning, and shows earlier reasoning only where it gets it.
 TEMPLATE = """\
@@ -38,7 +40,7 @@ def tokenizer():
 
 def write(tokenizer, text, size, state="normal", finish_reason="stop", tools=(TOOL,)):
     """Return the body of an answer whose text comes in pieces of `size` characters, and the deltas of its stream."""
-    answer = Answer("m", [Choice(tokenizer, state, tools)], 5, str)
+    answer = Answer("m", [Choice(tokenizer, state, tools, form=CallForm.of(tokenizer))], 5, str)
     pieces = [Piece(text[start : start + size]) for start in range(0, len(text), size)]
     chunks = [chunk for piece in (*pieces, Piece("", finish_reason=finish_reason)) for chunk in answer.add(piece)]
     return answer.body(), [chunk["choices"][0]["delta"] for chunk in chunks]
@@ -136,6 +138,12 @@ def test_a_call_that_the_token_limit_cuts_is_content(tokenizer, monkeypatch):
         (f"Write <tool_call> first.{CALL}", "", "Write <tool_call> first.", 1),
         (f"A <think> tag.{CALL}", "", "A <think> tag.", 1),
         (f"<tool_call>{{}}</tool_call>{CALL}", "", "<tool_call>{}</tool_call>", 1),
+        (f"<think>Hm.</think>\n\n{CALL}\n{CALL}\n", "Hm.", None, 2),
+        (f"{CALL}\nDone.", "", "\nDone.", 1),
+        (f"<think>I add. {CALL}\n{CALL} ", f"I add. {CALL}\n{CALL} ", None, 2),
+        (f"<think>I add. {CALL} so", f"I add. {CALL} so", "", 0),
+        ("<think>I add.<tool_call>[]</tool_call>", "I add.<tool_call>[]</tool_call>", "", 0),
+        ("\n\n", "", "\n\n", 0),
     ],
 )
 @pytest.mark.parametrize("size", [1, 7, 1000])
@@ -152,6 +160,31 @@ def test_calls_are_parsed_only_with_tools(tokenizer, tools):
     assert bool(message.get("tool_calls")) == bool(tools)
     assert message["content"] == (None if tools else CALL)
     assert len(deltas) > 8 or tools, "text is streamed at once"
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+@pytest.mark.parametrize(
+    ("text", "is_open", "certain", "stop"),
+    [
+        ("<think>It ends here.</think>It ends.", False, "<think>It ends here.</think>It ", "end"),
+        (" <think>end</think>", False, " <think>end</think>", None),
+        ("It ends.</think>So it ends.", True, "It ends.</think>So it ", "end"),
+        ("<thin end", False, "<thin ", "end"),
+        ("A <think>end", False, "A <think>", "end"),
+        ("It ends", True, "It ends", None),
+        ("<thin", False, "<thin", None),
+        ("en", False, "en", None),
+    ],
+)
+def test_stop_strings_in_reasoning_do_not_end_an_answer(size, text, is_open, certain, stop):
+    stops = StopStrings(["xyz", "end"], ("<think>", "</think>"), is_thinking=is_open)
+    received = ""
+    for start in range(0, len(text), size):
+        piece, found = stops.add(text[start : start + size], is_last=start + size >= len(text))
+        received += piece
+        if found is not None:
+            break
+    assert (received, found) == (certain, stop)
 
 
 def test_completions_are_plain_text():
@@ -257,12 +290,12 @@ def test_tools_that_the_model_could_not_use_are_refused(tokenizer):
     inner = tokenizer._tokenizer
     inner.chat_template = TEMPLATE.replace("{{ tools | tojson if tools }}", "")
     try:
-        with pytest.raises(InvalidRequestError, match="does not show tools"):
+        with pytest.raises(InvalidRequestError, match="does not show tools to the model, so calls must be required"):
             prompt_of(tokenizer, user, tools=[TOOL])
         assert prompt_of(tokenizer, user, tools=[TOOL], tool_choice="none").ids
     finally:
         inner.chat_template = TEMPLATE
-    with pytest.raises(InvalidRequestError, match="cannot parse the tool calls"):
+    with pytest.raises(InvalidRequestError, match="tool calls that mlx-lm cannot parse"):
         prompt_of(TokenizerWrapper(inner), user, tools=[TOOL])
 
 

@@ -17,6 +17,7 @@ from mlx_tq.server.prompt_builder import PromptBuilder
 from mlx_tq.server.schemas import parse, without_none
 
 from .conftest import QUESTION
+from .test_broken_answers import serving
 from .test_messages import CALL, PARAMETERS, tokenizer  # noqa: F401 - a fixture
 from .test_tool_calls import scripted  # noqa: F401 - a fixture
 
@@ -111,6 +112,23 @@ def test_counted_tokens_are_those_of_the_prompt(client):
     billed = f"x-anthropic-billing-header: cc_version=2.1.{counted}; cc_entrypoint=cli;"
     blocks = [{"type": "text", "text": text} for text in (billed, "Be brief.")]
     assert client.messages.count_tokens(**{**body, "system": blocks}).input_tokens == counted
+
+
+def test_usage_is_scaled_to_the_context_that_a_client_assumes(loaded, server):
+    """The server's is 4,096 tokens; other APIs report what there is."""
+    path, count = "/v1/messages", "/v1/messages/count_tokens"
+    plain, counted = (server.post(at, **ASKED).json() for at in (path, count))
+    with serving(loaded, "--scale-usage", "40960") as (_, http):
+        scaled, scaled_count = (http.post(at, json=ASKED).json() for at in (path, count))
+        chat = http.post("/v1/chat/completions", json={"messages": ASKED["messages"]}).json()
+        again = http.post(path, json=ASKED).json()["usage"]
+    tokens = counted["input_tokens"]
+    assert scaled_count["input_tokens"] == 10 * tokens
+    for usage in (scaled["usage"], again):
+        assert usage["input_tokens"] + usage["cache_read_input_tokens"] == 10 * tokens
+    assert again["cache_read_input_tokens"] > tokens
+    assert scaled["usage"]["output_tokens"] == plain["usage"]["output_tokens"]
+    assert chat["usage"]["prompt_tokens"] == tokens
 
 
 def test_a_second_turn_reuses_the_cache(client):
@@ -211,11 +229,11 @@ REFUSED = {  # part of a body, and of the message
     "block": (says([{"type": "a"}]), "messages.0.content.0: its type should be one of 'text', "),
     "no block": (says([]), "messages.0.content: List should have at least 1 item"),
     "no text": ({"messages": [{"role": "system", "content": ""}]}, "the messages have no text"),
-    "forced call": ({"tool_choice": {"type": "any"}}, "tool_choice.type: 'any' is not supported, because calls cannot"),
+    "no tools": ({"tool_choice": {"type": "any"}}, "tool_choice: a call is required, but tools is empty"),
     "schema": ({"tools": [{"name": "add"}]}, "tools.0.input_schema: Field required"),
     "thinking": ({"thinking": {"type": "on"}}, "thinking.type: Input should be 'enabled', 'adaptive' or 'disabled'"),
     "too long": (says("a b c " * 2000), r"prompt is too long: \d{4,5} tokens > 4095 maximum$"),
-    "far too long": (says("a" * 500_000), "prompt is too long: the prompt has 500,0.. characters"),
+    "far too long": (says("a" * 500_000), r"prompt is too long: \d{5} tokens > 4095 maximum$"),
 }
 
 

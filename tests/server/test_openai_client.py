@@ -14,6 +14,7 @@ from benchmarks.server.requests import REQUESTS, outcome
 
 from .conftest import ENDLESS, QUESTION
 from .harness import read_first_text, text_of_stream
+from .test_broken_answers import serving
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "server_conformance.json"
 
@@ -108,16 +109,31 @@ def test_seeds_and_sampling_options_reach_the_sampler(server):
     assert sample(repetition_penalty=2.0, temperature=0) != greedy != sample(seed=1)
 
 
+def test_penalties_of_the_server_apply_where_a_request_has_none(loaded):
+    """As do those of a model's generation_config.json, which flags override."""
+    texts = []
+    for flags in ((), ("--presence-penalty", "2")):
+        with serving(loaded, *flags) as (_, client):
+            for fields in ({}, {"presence_penalty": 0}, {"presence_penalty": 2}):
+                body = {"prompt": "The", "max_tokens": 24, "logit_bias": ENDLESS, **fields}
+                texts.append(client.post("/v1/completions", json=body).json()["choices"][0]["text"])
+    plain, penalized = texts[0], texts[2]
+    assert texts == [plain, plain, penalized, penalized, plain, penalized]
+    assert plain != penalized
+
+
 @pytest.mark.full
 def test_the_sampling_of_the_model_is_the_default(start, folder, tmp_path):
     model = shutil.copytree(folder, tmp_path / "model")
-    (model / "generation_config.json").write_text('{"temperature": 60, "repetition_penalty": 1.2}')
+    (model / "generation_config.json").write_text(
+        '{"temperature": 60, "repetition_penalty": 1.2, "presence_penalty": 1.5}'
+    )
     hot = start(model=model)
     assert hot.http.get("/v1/plan").json()["temperature"] == 60
     assert "417295" not in hot.chat(QUESTION, max_tokens=8).choices[0].message.content
     cold = {"temperature": 0, "extra_body": {"repetition_penalty": 1}}
     assert hot.chat(QUESTION, **cold).choices[0].message.content == "417295"
-    assert "Sampling: temp 60, repetition-penalty 1.2 (generation_config.json)" in hot.log()
+    assert "Sampling: temp 60, repetition-penalty 1.2, presence-penalty 1.5 (generation_config.json)" in hot.log()
 
 
 def test_logprobs(server):

@@ -50,6 +50,7 @@ BODIES = {
             {**CHAT, "stream": True, "stream_options": {"include_usage": True}},
             {**CHAT, "logprobs": True, "top_logprobs": 2},
             {**CHAT, "tools": [TOOL], "chat_template_kwargs": {"a": "b"}},
+            {**CHAT, "tools": [TOOL], "tool_choice": "required"},
             {"messages": [*CHAT["messages"], {"role": "assistant", "content": "It"}]},
             *({"messages": CHAT["messages"][1:2], "response_format": form} for form in FORMATS),
         ],

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import openai
 import pytest
-from openai.types.responses import ResponseStreamEvent
+from openai.types.responses import CompactedResponse, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from mlx_tq.prompt_cache.archive import ArchivedBlock
@@ -19,6 +19,7 @@ from mlx_tq.session.restore import RecallResult
 from .conftest import QUESTION
 from .test_messages import CALL, TOOL, tokenizer  # noqa: F401 - a fixture
 from .test_response_formats import CODE
+from .test_tool_calls import events_of, scripted  # noqa: F401 - a fixture
 
 FUNCTION = {"type": "function", **TOOL["function"]}
 
@@ -65,6 +66,8 @@ def test_a_stream(create):
     assert "".join(event.delta for event in events if event.type.endswith("text.delta")) == "417295"
     assert events[-1].response.output_text == "417295"
     assert (events[0].response.status, events[-1].response.usage.output_tokens) == ("in_progress", 7)
+    usage = [*create(stream=True)][-1].response.usage  # of the same prompt once more
+    assert usage.input_tokens > usage.input_tokens_details.cached_tokens > usage.input_tokens // 2
     assert [*create(stream=True, max_output_tokens=2)][-1].type == "response.incomplete"
 
 
@@ -74,9 +77,9 @@ def test_an_error_names_the_argument_as_it_was_sent(create):
         create(text={"format": {"type": "json_schema", "schema": schema}})
     path = "text.format.schema.properties.response_format"
     assert (raised.value.param, raised.value.body["message"].startswith(f"{path}: ")) == (path, True)
-    both = InvalidRequestError("tools and response_format exclude each other", "response_format")
-    use_response_names(both)
-    assert (str(both), both.param) == ("tools and text.format exclude each other", "text.format")
+    partial = InvalidRequestError("response_format cannot be combined with that", "response_format")
+    use_response_names(partial)
+    assert (str(partial), partial.param) == ("text.format cannot be combined with that", "text.format")
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
@@ -145,6 +148,58 @@ def test_tools_of_codex_are_functions_for_the_model_and_their_own_for_the_client
     assert [call.name for call in functions] == ["math__add", "patch"]
     assert functions[1].arguments == {"input": "+1\n"}
     assert (first.content, second.content) == ("4", "done")
+
+
+TALK = [
+    {"role": "user", "content": "Add 2 and 2."},
+    {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c", "output": "4"},
+]
+
+
+def test_a_conversation_is_compacted(scripted):  # noqa: F811
+    """Its user messages stay, and a summary is the rest; it continues from there."""
+    scripted.script("<think>Hm.</think>\nThe sum is 4.\n")
+    body = {"input": TALK, "tools": [FUNCTION], "instructions": "Be brief.", "stream": True}
+    response = scripted.client.post("/v1/responses/compact", json=body).json()
+    compacted = CompactedResponse.construct(**response)  # as the openai client does
+    user, summary = compacted.output
+    assert (compacted.object, user.role, user.content[0].text) == ("response.compaction", "user", "Add 2 and 2.")
+    assert (summary.type, summary.encrypted_content) == ("compaction", "The sum is 4.")
+    assert compacted.usage.output_tokens > compacted.usage.output_tokens_details.reasoning_tokens > 0
+    items = [*response["output"], {"role": "user", "content": "And 3?"}]
+    messages = parse(ResponseRequest, json.dumps({"input": items}).encode()).to_chat().messages
+    assert [message.role for message in messages] == ["user"] * 3
+    assert messages[1].content.endswith("The sum is 4.")
+    plain, without_tools = (
+        scripted.client.post("/v1/responses/input_tokens", json=body | more).json()["input_tokens"]
+        for more in ({}, {"tools": []})
+    )
+    assert compacted.usage.input_tokens > plain + 50, "the model is asked for the summary"
+    assert compacted.usage.input_tokens_details.cached_tokens == 0
+    scripted.script("It is 4.")
+    again = scripted.client.post("/v1/responses", json={**body, "stream": False}).json()["usage"]
+    assert again["input_tokens_details"]["cached_tokens"] > without_tools - 16, "the prompts share the conversation"
+
+
+def test_a_trigger_in_the_input_makes_the_answer_one_compaction(scripted):  # noqa: F811
+    scripted.script("<think>Hm.</think>The sum is 4.")
+    body = {"input": [*TALK, {"type": "compaction_trigger"}], "tools": [FUNCTION], "stream": True}
+    events = events_of(scripted.client.post("/v1/responses", json=body).text)
+    for event in events:
+        TypeAdapter(ResponseStreamEvent).validate_python(event)
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds == ["created", "in_progress", "output_item.added", "output_item.done", "completed"]
+    (item,) = events[-1]["response"]["output"]
+    assert (events[3]["item"], item["encrypted_content"]) == (item, "The sum is 4.")
+
+
+def test_an_answer_without_a_summary_is_an_error(scripted):  # noqa: F811
+    scripted.script(f"<think>Hm.</think>{CALL}")
+    response = scripted.client.post("/v1/responses/compact", json={"input": TALK, "tools": [FUNCTION]})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (500, "model_error")
+    assert "the model wrote no summary" in error["message"]
 
 
 def test_tokens_are_counted(server):

@@ -9,6 +9,7 @@ import pytest
 from cli.tools import zoo_model
 
 from mlx_tq.config import EvictConfig, KVConfig
+from mlx_tq.kernels.shared_prefixes import find_shared_prefixes
 from mlx_tq.models import load
 from mlx_tq.prefix_cache.folder import Folder
 from mlx_tq.prompt_cache.compressed import plan_caches
@@ -106,6 +107,24 @@ def test_a_shared_prefix_is_prefilled_and_held_once(name, stored, tmp_path, monk
         is_plain = name in ("llama", "embedded")
         assert again == (alone_texts(loaded, jobs=other_jobs), [384, 512 if is_plain else 384, 512, 384, 384, 0])
         assert max(saved) >= least
+
+
+def test_eight_jobs_attend_to_their_shared_prefix_together(llama, monkeypatch):
+    def jobs():
+        return [job_of(SYSTEM, unique(seed), max_tokens=40) for seed in range(8)]  # rows of their own are packed, too
+
+    prefixes = []
+
+    def record_prefixes(layers):
+        views = [row.keys_and_values()[0].view for row in layers[0] if not row.empty()]
+        prefixes.extend(find_shared_prefixes([view.merged_regions() for view in views]))
+
+    alone = alone_texts(llama, jobs=jobs)
+    watch_passes(monkeypatch, llama[0], record_prefixes)
+    texts, cached = answers(make_engine(llama, prompt_cache_bytes=0), jobs())
+    assert texts == alone
+    assert cached == [0] + [384] * 7
+    assert (tuple(range(8)), 384 - CONFIG.window - CONFIG.sinks) in prefixes
 
 
 def test_shared_rows_count_once_against_the_memory(llama, alone, monkeypatch):

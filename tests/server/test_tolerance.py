@@ -53,7 +53,7 @@ def test_strict_requests(start):
 
 
 def test_the_log_says_which_field_was_refused(server):
-    assert server.post(**HI, tool_choice="required").status_code == 400
+    assert server.post(**HI, tool_choice="must").status_code == 400
     assert re.search(
         r"POST /v1/chat/completions 400 \d+ ms, invalid_value \(tool_choice\)$", server.log(), re.MULTILINE
     )

@@ -8,9 +8,10 @@ import mlx.core as mx
 import pytest
 
 from .test_broken_answers import serving
-from .test_messages import CALL, TOOL, tokenizer  # noqa: F401 - a fixture
+from .test_messages import CALL, PARAMETERS, TOOL, tokenizer  # noqa: F401 - a fixture
 
 NO_THINKING = ("--chat-template-args", '{"enable_thinking": false}')  # or prompts open the reasoning
+FREE = {"type": "function", "function": {"name": "add", "parameters": {**PARAMETERS, "not": {}}}}  # has no grammar
 END = 2  # the token that ends an answer
 ADD = [("add", '{"a": 2}')]
 BROKEN = '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call> and <tool_call>[]</tool_call>.'
@@ -25,8 +26,8 @@ ANSWERS = [  # of a model: text, reasoning, content, calls
 class Scripted:
     """A server whose model generates given texts."""
 
-    def __init__(self, client, encode):
-        self.client, self._encode = client, encode
+    def __init__(self, encode):
+        self._encode = encode
         self.tokens = []
 
     def forward(self, tokens, logits):
@@ -40,10 +41,10 @@ class Scripted:
         parts = re.findall("<|[^<]+", text)  # so that no mark becomes a control token
         self.tokens = [token for part in parts for token in self._encode(part)] + [END]
 
-    def answers(self, text, **options):
+    def answers(self, text, tool=TOOL, **options):
         """Return reasoning, content, calls and finish of an answer: of chats and of responses, whole and streamed."""
-        tools = [{"type": "function", **TOOL["function"]}]
-        chat = {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL], **options}
+        tools = [{"type": "function", **tool["function"]}]
+        chat = {"messages": [{"role": "user", "content": "hi"}], "tools": [tool], **options}
         response = {"input": "hi", "tools": tools, **options}
         answers = []
         for path, body, read in (
@@ -97,15 +98,21 @@ def read_response(body):
 
 
 @contextmanager
-def scripted_server(loaded, tokenizer, *flags):  # noqa: F811
-    model = loaded[0]
-    kind = type(model)
+def scripting(loaded):
+    """Let the model generate what the yielded server is given; around the server, which patches the model, too."""
+    kind = type(loaded[0])
     forward = kind.__call__
-    with pytest.MonkeyPatch.context() as patch, serving((model, tokenizer), *flags) as (_, client):
-        server = Scripted(client, loaded[1].encode)
+    server = Scripted(loaded[1].encode)
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             kind, "__call__", lambda self, ids, *args, **kw: server.forward(ids, forward(self, ids, *args, **kw))
         )
+        yield server
+
+
+@contextmanager
+def scripted_server(loaded, tokenizer, *flags):  # noqa: F811
+    with scripting(loaded) as server, serving((loaded[0], tokenizer), *flags) as (_, server.client):
         yield server
 
 
@@ -117,7 +124,7 @@ def scripted(loaded, tokenizer):  # noqa: F811
 
 @pytest.mark.parametrize(("text", "reasoning", "content", "calls"), ANSWERS, ids=["call", "broken", "thoughts", "text"])
 def test_calls_and_mentions_of_marks(scripted, text, reasoning, content, calls):
-    assert scripted.answers(text) == [(reasoning, content, calls, bool(calls))] * 4
+    assert scripted.answers(text, FREE) == [(reasoning, content, calls, bool(calls))] * 4
 
 
 @pytest.mark.parametrize("parallel", [True, False])

@@ -2,7 +2,8 @@
 //
 // Rows of queries of a KV head are cut into blocks, and where there are few rows, tokens into runs. Each piece of work
 // is one block of rows and one run of tokens: it decodes a tile of keys, multiplies, decodes the values, multiplies,
-// as FlashAttention-2 (Dao 2023) does. The last piece of a block of rows merges its runs. No order of additions depends
+// as FlashAttention-2 (Dao 2023) does. The last piece of a block of rows merges its runs. To a prefix that sequences
+// share, the rows of all of them attend in common blocks (Hydragen, Juravsky et al. 2024). No order of additions depends
 // on the number of threads.
 #include <algorithm>
 #include <array>
@@ -21,7 +22,7 @@ namespace tq {
 namespace {
 
 constexpr int BLOCK_ROWS = 48;
-constexpr int RUN_TOKENS = 512, MOST_RUNS = 64;  // of a block of at most SPLIT_ROWS rows
+constexpr int RUN_TOKENS = 512, MOST_RUNS = 64;  // of a block of at most SPLIT_ROWS rows, or of a prefix
 constexpr int SPLIT_ROWS = 32;
 constexpr float MASKED = -1e30f;
 constexpr float LOG2E = 1.4426950408889634f;
@@ -29,10 +30,17 @@ constexpr int MEAN_TOKENS = 128;
 
 int round_up(int count, int multiple) { return (count + multiple - 1) / multiple * multiple; }
 
+// The queries of a block, as loaded for full-precision tokens and for packed ones.
+struct Queries {
+  Floats64 floats[2];
+  ByteQueries bytes;  // those of packed tokens, where keys have 8 bits
+  bool loaded[2] = {false, false};
+};
+
 // Of one thread.
 struct Scratch {
-  Floats64 queries, keys, values, scores, mean_scores, partial;
-  ByteQueries byte_queries;  // those of packed tokens, where keys have 8 bits
+  Floats64 keys, values, scores, mean_scores, partial;
+  Queries queries;
   std::vector<char> rows;
 };
 
@@ -47,64 +55,115 @@ struct Partial {
 enum { PLAIN, ROTATED };
 using Spaces = std::array<Partial, 2>;
 
-// A block of rows of one KV head.
+// A block of rows of one KV head: those of one sequence, or of the sequences of a prefix one after another.
 struct Block {
-  int64_t batch, head, first_row;
+  const Cache* cache;
+  const int64_t* sequences;
+  int64_t head, first_row;
   int rows;
 };
 
 class Call {
  public:
   explicit Call(const Attention& call)
-      : a_(call), group_rows_(call.query_heads / call.heads * call.length), value_pitch_(round_up(call.value_dim, LANES)) {
-    const int64_t blocks = (group_rows_ + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    per_block_ = (group_rows_ + blocks - 1) / blocks;
-    for (int64_t b = 0; b < a_.batch; b++)
-      for (int64_t h = 0; h < a_.heads; h++)
-        for (int64_t row = 0; row < group_rows_; row += per_block_)
-          blocks_.push_back({b, h, row, int(std::min(per_block_, group_rows_ - row))});
+      : a_(call), group_rows_(call.query_heads / call.heads * call.length), value_pitch_(round_up(call.value_dim, LANES)), sequences_(call.batch), places_(call.batch) {
+    for (int64_t b = 0; b < a_.batch; b++) {
+      sequences_[b] = b;
+      for (int64_t h = 0; h < a_.heads; h++) add_blocks(a_.caches[a_.by_head ? b * a_.heads + h : b], &sequences_[b], h, group_rows_);
+    }
+    own_blocks_ = blocks_.size();
+    for (const Prefix* prefix = a_.prefixes; prefix < a_.prefixes + a_.prefix_count; prefix++) {
+      for (int64_t i = 0; i < prefix->sequence_count; i++) places_[prefix->sequences[i]] = {prefix, blocks_.size(), i * group_rows_};
+      for (int64_t h = 0; h < a_.heads; h++) add_blocks(prefix->cache, prefix->sequences, h, prefix->sequence_count * group_rows_);
+    }
   }
 
   void run() {
-    std::vector<int64_t> first_piece{0};
-    for (const Block& block : blocks_) first_piece.push_back(first_piece.back() + count_runs(block));
-    const int64_t pieces = first_piece.back();
-    const bool split = pieces > int64_t(blocks_.size());
-    Floats64 memory;  // of the partial attention of all pieces, where some have to be merged
-    if (split) memory.resize(pieces * partial_floats());
+    first_piece_ = {0};
+    for (size_t i = 0; i < blocks_.size(); i++) first_piece_.push_back(first_piece_.back() + count_runs(blocks_[i], i >= own_blocks_));
+    const int64_t pieces = first_piece_.back();
+    const bool split = pieces > int64_t(blocks_.size()) || a_.prefix_count;
+    if (split) memory_.resize(pieces * partial_floats());
     std::unique_ptr<std::atomic<int64_t>[]> left(new std::atomic<int64_t>[blocks_.size()]);
-    for (size_t i = 0; i < blocks_.size(); i++) left[i] = first_piece[i + 1] - first_piece[i];
+    for (size_t i = 0; i < blocks_.size(); i++) left[i] = first_piece_[i + 1] - first_piece_[i];
+    std::vector<Queries> prefix_queries(blocks_.size() - own_blocks_);  // loaded once for the many runs of a prefix
+    for (size_t i = own_blocks_; i < blocks_.size(); i++)
+      for (int64_t p = 0; p < blocks_[i].cache->part_count; p++) load_queries(blocks_[i], blocks_[i].cache->parts[p], prefix_queries[i - own_blocks_]);
     share(a_.threads, pieces, [&](int64_t turn) {
       static thread_local Scratch scratch;
       const int64_t piece = pieces - 1 - turn;  // the last rows see the most tokens
-      const size_t number = std::upper_bound(first_piece.begin(), first_piece.end(), piece) - first_piece.begin() - 1;
+      const size_t number = std::upper_bound(first_piece_.begin(), first_piece_.end(), piece) - first_piece_.begin() - 1;
       const Block& block = blocks_[number];
-      const int64_t start = first_piece[number], runs = first_piece[number + 1] - start;
+      const int64_t start = first_piece_[number], runs = first_piece_[number + 1] - start;
       if (!split) scratch.partial.resize(partial_floats());
-      const auto partial = [&](int64_t of) { return split_partial(split ? memory.data() + of * partial_floats() : scratch.partial.data()); };
-      for (const Partial& space : partial(piece)) clear(space, block.rows);
-      attend_run(block, piece - start, runs, partial(piece), scratch);
-      if (left[number].fetch_sub(1) > 1) return;
-      const Spaces first = partial(start);
-      for (int64_t other = 1; other < runs; other++)
-        for (int space : {PLAIN, ROTATED}) merge(first[space], partial(start + other)[space], block.rows);
-      finish(block, first);
+      const Spaces partial = split ? partial_of(piece) : split_partial(scratch.partial.data());
+      for (const Partial& space : partial) clear(space, block.rows);
+      scratch.queries.loaded[PLAIN] = scratch.queries.loaded[ROTATED] = false;
+      attend_run(block, piece - start, runs, partial, number < own_blocks_ ? scratch.queries : prefix_queries[number - own_blocks_], scratch);
+      if (a_.prefix_count || left[number].fetch_sub(1) > 1) return;
+      finish(block, split ? merge_runs(number) : partial);
+    });
+    if (!a_.prefix_count) return;
+    share(a_.threads, own_blocks_, [&](int64_t number) {
+      const Spaces spaces = merge_runs(number);
+      merge_prefix(blocks_[number], spaces);
+      finish(blocks_[number], spaces);
     });
   }
 
  private:
-  int64_t count_runs(const Block& block) const {
-    if (block.rows > SPLIT_ROWS) return 1;
-    const int64_t runs = (cache_of(block).tokens + RUN_TOKENS - 1) / RUN_TOKENS;
-    return std::max<int64_t>(1, std::min<int64_t>(runs, MOST_RUNS));
+  // Where the rows of a sequence are in the blocks of its prefix.
+  struct Place {
+    const Prefix* prefix;  // null if it has none
+    size_t first_block;
+    int64_t first_row;
+  };
+
+  // Cuts rows of a KV head into blocks.
+  void add_blocks(const Cache& cache, const int64_t* sequences, int64_t head, int64_t rows) {
+    const int64_t size = block_rows(rows);
+    for (int64_t row = 0; row < rows; row += size) blocks_.push_back({&cache, sequences, head, row, int(std::min(size, rows - row))});
+    most_rows_ = std::max(most_rows_, size);
+  }
+  static int64_t count_blocks(int64_t rows) { return (rows + BLOCK_ROWS - 1) / BLOCK_ROWS; }
+  static int64_t block_rows(int64_t rows) { return (rows + count_blocks(rows) - 1) / count_blocks(rows); }
+
+  int64_t count_runs(const Block& block, bool of_prefix) const {
+    if (block.rows > SPLIT_ROWS && !of_prefix) return 1;
+    int64_t tokens = 0;
+    for (int64_t p = 0; p < block.cache->part_count; p++) tokens += block.cache->parts[p].tokens;
+    return std::clamp<int64_t>((tokens + RUN_TOKENS - 1) / RUN_TOKENS, 1, MOST_RUNS);
   }
 
-  int64_t partial_floats() const { return 2 * per_block_ * (2 + value_pitch_); }
-  Spaces split_partial(float* memory) const {
-    const int64_t outputs = per_block_ * value_pitch_;
-    float* const rest = memory + 2 * outputs;
-    return {Partial{rest, rest + per_block_, memory}, Partial{rest + 2 * per_block_, rest + 3 * per_block_, memory + outputs}};
+  // Merges the runs of a block, and returns them.
+  Spaces merge_runs(size_t number) {
+    const Spaces first = partial_of(first_piece_[number]);
+    for (int64_t piece = first_piece_[number] + 1; piece < first_piece_[number + 1]; piece++)
+      for (int space : {PLAIN, ROTATED}) merge(first[space], partial_of(piece)[space], blocks_[number].rows);
+    return first;
   }
+
+  // Adds the prefix of a block of a sequence.
+  void merge_prefix(const Block& block, const Spaces& spaces) {
+    const auto& [prefix, first_block, first_row] = places_[*block.sequences];
+    if (!prefix) return;
+    const int64_t rows = prefix->sequence_count * group_rows_, size = block_rows(rows);
+    for (int r = 0; r < block.rows; r++) {
+      const int64_t row = first_row + block.first_row + r;
+      const size_t number = first_block + block.head * count_blocks(rows) + row / size;
+      for (int64_t piece = first_piece_[number]; piece < first_piece_[number + 1]; piece++)
+        for (int space : {PLAIN, ROTATED}) merge(row_of(spaces[space], r), row_of(partial_of(piece)[space], row % size), 1);
+    }
+  }
+  Partial row_of(const Partial& partial, int64_t row) const { return {partial.maxima + row, partial.sums + row, partial.outputs + row * value_pitch_}; }
+
+  int64_t partial_floats() const { return 2 * most_rows_ * (2 + value_pitch_); }
+  Spaces split_partial(float* memory) const {
+    const int64_t outputs = most_rows_ * value_pitch_;
+    float* const rest = memory + 2 * outputs;
+    return {Partial{rest, rest + most_rows_, memory}, Partial{rest + 2 * most_rows_, rest + 3 * most_rows_, memory + outputs}};
+  }
+  Spaces partial_of(int64_t piece) { return split_partial(memory_.data() + piece * partial_floats()); }
 
   void clear(const Partial& partial, int rows) const {
     std::fill_n(partial.maxima, rows, MASKED);
@@ -124,12 +183,12 @@ class Call {
     }
   }
 
-  const Cache& cache_of(const Block& block) const { return a_.caches[a_.by_head ? block.batch * a_.heads + block.head : block.batch]; }
   int64_t head_of(const Block& block, const Part& part) const {
-    return a_.by_head && part.rotated ? cache_of(block).packed_head : block.head;
+    return a_.by_head && part.rotated ? block.cache->packed_head : block.head;
   }
+  int64_t sequence(const Block& block, int row) const { return block.sequences[(block.first_row + row) / group_rows_]; }
   int64_t query_head(const Block& block, int row) const {
-    return block.head * (a_.query_heads / a_.heads) + (block.first_row + row) / a_.length;
+    return block.head * (a_.query_heads / a_.heads) + (block.first_row + row) % group_rows_ / a_.length;
   }
   int64_t query_number(const Block& block, int row) const { return (block.first_row + row) % a_.length; }
 
@@ -147,60 +206,57 @@ class Call {
         total = total * factor + std::exp2(sink - most);
         maximum = most;
       }
-      const int64_t place = (block.batch * a_.query_heads + head) * a_.length + query_number(block, r);
+      const int64_t place = (sequence(block, r) * a_.query_heads + head) * a_.length + query_number(block, r);
       factor = total == 0 ? 0 : factor / total;  // a query that sees no token has a total of 0
       for (int d = 0; a_.output && d < a_.value_dim; d++) a_.output[place * a_.value_dim + d] = plain.outputs[r * value_pitch_ + d] * factor;
       if (a_.log_sums) a_.log_sums[place] = total == 0 ? MASKED : (maximum + std::log2(total)) / LOG2E;
     }
   }
 
-  // Loads the queries of a block, times the scale, for scores in powers of two.
-  void load_queries(const Block& block, bool rotated, float* queries) const {
-    const Cache& cache = cache_of(block);
+  // Loads the queries of a block, times the scale, for scores of a part in powers of two, unless they are loaded.
+  void load_queries(const Block& block, const Part& part, Queries& queries) const {
+    const Cache& cache = *block.cache;
+    const int space = part.rotated ? ROTATED : PLAIN;
+    if (queries.loaded[space]) return;
+    queries.loaded[space] = true;
+    queries.floats[space].resize(size_t(block.rows) * a_.key_dim);
     for (int r = 0; r < block.rows; r++) {
-      const float* const from = a_.queries + block.batch * a_.query_strides[0] + query_head(block, r) * a_.query_strides[1] +
+      const float* const from = a_.queries + sequence(block, r) * a_.query_strides[0] + query_head(block, r) * a_.query_strides[1] +
                                 query_number(block, r) * a_.query_strides[2];
-      float* const query = queries + r * a_.key_dim;
+      float* const query = queries.floats[space].data() + r * a_.key_dim;
       for (int d = 0; d < a_.key_dim; d++) query[d] = from[d] * (a_.scale * LOG2E);
-      if (!rotated) continue;
+      if (!part.rotated) continue;
       if (cache.key_scale)
         for (int d = 0; d < a_.key_dim; d++) query[d] /= cache.key_scale[block.head * a_.key_dim + d];
       rotate(query, a_.key_dim, a_.key_rotation);
     }
+    if (multiplies_bytes(part)) queries.bytes.set(queries.floats[space].data(), block.rows, a_.key_dim);
   }
 
   // Attends to the tokens of run number `run` of `runs`, whose edges are those of tiles.
-  void attend_run(const Block& block, int64_t run, int64_t runs, const Spaces& spaces, Scratch& scratch) const {
-    const Cache& cache = cache_of(block);
+  void attend_run(const Block& block, int64_t run, int64_t runs, const Spaces& spaces, Queries& queries, Scratch& scratch) const {
+    const Cache& cache = *block.cache;
     scratch.keys.resize(size_t(a_.key_dim) * TILE);
     scratch.values.resize(size_t(value_pitch_) * TILE + LANES);
     scratch.scores.resize(size_t(block.rows) * TILE);
-    scratch.queries.resize(2 * size_t(block.rows) * a_.key_dim);
     int64_t tiles = 0;
     for (int64_t p = 0; p < cache.part_count; p++) tiles += (cache.parts[p].tokens + TILE - 1) / TILE;
     int64_t first = tiles * run / runs, last = tiles * (run + 1) / runs;
-    bool loaded[2] = {false, false};
     for (int64_t p = 0; p < cache.part_count && last > 0; p++) {
       const Part& part = cache.parts[p];
       const int64_t here = (part.tokens + TILE - 1) / TILE;
       const int64_t start = std::max<int64_t>(first, 0) * TILE, stop = std::min(std::min(last, here) * TILE, part.tokens);
       if (start < stop) {
-        const int space = part.rotated ? ROTATED : PLAIN;
-        float* const queries = scratch.queries.data() + space * block.rows * a_.key_dim;
-        if (!loaded[space]) {
-          load_queries(block, part.rotated, queries);
-          if (multiplies_bytes(part)) scratch.byte_queries.set(queries, block.rows, a_.key_dim);
-        }
-        loaded[space] = true;
-        attend_part(block, part, start, stop, queries, spaces[space], scratch);
+        load_queries(block, part, queries);
+        attend_part(block, part, start, stop, queries, spaces[part.rotated ? ROTATED : PLAIN], scratch);
       }
       first -= here;
       last -= here;
     }
   }
 
-  void attend_part(const Block& block, const Part& part, int64_t start, int64_t stop, const float* queries, const Partial& partial, Scratch& scratch) const {
-    const Cache& cache = cache_of(block);
+  void attend_part(const Block& block, const Part& part, int64_t start, int64_t stop, const Queries& queries, const Partial& partial, Scratch& scratch) const {
+    const Cache& cache = *block.cache;
     int64_t offset = 0;
     if (part.ranges) {
       offset = part.ranges[2 * block.head];
@@ -218,7 +274,7 @@ class Call {
     if (start >= stop) return;
     const bool normalized = part.rotated && cache.key_scale;
     int64_t first_mean = 0, mean_count = 0;
-    if (normalized) mean_count = score_means(block, part, offset + start, offset + stop, queries, first_mean, scratch);
+    if (normalized) mean_count = score_means(block, part, offset + start, offset + stop, queries.floats[ROTATED].data(), first_mean, scratch);
     for (int64_t base = start; base < stop; base += TILE) {
       const int count = int(std::min<int64_t>(TILE, stop - base));
       if (a_.mask && a_.mask_is_bool && is_hidden(block, part.position + base, count)) continue;
@@ -240,7 +296,7 @@ class Call {
 
   // Scores the means of a run's keys, [rows, means from first_mean on], and returns how many there are.
   int64_t score_means(const Block& block, const Part& part, int64_t start, int64_t stop, const float* queries, int64_t& first_mean, Scratch& scratch) const {
-    const Cache& cache = cache_of(block);
+    const Cache& cache = *block.cache;
     int64_t least = mean_of(cache, part, start), most = least;
     if (!part.index && !cache.mean_index) {
       most = mean_of(cache, part, stop - 1);
@@ -257,18 +313,14 @@ class Call {
     for (int64_t n = 0; n < count; n++) {
       const uint16_t* const from = cache.means + block.head * cache.mean_head_stride + (least + n) * a_.key_dim;
       for (int d = 0; d < a_.key_dim; d++) mean[d] = half_to_float(from[d]);
-      for (int r = 0; r < block.rows; r++) {
-        float total = 0;
-        for (int d = 0; d < a_.key_dim; d++) total += queries[r * a_.key_dim + d] * mean[d];
-        scratch.mean_scores.data()[r * count + n] = total;
-      }
+      for (int r = 0; r < block.rows; r++) scratch.mean_scores.data()[r * count + n] = dot(queries + r * a_.key_dim, mean, a_.key_dim);
     }
     first_mean = least;
     return count;
   }
 
   const char* mask_at(const Block& block, int row, int64_t position, int64_t size) const {
-    return a_.mask + size * (block.batch * a_.mask_strides[0] + query_head(block, row) * a_.mask_strides[1] +
+    return a_.mask + size * (sequence(block, row) * a_.mask_strides[0] + query_head(block, row) * a_.mask_strides[1] +
                              query_number(block, row) * a_.mask_strides[2] + position * a_.mask_strides[3]);
   }
 
@@ -283,8 +335,8 @@ class Call {
   }
 
   // Attends to `count` tokens from `token` on, which are `count` positions from `place` on after the part's first.
-  void attend_tile(const Block& block, const Part& part, int64_t token, int64_t place, int count, const float* queries, const Partial& partial, int64_t first_mean, int64_t mean_count, Scratch& scratch) const {
-    const Cache& cache = cache_of(block);
+  void attend_tile(const Block& block, const Part& part, int64_t token, int64_t place, int count, const Queries& queries, const Partial& partial, int64_t first_mean, int64_t mean_count, Scratch& scratch) const {
+    const Cache& cache = *block.cache;
     float* const scores = scratch.scores.data();
     const char *key_rows[TILE], *value_rows[TILE];
     const bool in_order = !part.index && part.buffer_count == 1;
@@ -309,10 +361,10 @@ class Call {
     char* const copies = copy_last_codes(key_rows, count, in_order, part.key_format, a_.key_dim, scratch.rows.data());
     copy_last_codes(value_rows, count, in_order, part.value_format, a_.value_dim, copies);
     if (multiplies_bytes(part)) {
-      scratch.byte_queries.score(block.rows, key_rows, count, reinterpret_cast<Words*>(scratch.keys.data()), scores);
+      queries.bytes.score(block.rows, key_rows, count, reinterpret_cast<Words*>(scratch.keys.data()), scores);
     } else {
       KEY_DECODERS[part.key_format](key_rows, count, a_.key_dim, *a_.levels, scratch.keys.data());
-      multiply<false>(block.rows, queries, a_.key_dim, scratch.keys.data(), TILE, a_.key_dim, scores, TILE, TILE);
+      multiply<false>(block.rows, queries.floats[part.rotated ? ROTATED : PLAIN].data(), a_.key_dim, scratch.keys.data(), TILE, a_.key_dim, scores, TILE, TILE);
     }
     for (int r = 0; r < block.rows; r++) {
       float* const score = scores + r * TILE;
@@ -377,8 +429,13 @@ class Call {
   const Attention& a_;
   const int64_t group_rows_;
   const int value_pitch_;
-  int64_t per_block_;
+  std::vector<int64_t> sequences_;     // their numbers
+  std::vector<Place> places_;          // of each sequence
+  int64_t most_rows_ = 0;              // of a block
+  size_t own_blocks_;                  // those of prefixes follow
   std::vector<Block> blocks_;
+  std::vector<int64_t> first_piece_;   // of each block, and the number of pieces
+  Floats64 memory_;                    // of the partial attention of all pieces, where some have to be merged
 };
 
 }  // namespace

@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -25,6 +25,7 @@ from mlx_tq.kernels.cpu.codecs import (
 )
 from mlx_tq.kernels.gpu import UnsupportedByKernelError
 from mlx_tq.kernels.regions import HeadRows, Mask, Regions, Selection
+from mlx_tq.kernels.shared_prefixes import SharedPrefix, find_shared_prefixes
 
 ANNOUNCED_TOKENS = 2048  # attention to fewer ends before another thread would be awake
 
@@ -76,11 +77,16 @@ class _Cache(ctypes.Structure):
     )
 
 
+class _Prefix(ctypes.Structure):
+    _fields_ = (("cache", _Cache), ("sequences", ctypes.POINTER(long)), ("sequence_count", long))
+
+
 class _Attention(ctypes.Structure):
     _fields_ = (
         ("queries", pointer),
         ("query_strides", long * 3),
         ("caches", ctypes.POINTER(_Cache)),
+        ("prefixes", ctypes.POINTER(_Prefix)),
         ("mask", pointer),
         ("mask_strides", long * 4),
         ("sinks", pointer),
@@ -93,6 +99,7 @@ class _Attention(ctypes.Structure):
         ("heads", long),
         ("query_heads", long),
         ("length", long),
+        ("prefix_count", long),
         ("key_dim", int32),
         ("value_dim", int32),
         ("causal", int32),
@@ -115,7 +122,11 @@ def launch_attend_batch(
     """Attend to one cache of batch size B, or to B caches of batch size 1, with any number of queries."""
     sequences = range(queries.shape[0] // len(batch))
     sources = [_Source(regions, regions.as_group(), sequence) for regions in batch for sequence in sequences]
-    return _attend(queries, sources, scale, mask, sinks, by_head=False)
+    prefixes = find_shared_prefixes(batch)
+    for prefix in prefixes:
+        for number in prefix.members:
+            sources[number] = sources[number]._replace(skipped=prefix.tokens)
+    return _attend(queries, sources, scale, mask, sinks, prefixes=prefixes)
 
 
 def launch_by_group(
@@ -177,17 +188,25 @@ class _Source(NamedTuple):
     regions: Regions
     group: HeadRows  # their packed rows
     sequence: int = 0  # of the batch of `regions`
+    skipped: int = 0  # packed tokens of a shared prefix, which is attended to by itself, with the sinks
 
 
 def _attend(
-    queries: mx.array, sources: Sequence[_Source], scale: float, mask: Mask, sinks: mx.array | None, *, by_head: bool
+    queries: mx.array,
+    sources: Sequence[_Source],
+    scale: float,
+    mask: Mask,
+    sinks: mx.array | None,
+    *,
+    by_head: bool = False,
+    prefixes: Sequence[SharedPrefix] = (),
 ) -> mx.array:
     """Attend to a source for each sequence, or with `by_head` to all of a sequence, one after another."""
     regions = sources[0].regions
     output = np.empty((*queries.shape[:3], regions.layout.value.head_dim), np.float32)
     call = _describe(regions, scale)
     call.output, call.by_head = output.ctypes.data, by_head
-    _run(call, queries, sources, mask, sinks)
+    _run(call, queries, sources, mask, sinks, prefixes)
     return mx.array(output).astype(queries.dtype)
 
 
@@ -204,12 +223,20 @@ def _describe(regions: Regions, scale: float) -> _Attention:
     )
 
 
-def _run(call: _Attention, queries: mx.array, sources: Sequence[_Source], mask: Mask, sinks: mx.array | None) -> None:
+def _run(
+    call: _Attention,
+    queries: mx.array,
+    sources: Sequence[_Source],
+    mask: Mask,
+    sinks: mx.array | None,
+    prefixes: Sequence[SharedPrefix] = (),
+) -> None:
     arrays = {id(array): array for source in sources for array in _arrays(source)}
 
     def fill(caches: ctypes.Array[_Cache], reader: Reader) -> object:
         if not call.by_head:
-            return [_fill(cache, source, reader) for cache, source in zip(caches, sources, strict=True)]
+            alive = [_fill(cache, source, reader) for cache, source in zip(caches, sources, strict=True)]
+            return alive, _fill_prefixes(call, sources, prefixes, reader)
         filled, alive = 0, []
         for source in sources:
             first = filled - filled % call.heads  # of the sequence
@@ -239,7 +266,7 @@ def launch_plain_attention(
 
     def fill(caches: ctypes.Array[_Cache], reader: Reader) -> object:
         memory = reader.read(keys), reader.read(values)
-        parts = [_full_part(_buffer(row, *memory), *memory, keys.dtype, 0, keys.shape[2]) for row in range(len(caches))]
+        parts = [_plain_part(row, *memory, keys.dtype, 0, keys.shape[2]) for row in range(len(caches))]
         for cache, part in zip(caches, parts, strict=True):
             cache.parts, cache.part_count, cache.tokens = ctypes.pointer(part), 1, keys.shape[2]
         return parts
@@ -308,50 +335,85 @@ def _as_bias(mask: Mask, shape: tuple[int, ...]) -> mx.array | None:
 
 def _fill(cache: _Cache, source: _Source, reader: Reader, packed: int | None = None) -> object:
     """Describe a source, with `packed` packed tokens in place of all, and return what must stay alive."""
-    regions, group, sequence = source
+    regions, group, sequence, skipped = source
     packed = group.tokens if packed is None else packed
-    layout, sinks = regions.layout, min(regions.sink_tokens, regions.full_tokens)
-    keys, values = reader.read(regions.full_keys), reader.read(regions.full_values)
-
-    def full_part(start: int, stop: int, position: int, window: int = 0) -> _Part:
-        part = _full_part(_buffer(sequence, keys, values), keys, values, regions.full_keys.dtype, start, stop)
-        part.position, part.window = position, window
-        return part
-
-    parts = [full_part(0, sinks, 0)]
-    if group.tokens:
-        buffers, first = [], 0
-        for rows, count in [*group.shared, (group.rows, group.tokens)]:
-            if rows is not None and first < group.tokens:
-                memory = reader.read(rows)
-                buffer = _buffer(sequence, memory, memory)
-                buffer.values += 2 * layout.key.words
-                buffer.first = first
-                buffers.append(buffer)
-                first += count
-        part = _Part.from_buffer_copy(_packed_part(layout))
-        part.buffers, part.buffer_count = (_Buffer * len(buffers))(*buffers), len(buffers)
-        part.tokens, part.position = packed, sinks  # all sinks are there before tokens are packed
-        parts.append(part)
+    sinks = min(regions.sink_tokens, regions.full_tokens)
+    full_part = partial(_full_part, regions, sequence, reader)
+    parts = [] if skipped else [full_part(0, sinks, 0)]
+    if group.tokens > skipped:
+        parts.append(_packed_part(source, skipped, group.tokens, reader))
+        parts[-1].tokens = packed - skipped
     if group.window is not None:
         parts.append(full_part(sinks, group.sinks, sinks + packed))
         sinks = group.sinks
     parts.append(full_part(sinks, regions.full_tokens, sinks + packed, group.window or 0))
-    cache.parts, cache.part_count, cache.tokens = (_Part * len(parts))(*parts), len(parts), regions.full_tokens + packed
-    if regions.normalization is not None:
-        n = regions.normalization
+    return _fill_parts(cache, source, parts, regions.full_tokens + packed, skipped, reader)
+
+
+def _fill_prefixes(
+    call: _Attention, sources: Sequence[_Source], prefixes: Sequence[SharedPrefix], reader: Reader
+) -> object:
+    """Describe the prefixes that sources skip, and return what must stay alive."""
+    alive: list[object] = []
+    filled = (_Prefix * len(prefixes))()
+    for prefix, (members, tokens) in zip(filled, prefixes, strict=True):
+        source = sources[members[0]]
+        prefix.sequences, prefix.sequence_count = (long * len(members))(*members), len(members)
+        sinks = _full_part(source.regions, source.sequence, reader, 0, source.regions.sink_tokens, 0)
+        parts = [sinks, _packed_part(source, 0, tokens, reader)]
+        alive += [prefix, _fill_parts(prefix.cache, source, parts, source.regions.tokens, 0, reader)]
+    call.prefixes, call.prefix_count = filled, len(prefixes)
+    return alive
+
+
+def _fill_parts(
+    cache: _Cache, source: _Source, parts: list[_Part], tokens: int, first_row: int, reader: Reader
+) -> object:
+    """Describe a cache by its parts, of which the packed one begins with that row, and return what must stay alive."""
+    cache.parts, cache.part_count, cache.tokens = (_Part * len(parts))(*parts), len(parts), tokens
+    n, sequence = source.regions.normalization, source.sequence
+    if n is not None:
         cache.key_scale = reader.read(n.scale).address + sequence * n.scale.shape[1] * n.scale.shape[2] * 4
         memory = reader.read(n.means)
         cache.means = memory.address + sequence * memory.strides[0]
         cache.mean_head_stride = memory.strides[1] // 2
-        cache.mean_first = n.first
-        if group.mean_index is not None:
-            cache.mean_index = reader.read(group.mean_index).address
+        cache.mean_first = n.first + first_row
+        if source.group.mean_index is not None:
+            cache.mean_index = reader.read(source.group.mean_index).address + 4 * first_row
     return parts
 
 
-def _full_part(buffer: _Buffer, keys: Memory, values: Memory, dtype: mx.Dtype, start: int, stop: int) -> _Part:
+def _packed_part(source: _Source, start: int, stop: int, reader: Reader) -> _Part:
+    """Describe packed tokens [start, stop) of a source."""
+    regions, group, sequence, _ = source
+    layout, buffers, first = regions.layout, [], 0
+    for rows, count in [*group.shared, (group.rows, group.tokens)]:
+        if rows is not None and first < stop and start < first + count:
+            memory = reader.read(rows)
+            buffer = _buffer(sequence, memory, memory)
+            buffer.values += 2 * layout.key.words
+            buffer.first = first - start
+            buffers.append(buffer)
+        first += count
+    part = _Part.from_buffer_copy(_packed_format(layout))
+    part.buffers, part.buffer_count = (_Buffer * len(buffers))(*buffers), len(buffers)
+    part.tokens, part.position = stop - start, regions.sink_tokens + start  # sinks come before tokens are packed
+    return part
+
+
+def _full_part(
+    regions: Regions, sequence: int, reader: Reader, start: int, stop: int, position: int, window: int = 0
+) -> _Part:
+    """Describe full-precision tokens [start, stop)."""
+    keys, values = reader.read(regions.full_keys), reader.read(regions.full_values)
+    part = _plain_part(sequence, keys, values, regions.full_keys.dtype, start, stop)
+    part.position, part.window = position, window
+    return part
+
+
+def _plain_part(sequence: int, keys: Memory, values: Memory, dtype: mx.Dtype, start: int, stop: int) -> _Part:
     """Describe tokens [start, stop) of full-precision keys and values."""
+    buffer = _buffer(sequence, keys, values)
     buffer.keys += start * keys.strides[2]
     buffer.values += start * values.strides[2]
     number = FULL_FORMATS[dtype]
@@ -373,7 +435,7 @@ def _buffer(sequence: int, keys: Memory, values: Memory) -> _Buffer:
 
 
 @lru_cache(maxsize=256)
-def _packed_part(layout: RowLayout) -> _Part:
+def _packed_format(layout: RowLayout) -> _Part:
     key, value = layout.key, layout.value
     scales = [0 if codec.scale_dtype is None else codec.scale_dtype.size for codec in (key, value)]
     return _Part(

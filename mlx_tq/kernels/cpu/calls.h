@@ -37,10 +37,18 @@ struct Cache {
   int64_t packed_head;             // with by_head: which KV head of the packed rows is this one; else not read
 };
 
+// The first tokens of several sequences, which their own caches leave out.
+struct Prefix {
+  Cache cache;
+  const int64_t* sequences;        // ascending
+  int64_t sequence_count;
+};
+
 struct Attention {
   const float* queries;            // [batch, query_heads, length, key_dim]
   int64_t query_strides[3];        // in elements
   const Cache* caches;             // see by_head
+  const Prefix* prefixes;          // at most one of each sequence; none with by_head or a mask
   const char* mask;                // null, bool or float added to scores: [batch, query_heads, length, tokens]
   int64_t mask_strides[4];         // in elements
   const float* sinks;              // attention-sink logits [query_heads], or null
@@ -48,7 +56,7 @@ struct Attention {
   float* log_sums;                 // of exponentials of scores [batch, query_heads, length], or null
   const Levels* levels;
   Rotation key_rotation, value_rotation;
-  int64_t batch, heads, query_heads, length;
+  int64_t batch, heads, query_heads, length, prefix_count;
   int32_t key_dim, value_dim;
   int32_t causal, mask_is_bool;
   int32_t by_head;                 // 1: a cache for each KV head, caches[batch * heads + head]; 0: one for each sequence

@@ -31,26 +31,38 @@ constexpr int DIGITS = 3;
 class ByteQueries {
  public:
   void set(const float* queries, int rows, int dim) {
-    constexpr int LARGEST = 127 * 65536 + 127 * 256 + 127;
+    constexpr int LARGEST = 127 * 65536 + 127 * 256 + 120;  // of three digits, and room for rounding
     dim_ = dim;
     digits_.resize(size_t(rows) * DIGITS * dim);
-    offsets_.assign(size_t(rows) * DIGITS, 0);
+    offsets_.resize(size_t(rows) * DIGITS);
     units_.resize(rows);
+    float query[MAX_DIM + LANES] = {};
     for (int r = 0; r < rows; r++) {
-      float most = 0, broken = 0;
-      for (int d = 0; d < dim; d++) {
-        most = std::max(most, std::fabs(queries[r * dim + d]));
-        broken += queries[r * dim + d] * 0.0f;  // NaN if one is not finite
+      memcpy(query, queries + r * dim, 4 * dim);
+      Floats size{}, broken{};
+      for (int d = 0; d < dim; d += LANES) {
+        const Floats x = load<Floats>(query + d);
+        size = larger(size, as_floats((Words)x & 0x7FFFFFFFu));
+        broken += x * 0.0f;  // NaN if one is not finite
       }
-      units_[r] = most / LARGEST + broken;
-      for (int d = 0; d < dim; d++) {
-        int32_t rest = most > 0 && broken == 0 ? int32_t(std::lrint(double(queries[r * dim + d]) / most * LARGEST)) : 0;
+      const float most = largest(size);
+      units_[r] = most / LARGEST + sum(broken);
+      const float factor = units_[r] > 0 ? LARGEST / most : 0;
+      Ints offsets[DIGITS] = {};
+      for (int d = 0; d < dim; d += LANES) {
+        const Floats x = factor > 0 ? load<Floats>(query + d) * factor : Floats{};
+        Ints rest = __builtin_convertvector(x + (x < 0.0f ? splat(-0.5f) : splat(0.5f)), Ints);
         for (int i = 0; i < DIGITS; i++) {
-          const int8_t digit = int8_t(rest);
-          digits_[(r * DIGITS + i) * dim + d] = digit;
-          offsets_[r * DIGITS + i] -= 128 * digit;  // codes are multiplied as code + 128, which is not negative
+          const Ints digit = rest << 24 >> 24;
+          const Bytes bytes = __builtin_convertvector(digit, Bytes);
+          memcpy(digits_.data() + (r * DIGITS + i) * dim + d, &bytes, std::min(LANES, dim - d));
+          offsets[i] -= 128 * digit;  // codes are multiplied as code + 128, which is not negative
           rest = (rest - digit) >> 8;
         }
+      }
+      for (int i = 0; i < DIGITS; i++) {
+        offsets_[r * DIGITS + i] = 0;
+        for (int lane = 0; lane < LANES; lane++) offsets_[r * DIGITS + i] += offsets[i][lane];
       }
     }
   }

@@ -59,7 +59,7 @@ class Floats64 {
     memory_.reset(static_cast<float*>(aligned_alloc(64, (4 * count + 63) / 64 * 64)));
     size_ = count;
   }
-  float* data() { return memory_.get(); }
+  float* data() const { return memory_.get(); }
 
  private:
   struct Free {

@@ -77,6 +77,15 @@ inline float largest(Floats x) {
 #endif
 }
 
+inline float dot(const float* a, const float* b, int size) {
+  Floats total{};
+  int i = 0;
+  for (; i + LANES <= size; i += LANES) total += load<Floats>(a + i) * load<Floats>(b + i);
+  float rest = 0;
+  for (; i < size; i++) rest += a[i] * b[i];
+  return sum(total) + rest;
+}
+
 // 2^x for x up to 127, within 2e-7 of it; 2^-126 for less. The polynomial is that of the Cephes library's exp2f.
 inline Floats exp2(Floats x) {
   constexpr float ROUNDING = 12582912.0f;  // 1.5 2^23: a sum with it is rounded to an integer, in the low bits

@@ -1,13 +1,13 @@
 """Rows of a batch in one call: each gets what it gets alone, whatever the lengths of the others are."""
 
-from dataclasses import replace
-
 import mlx.core as mx
 import pytest
 
-from kernels.cases import Problem, add_spare, check_attention, make_problem, random
+from kernels.cases import Problem, add_spare, check_attention, make_problem
 from kernels.metal.checks import PEAK
 from kernels.metal.simulated import captured, launching, reference, simulated, zeros
+from kernels.shared_caches import check as check_shared
+from kernels.shared_caches import shared_batch, solve
 from metal_sim.translate import parameters
 from mlx_tq.kernels import thresholds
 from mlx_tq.kernels.attend import attend, attend_batch
@@ -17,6 +17,11 @@ from mlx_tq.kernels.thresholds import KernelThresholds
 
 CASE = {"batch": 1, "groups": 3, "length": 2, "mask": "causal"}
 LENGTHS = ((97, 6), (0, 3), (1, 70), (200, 0), (33, 6))  # packed and recent tokens of each row
+SHARED = [
+    pytest.param({}, marks=pytest.mark.full),
+    {"key": "tq4", "normalized": "gaps"},
+    {"dtype": "float32", "normalized": "blocks", "length": 1},
+]
 either_form = pytest.mark.parametrize("short_tokens", [0, 4096], ids=["two", "one"])
 
 
@@ -89,34 +94,36 @@ def test_one_dispatch_or_two_serve_eight_rows_or_four_with_normalized_keys(norma
         assert names == kernels * calls
 
 
-@pytest.mark.parametrize("normalized", [None, "blocks", "gaps"])
-def test_shared_rows_are_read_once(normalized):
-    """Five rows share two buffers, one shares the first of them, one shares none: each attends as if it had one."""
-    first = make_problem(**CASE, packed=160, normalized=normalized, sinks=True, dtype="float32")
-    whole = first.regions()
-    shared = [SharedRows(add_spare(whole.packed_rows[:, :, a:b], 3), b - a) for a, b in ((0, 64), (64, 96))]
-    rows = [(160, 2), (97, 2), (96, 2), (130, 2), (101, 2), (70, 1), (40, 0)]  # packed tokens, shared buffers
-    batch = []
-    for packed, count in rows:
-        start = sum(part.tokens for part in shared[:count])
-        buffer = None if packed == start else mx.contiguous(whole.packed_rows[:, :, start:])
-        batch.append(replace(whole, packed_rows=buffer, packed_tokens=packed, shared=tuple(shared[:count])))
-    queries = random((len(rows), *first.arguments["queries"].shape[1:]), "float32", seed=4)
-    options = {name: first.arguments[name] for name in ("scale", "mask", "sinks")}
-    masked = {**options, "mask": mx.array([[True] * 90 + [False] * (whole.tokens - 90)] * 2)}
-    separate = [replace(whole, packed_tokens=packed) for packed, _ in rows]
-    expected = reference(attend_batch, queries, separate, **options)
-    expected_masked = reference(attend, queries[:1], whole, **masked)
-    assert mx.array_equal(reference(attend_batch, queries, batch, **options), expected)
+@pytest.mark.parametrize("changes", SHARED, ids=["q8", "gaps", "blocks"])
+def test_rows_with_shared_prefixes_are_as_exact_as_alone(changes):
+    problem = make_problem(**CASE | {"packed": 160, "sinks": True} | changes)
     with simulated() as calls, thresholds.using(KernelThresholds(short_tokens=4096)):
-        results = attend_batch(queries, batch, **options)
-        assert len(calls) == (8 if normalized is None else 12), (
-            "for five rows, or four and one: two buffers, rows, merge"
-        )
-        single = attend_batch(queries[:1], batch[:1], **options)
-        single_masked = attend(queries[:1], batch[0], **masked)
-    for result, truth in ((results, expected), (single, expected[:1]), (single_masked, expected_masked)):
-        assert mx.allclose(result, truth, rtol=1e-4, atol=1e-5)
+        check_shared(problem, *solve(problem, shared_batch(problem)))
+        assert len(calls) == 11, "4 for two shared buffers, rows and merge; twice 3 for one buffer; 1 without"
+
+
+@pytest.mark.parametrize(("normalized", "calls"), [(None, 2), pytest.param("blocks", 3, marks=pytest.mark.full)])
+def test_a_prefix_is_read_once_for_more_rows_than_a_call_has_unless_it_is_short(normalized, calls):
+    problem = make_problem(**CASE | {"packed": 64, "normalized": normalized})
+    for short_tokens, dispatches in ((0, 1 + 2 * calls), (4096, calls)):
+        with simulated() as counters, thresholds.using(KernelThresholds(short_tokens=short_tokens)):
+            queries, result = solve(problem, [problem.regions()] * 9)
+        assert len(counters) == dispatches
+        for i in range(9):
+            check_attention(problem.replace(queries=queries[i : i + 1]), result[i : i + 1], peak=PEAK)
+
+
+@pytest.mark.parametrize("normalized", [None, "blocks", "gaps"])
+def test_a_cache_whose_rows_are_in_several_buffers(normalized):
+    problem = make_problem(**CASE, packed=160, normalized=normalized, sinks=True, dtype="float32")
+    whole = problem.regions()
+    pieces = [mx.contiguous(whole.packed_rows[:, :, a:b]) for a, b in ((0, 64), (64, 96), (96, 160))]
+    shared = tuple(SharedRows(add_spare(rows), rows.shape[2]) for rows in pieces[:2])
+    mask = mx.array([[True] * 90 + [False] * (whole.tokens - 90)] * 2)
+    for masked in (problem, problem.replace(mask=mask)):
+        with simulated():
+            result = masked.solve(attend, packed_rows=pieces[2], shared=shared)
+        check_attention(masked, result, peak=PEAK)
 
 
 @either_form

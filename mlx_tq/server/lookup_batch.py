@@ -1,0 +1,132 @@
+"""`LookupBatch`: mlx-lm's batch of answers, which drafts by prompt lookup while it has a single one."""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import mlx.core as mx
+from mlx_lm.generate import GenerationBatch
+from mlx_lm.models.cache import trim_prompt_cache
+from mlx_lm.sample_utils import greedy_sampler
+
+from mlx_tq.speculative.lookup_mode import LookupMode
+from mlx_tq.speculative.prompt_lookup import PromptLookup
+from mlx_tq.speculative.rollback import can_roll_back
+from mlx_tq.speculative.stopwatch import Stopwatch
+
+
+class LookupBatch(GenerationBatch):  # type: ignore[misc]
+    """A `GenerationBatch` that delivers one token per step, some of them without a pass of the model.
+
+    After a verify pass the caches hold a draft that is not delivered yet. Each step draws the next token from the
+    pass; the draft ends where that differs. So one token is drawn ahead, as in mlx-lm, and when anything else needs the
+    caches, the rest of the draft is trimmed and nothing that was drawn is lost.
+    """
+
+    _next_tokens: Any
+    _next_logprobs: Any
+    _lookup_mode: LookupMode
+    _count_drafts: Callable[[int, int], None]  # called with the numbers of drafted and of accepted tokens
+    _lookup: PromptLookup | None  # of the single answer
+    _lookup_uid: int | None
+    _ahead: list[tuple[int, mx.array]]  # drafted tokens that the caches hold, and the logits [1, V] after each
+    _verifying: int  # tokens of the verify pass whose first draw is not known yet, or 0
+    _is_plain: bool  # the next token was drawn from a plain step
+    _watch: Stopwatch
+
+    @classmethod
+    def begin(cls, model: Any, lookup_mode: LookupMode, count_drafts: Callable[[int, int], None]) -> Self:
+        """Return an empty batch."""
+        batch: Self = cls.empty(model, greedy_sampler)
+        batch._lookup_mode, batch._count_drafts = lookup_mode, count_drafts
+        batch._lookup, batch._lookup_uid = None, None
+        batch._ahead, batch._verifying, batch._is_plain, batch._watch = [], 0, False, Stopwatch()
+        return batch
+
+    def settle(self) -> None:
+        """Trim what was drafted and not delivered, so that the caches hold `tokens`."""
+        if self._ahead:
+            trim_prompt_cache(self.prompt_cache, len(self._ahead))
+            self._ahead = []
+
+    def extend(self, batch: Any) -> None:
+        self.settle()
+        super().extend(batch)
+
+    def filter(self, keep: list[int]) -> None:
+        self.settle()
+        super().filter(keep)
+
+    def extract_cache(self, idx: int) -> Any:
+        self.settle()
+        return super().extract_cache(idx)
+
+    def _step(self) -> Any:
+        """Return the tokens of this step and their log-probabilities."""
+        if len(self.uids) != 1 or (lookup := self._find_lookup()) is None:
+            self.settle()
+            self._verifying, self._is_plain = 0, False
+            return super()._step()
+        self._watch.resume()
+        try:
+            return self._step_with_lookup(lookup)
+        finally:
+            self._watch.pause()
+
+    def _find_lookup(self) -> PromptLookup | None:
+        """Return the lookup of the single answer with all delivered tokens, None if nothing is drafted."""
+        if self._lookup_uid != self.uids[0]:
+            self._lookup_uid = self.uids[0]
+            self._lookup = self._lookup_mode.begin(self.model, self.prompt_cache, self.tokens[0])
+        elif self._lookup is not None:
+            for token in self.tokens[0][len(self._lookup) :]:
+                self._lookup.append(token)
+        return self._lookup
+
+    def _step_with_lookup(self, lookup: PromptLookup) -> Any:
+        if self._ahead or lookup.draft():
+            token: Any = self._next_tokens.item()
+            self._note_time(lookup)
+            if self._ahead and token == self._ahead[0][0]:
+                self._count_drafts(0, 1)
+                return self._deliver(token, self._ahead.pop(0)[1])
+            self.settle()
+            lookup.append(token)
+            draft = lookup.draft(self.max_tokens[0] - self._num_tokens[0] - 1)
+            if draft and can_roll_back(self.prompt_cache, 1 + len(draft)):
+                return self._verify(token, draft)
+        # Without a draft in sight, mlx-lm's step begins the next pass before the token of this one is known.
+        delivered = super()._step()
+        self._note_time(lookup)
+        self._is_plain = True
+        return delivered
+
+    def _note_time(self, lookup: PromptLookup) -> None:
+        """Note the time of the pass from which the token of this step was drawn."""
+        if lookup.gate is not None and self._verifying:
+            lookup.gate.note_verify_pass(self._verifying, self._watch.lap())
+        elif lookup.gate is not None and self._is_plain:
+            lookup.gate.note_plain_step(self._watch.lap())
+        self._verifying, self._is_plain = 0, False
+
+    def _verify(self, token: int, draft: list[int]) -> Any:
+        """Run the token of this step and a draft through the model."""
+        self._count_drafts(len(draft), 0)
+        logits = self.model(mx.array([[token, *draft]], mx.uint32), cache=self.prompt_cache)
+        self._ahead = [(drafted, logits[:, i]) for i, drafted in enumerate(draft, start=1)]
+        self._verifying = 1 + len(draft)
+        return self._deliver(token, logits[:, 0])
+
+    def _deliver(self, token: int, logits: mx.array) -> Any:
+        """Deliver the token that was drawn ahead, and draw the next from its logits [1, V], as mlx-lm's step does."""
+        processors = self.logits_processors[0] or ()
+        if processors:
+            context = self._token_context[0].update_and_fetch(self._next_tokens)
+            for processor in processors:
+                logits = processor(context, logits)
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        self._current_tokens, self._current_logprobs = self._next_tokens, self._next_logprobs
+        self._next_tokens = (self.samplers[0] or self.fallback_sampler)(logprobs)
+        self._next_logprobs = list(logprobs)
+        mx.async_eval(self._next_tokens, self._next_logprobs)  # type: ignore[no-untyped-call]
+        self.tokens[0].append(token)
+        return [token], self._current_logprobs

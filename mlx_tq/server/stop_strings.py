@@ -1,0 +1,50 @@
+"""`StopStrings`: finds the stop sequence that ends an answer, unless it is in the model's reasoning."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mlx_lm.generate import TextStateMachine
+
+
+class StopStrings:
+    """Returns the text of one answer as far as it cannot become part of a stop sequence any more.
+
+    `thinking` are the marks before and after the reasoning, if there can be any; `is_thinking` is whether the prompt
+    has opened it. Else it may begin the answer.
+    """
+
+    def __init__(self, stops: Sequence[str], thinking: tuple[str, str] | None = None, *, is_thinking: bool) -> None:
+        self._stops = stops
+        self._start, self._end = thinking if thinking is not None and stops else ("", "")
+        self._is_thinking = is_thinking and self._end != ""
+        self._beginning = "" if self._start and not is_thinking else None  # text that may become the first mark
+        self._tail = ""  # of the reasoning, which may be a part of the mark after it
+        # A stop sequence leads to the state that is its index.
+        ends: dict[Any, Any] = {index: [] for index in range(len(stops))}
+        self._state = TextStateMachine(
+            {"normal": list(zip(stops, range(len(stops)), strict=True)), **ends}
+        ).make_state()
+
+    def add(self, text: str, *, is_last: bool) -> tuple[str, str | None]:
+        """Add text; return the text that is certain, and the stop sequence that ended it, if one did."""
+        if self._beginning is not None:
+            text = self._beginning + text
+            start = text.lstrip()
+            if self._start.startswith(start) and start != self._start and not is_last:
+                self._beginning = text
+                return "", None
+            self._beginning, self._is_thinking = None, start.startswith(self._start)
+        certain = ""
+        if self._is_thinking:
+            index = (self._tail + text).find(self._end)
+            length = len(text) if index < 0 else index + len(self._end) - len(self._tail)
+            certain, text = text[:length], text[length:]
+            self._tail, self._is_thinking = (self._tail + certain)[1 - len(self._end) :], index < 0
+        self._state, segments = TextStateMachine.split(self._state, text)
+        certain += "".join(part for state, part in segments if state == "normal")
+        if self._state[0] != "normal":
+            return certain, self._stops[self._state[0]]
+        if is_last:
+            self._state, rest, _ = TextStateMachine.flush(self._state)
+            certain += rest
+        return certain, None

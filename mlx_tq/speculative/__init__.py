@@ -1,0 +1,1 @@
+"""Speculative decoding: tokens that were guessed are verified together in one pass."""

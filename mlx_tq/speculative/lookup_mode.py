@@ -1,0 +1,53 @@
+"""`LookupMode`: whether conversations with a model use prompt lookup, and what their drafts have cost so far."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mlx_tq.errors import ConfigError, unknown_name
+from mlx_tq.speculative.draft_gate import DraftGate
+from mlx_tq.speculative.prompt_lookup import PromptLookup
+from mlx_tq.speculative.rollback import has_windows, lookup_blocker
+
+MODES = AUTO, ON, OFF = "auto", "on", "off"
+
+
+class LookupMode:
+    """Prompt lookup for the conversations with one model.
+
+    "auto" drafts where that should be faster, "on" wherever text repeats, and "off" nothing.
+    """
+
+    def __init__(self, name: str) -> None:
+        if name not in MODES:
+            raise unknown_name("prompt_lookup", name, MODES)
+        self.name = name
+        self._gate = DraftGate() if name == AUTO else None
+
+    def blocker(self, model: Any, caches: list[Any]) -> str | None:
+        """Return why nothing is drafted although the mode is not "off", or None."""
+        if self.name == OFF:
+            return None
+        reason = lookup_blocker(model, caches)
+        if reason is None and self.name == ON and has_windows(caches):
+            return "the model's sliding windows cannot drop a rejected draft once they are full"
+        return reason
+
+    def check(self, model: Any, caches: list[Any]) -> None:
+        """Raise ConfigError if the mode is "on" and drafts are not possible."""
+        reason = self.blocker(model, caches)
+        if self.name == ON and reason is not None:
+            raise ConfigError(f"prompt lookup is on, but {reason}. Choose auto, which drafts where it can, or off.")
+
+    def begin(self, model: Any, caches: list[Any], ids: Sequence[int]) -> PromptLookup | None:
+        """Return the lookup for an answer to a conversation of tokens `ids`, or None if nothing is drafted."""
+        self.check(model, caches)
+        if self.name == OFF or self.blocker(model, caches) is not None:
+            return None
+        return self.start(ids)
+
+    def start(self, ids: Sequence[int]) -> PromptLookup:
+        """Return a lookup in a conversation of tokens `ids`, on caches that can drop a rejected draft."""
+        return PromptLookup(ids, self._gate)
+
+
+NO_LOOKUP = LookupMode(OFF)

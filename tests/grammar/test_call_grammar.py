@@ -1,0 +1,194 @@
+"""Calls in the forms of mlx-lm's parsers: the grammar accepts them, the parser reads them, and nothing else passes."""
+
+import json
+from importlib import import_module
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from mlx_tq.grammar.argument_schema import argument_schema
+from mlx_tq.grammar.call_grammar import CallForm, Tool, special_tokens, write_grammar
+from mlx_tq.grammar.grammar_source import GrammarError, GrammarSource
+from mlx_tq.models import load
+
+WEATHER = {
+    "type": "object",
+    "description": "Where and when",
+    "properties": {
+        "city": {"type": "string", "description": "A city"},
+        "unit": {"enum": ["c", "f"]},
+        "days": {"type": "integer", "format": "int32"},
+        "tags": {"type": "array", "items": {"$ref": "#/$defs/tag"}},
+    },
+    "required": ["city", "days"],
+    "$defs": {"tag": {"type": "string"}},
+}
+TOOLS = [Tool("weather", WEATHER), Tool("now", None)]
+ARGUMENTS = {"city": "Paris <b>", "unit": "c", "days": 3, "tags": ["a"]}
+JSON = json.dumps(ARGUMENTS)
+CALL = f'{{"name": "weather", "arguments": {JSON}}}'
+CONTROL = [
+    "[TOOL_CALLS]", "[ARGS]", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
+    "<|tool_call_end|>", "<|tool_call_argument_begin|>", "<|tool_call_start|>",
+]  # fmt: skip
+KIMI = [f"<|tool_call_begin|>functions.{name}<|tool_call_argument_begin|>" for name in ("weather:0", "now:1")]
+
+
+def tags(start, key, after, end):
+    return start + "".join(
+        f"{key}{name}{after}{value if isinstance(value, str) else json.dumps(value)}{end}"
+        for name, value in ARGUMENTS.items()
+    )
+
+
+# A call of `weather` and a call of `now`, by parser.
+ANSWERS = {
+    "json_tools": f'<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{{"name": "now", "arguments": {{}}}}</tool_call>',
+    "mistral": f"[TOOL_CALLS]weather[ARGS]{JSON}[TOOL_CALLS]now[ARGS]{{}}",
+    "kimi_k2": f"<|tool_calls_section_begin|>{KIMI[0]}{JSON}<|tool_call_end|>{KIMI[1]}{{}}<|tool_call_end|>"
+    "<|tool_calls_section_end|>",
+    "pythonic": '<|tool_call_start|>[weather(city="Paris <b>", unit="c", days=3, tags=["a"]), now()]<|tool_call_end|>',
+    "glm47": tags("<tool_call>weather", "<arg_key>", "</arg_key><arg_value>", "</arg_value>")
+    + "</tool_call>\n<tool_call>now</tool_call>",
+    "qwen3_coder": tags("<tool_call>\n<function=weather>\n", "<parameter=", ">\n", "\n</parameter>\n")
+    + "</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    "minimax_m2": tags('<minimax:tool_call>\n<invoke name="weather">\n', '<parameter name="', '">', "</parameter>\n")
+    + '</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+    "minicpm5": tags('<function name="weather">', '<param name="', '">', "</param>")
+    + '</function>\n<function name="now"></function>',
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    inner = load()[1]._tokenizer
+    inner.add_special_tokens({"additional_special_tokens": CONTROL})
+    return inner
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer):
+    return LLTokenizer(str(tokenizer.backend_tokenizer.to_str()), eos_token=[2])
+
+
+def form_of(parser):
+    module = import_module(f"mlx_lm.tool_parsers.{parser}")
+    return CallForm(parser, module.tool_call_start, module.tool_call_end, module.parse_tool_call)
+
+
+@pytest.fixture
+def accepts(tokenizer, vocabulary):
+    """Return a function that says whether a grammar accepts all of a text."""
+
+    def accepts(source, text):
+        matcher = LLMatcher(vocabulary, source.to_llguidance(), log_level=0)
+        assert not matcher.get_error(), matcher.get_error()
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    return accepts
+
+
+@pytest.mark.parametrize("parser", ANSWERS)
+def test_the_forms_of_calls(tokenizer, accepts, parser):
+    form, special, answer = form_of(parser), special_tokens(tokenizer), ANSWERS[parser]
+    tools = [{"type": "function", "function": vars(tool)} for tool in TOOLS]
+    bodies = [part.partition(form.end)[0] if form.end else part for part in answer.split(form.start)[1:]]
+    calls = []
+    for body in bodies:
+        parsed = form.parse(body, tools)
+        calls += parsed if isinstance(parsed, list) else [parsed]
+    assert [(call["name"], call["arguments"]) for call in calls] == [("weather", ARGUMENTS), ("now", {})]
+
+    def write(tools=TOOLS, **options):
+        return write_grammar(form, tools, special, **options)
+
+    assert accepts(write(), answer)
+    assert not accepts(write(one_call=True), answer)
+    assert not accepts(write(TOOLS[:1]), answer), "a tool that may not be called"
+    assert not accepts(write(), answer.replace("3", '"three"'))
+    assert not accepts(write(), answer.replace("city", "town"))
+    assert not accepts(write(), f"Let me see. {answer}")
+    assert accepts(write(is_opened=True), bodies[0] + form.end)
+    either = write(text=GrammarSource("regex", "[a-z/]+"))
+    assert accepts(either, answer)
+    assert accepts(either, "a/b")
+    assert not accepts(either, "A")
+
+
+def test_optional_arguments_may_be_left_out(tokenizer, accepts):
+    source = write_grammar(form_of("pythonic"), TOOLS, special_tokens(tokenizer))
+    assert accepts(source, '<|tool_call_start|>[weather(city="a", days=3)]<|tool_call_end|>')
+    assert not accepts(source, "<|tool_call_start|>[weather(days=3)]<|tool_call_end|>")
+    only = [Tool("f", {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}})]
+    source = write_grammar(form_of("pythonic"), only, special_tokens(tokenizer))
+    for arguments in ("", "a=1", "b=1", "a=1, b=2"):
+        assert accepts(source, f"<|tool_call_start|>[f({arguments})]<|tool_call_end|>")
+    assert not accepts(source, "<|tool_call_start|>[f(b=1, a=1)]<|tool_call_end|>")
+
+
+def test_text_between_tags_does_not_end_the_call(tokenizer, accepts):
+    source = write_grammar(form_of("qwen3_coder"), TOOLS, special_tokens(tokenizer))
+    answer = ANSWERS["qwen3_coder"]
+    assert accepts(source, answer.replace("Paris", "two\nlines, <parameter=x>, {"))
+    assert not accepts(source, answer.replace("Paris", "</tool_call>"))
+
+
+def test_mistral_without_control_tokens_for_arguments(accepts):
+    form = form_of("mistral")
+    source = write_grammar(form, TOOLS, {"[TOOL_CALLS]": 4096})
+    answer = f"[{CALL}, {CALL}]"
+    assert form.parse(answer)[1]["name"] == "weather"
+    assert accepts(source, f"[TOOL_CALLS]{answer}")
+
+
+@pytest.mark.parametrize(
+    ("parser", "tool", "words"),
+    [
+        ("gemma4", TOOLS[0], "no grammar for calls in the form of mlx-lm's parser gemma4; it exists for glm47,"),
+        ("json_tools", Tool("a\nb", None), "name may have letters"),
+        ("json_tools", Tool("f", {"type": "array"}), "must be 'object'"),
+        ("pythonic", Tool("a-b", None), "must be an identifier"),
+        ("qwen3_coder", Tool("f", {"anyOf": [{"type": "object"}]}), "anyOf"),
+    ],
+)
+def test_calls_without_a_grammar(parser, tool, words):
+    with pytest.raises(GrammarError, match=words):
+        write_grammar(form_of(parser), [tool], {})
+
+
+STRING = {"type": "string"}
+NESTED = {"properties": {"a": {"$ref": "#/$defs/x", "$defs": {"x": {"type": "string", "title": "X"}}}}}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [
+        (None, {"type": "object", "properties": {}, "additionalProperties": False}),
+        ({"type": "object"}, {"type": "object"}),
+        (
+            {"$schema": "x", "properties": {"title": {"title": "t", "format": "path"}}, "propertyNames": STRING},
+            {"type": "object", "properties": {"title": {}}, "additionalProperties": False},
+        ),
+        (
+            NESTED,
+            {
+                "type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}, "additionalProperties": False,
+                "$defs": {"x": {"type": "string"}},
+            },
+        ),
+        (
+            {"properties": {"a": {}}, "anyOf": [{"properties": {"b": {"properties": {}}}}]},
+            {
+                "properties": {"a": {}},
+                "anyOf": [{"properties": {"b": {"properties": {}, "additionalProperties": False}}}],
+            },
+        ),
+        ({"propertyNames": {"pattern": "a"}}, {"type": "object", "propertyNames": {"pattern": "a"}}),
+    ],
+    ids=["none", "any", "annotations", "definitions", "parts", "names"],
+)  # fmt: skip
+def test_schemas_of_arguments(parameters, expected):
+    schema = argument_schema(parameters)
+    del schema["x-guidance"]
+    assert schema == expected
