@@ -231,7 +231,7 @@ def _answer(
         transcript = stack.enter_context(_open_transcript(model, tokenizer, request.rescue))
         transcript.append_unknown(tokens_seen(caches))
         if args.draft_model is not None:
-            draft, draft_caches = _load_draft(model, tokenizer, caches, request)
+            draft, draft_caches = _load_draft(tokenizer, request)
             stack.enter_context(compressed_attention(draft))
             options |= {"draft_model": draft, "num_draft_tokens": args.num_draft_tokens}
             options |= {"prompt_cache": [*caches, *draft_caches]}
@@ -285,7 +285,7 @@ def _open_transcript(model: Any, tokenizer: Any, rescue: RescueConfig) -> Iterat
         warn(warning)
 
 
-def _load_draft(model: Any, tokenizer: Any, caches: list[Any], request: Request) -> tuple[Any, list[Any]]:
+def _load_draft(tokenizer: Any, request: Request) -> tuple[Any, list[Any]]:
     args, config = request.args, request.config
     options = load_options(args, config) | {"adapter_path": None}
     draft, draft_tokenizer = load(args.draft_model, **options)
@@ -294,8 +294,6 @@ def _load_draft(model: Any, tokenizer: Any, caches: list[Any], request: Request)
             f"the draft model has a vocabulary of {draft_tokenizer.vocab_size}, the model one of "
             f"{tokenizer.vocab_size}; use a draft model with the model's own tokenizer."
         )
-    if len(caches) != len(model.layers):
-        raise ConfigError("mlx-lm cannot draft for a model whose layers share caches. Drop --draft-model.")
     if config.evict is not None and isinstance(config.evict.policy, CalibratedPolicy) and config.evict.policy.file:
         policy = replace(config.evict.policy, calibration=AUTO_CALIBRATION)  # the file is of the other model
         config = replace(config, evict=replace(config.evict, policy=policy))

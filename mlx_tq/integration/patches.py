@@ -79,7 +79,7 @@ def _replace_attribute(owner: Any, name: str, value: Any) -> Undo:
     return restore
 
 
-def _replace_function(original: Callable[..., Any], replacement: Callable[..., Any], _: Any) -> Undo:
+def replace_function(original: Callable[..., Any], replacement: Callable[..., Any], _: Any) -> Undo:
     """Replace a function in all modules of mlx-lm, which import functions by name."""
 
     def rebind(old: Callable[..., Any], new: Callable[..., Any]) -> None:
@@ -117,7 +117,7 @@ def scaled_dot_product_attention(
     return view.attend(queries, scale, mask, sinks)
 
 
-_attention = Patched(partial(_replace_function, _mlx_lm_attention, scaled_dot_product_attention))
+_attention = Patched(partial(replace_function, _mlx_lm_attention, scaled_dot_product_attention))
 patch_attention = partial(_attention.open, base)
 
 
@@ -261,7 +261,7 @@ def make_prompt_cache(model: Any, max_kv_size: int | None = None) -> list[Any]:
     return _mlx_lm_make_prompt_cache(model, max_kv_size)  # type: ignore[no-any-return]
 
 
-_make_prompt_cache = Patched(partial(_replace_function, _mlx_lm_make_prompt_cache, make_prompt_cache))
+_make_prompt_cache = Patched(partial(replace_function, _mlx_lm_make_prompt_cache, make_prompt_cache))
 _make_cache: Patched = Patched(
     lambda model: _replace_attribute(model, "make_cache", lambda: _make_cache.newest(model)())
 )

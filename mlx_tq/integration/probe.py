@@ -4,8 +4,10 @@ Lists of model names would go stale.
 """
 
 import threading
+import traceback
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -23,6 +25,7 @@ from mlx_tq.kernels.mlx_attention import probe_vector_queries
 from mlx_tq.kernels.regions import Mask
 from mlx_tq.models import config_value, is_outline, loaded_name, ranks_of
 
+_MODELS = ("mlx_lm", "models")  # folders of mlx-lm's model files
 _TOKENS = 64
 _STRIDE = 7919  # a prime, so that the tokens are spread over any vocabulary
 
@@ -181,8 +184,18 @@ def _run(model: Any, tokens: mx.array, caches: list[Any]) -> None:
         mx.eval(logits)
 
 
+def architecture_name(model: Any) -> str:
+    return getattr(getattr(model, "args", None), "model_type", None) or type(model).__module__.rpartition(".")[2]
+
+
+def spread_tokens(model: Any, count: int, start: int = 0) -> mx.array:
+    """Return tokens [1, count] that are spread over the vocabulary."""
+    vocabulary = int(config_value(getattr(model, "args", None), "vocab_size") or _TOKENS)
+    return mx.array([[(start + i) * _STRIDE % vocabulary for i in range(count)]])
+
+
 def _probe(model: Any) -> ModelFacts:
-    name = getattr(getattr(model, "args", None), "model_type", None) or type(model).__module__.rpartition(".")[2]
+    name = architecture_name(model)
     native, probes = native_caches(model), dict[tuple[int, int | None], _ProbeCache]()
 
     def replace(cache: Any, index: int, part: int | None = None) -> Any:
@@ -199,18 +212,15 @@ def _probe(model: Any) -> ModelFacts:
             f"{name} keeps no plain KV cache (its caches are {', '.join(sorted(set(classes)))}), so there is nothing "
             "to compress. Use --kv-profile off."
         )
-    vocabulary = int(config_value(getattr(model, "args", None), "vocab_size") or _TOKENS)
-    tokens = mx.array([[i * _STRIDE % vocabulary for i in range(_TOKENS)]])
+    tokens = spread_tokens(model, _TOKENS)
     try:
         with patch_attention(), patch_rope(model), capture_queries():
             _run(model, tokens, caches)
     except Exception as error:
         _run(model, tokens, native)  # a model that fails on its own caches raises its own error
-        lines = str(error).strip().splitlines() or ["no message"]
         raise UnsupportedModelError(
             f"{name} cannot run on a compressed cache: it computes with the keys and values that it fetched, instead "
-            "of handing them to mlx-lm's scaled_dot_product_attention "
-            f"({type(error).__name__}: {lines[0][:160]}). Use --kv-profile off."
+            f"of handing them to mlx-lm's scaled_dot_product_attention ({_find_line(error)}). Use --kv-profile off."
         ) from error
     unattended = [index for (index, _), probe in probes.items() if not any(view.is_attended for view in probe.views)]
     if unattended:
@@ -233,6 +243,17 @@ def _probe(model: Any) -> ModelFacts:
         ranks_of(model),
         _count_activations(model),
     )
+
+
+def _find_line(error: Exception) -> str:
+    """Return the innermost line of mlx-lm's model that raised an error, or else the error."""
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parts[-3:-1] == _MODELS
+    ]
+    if frames and frames[-1].line:
+        return f"{Path(frames[-1].filename).name}: {frames[-1].line}"
+    lines = str(error).strip().splitlines() or ["no message"]
+    return f"{type(error).__name__}: {lines[0][:160]}"
 
 
 def _count_activations(model: Any) -> int:

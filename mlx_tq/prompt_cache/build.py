@@ -1,11 +1,12 @@
 """Builds caches from a plan: empty ones, or with what the model's own caches hold."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList
 
+from mlx_tq.cache.batch import BatchCompressedKVCache
 from mlx_tq.cache.headwise import HeadwiseKVCache
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.shadow import ShadowKVCache
@@ -87,6 +88,17 @@ def decode_caches(fresh: list[Any], caches: list[Any]) -> list[Any]:
         return native
 
     return list(map(decode, fresh, caches))
+
+
+def empty_rows(native: Callable[[], list[Any]], batch: Sequence[Any]) -> list[Any]:
+    """Return empty caches of one sequence, stored as those of a batch, but without eviction."""
+
+    def empty(native_cache: Any, cache: Any) -> Any:
+        if isinstance(cache, CacheList):
+            return CacheList(*map(empty, native_cache.caches, cache.caches))
+        return make_cache(cache.rows[0].spec) if isinstance(cache, BatchCompressedKVCache) else native_cache
+
+    return list(map(empty, native(), batch))
 
 
 def _layer_maker(plan: Plan, *, shadow: bool = False) -> Callable[[LayerPlan], CompressedKVCache]:

@@ -10,16 +10,19 @@ from weakref import WeakSet
 
 from mlx_lm.models.cache import CacheList
 
-from mlx_tq.cache.layer import CompressedKVCache
+from mlx_tq.cache.batch import BatchCompressedKVCache
+from mlx_tq.cache.layer import CompressedKVCache, cache_parts
 from mlx_tq.config import DEFAULT_PROFILE, KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError, UncalibratedWarning
+from mlx_tq.integration.batch_probe import check_batch, count_rows
 from mlx_tq.integration.patches import patch_attention, patch_forward, patch_make_cache, patch_rope
 from mlx_tq.integration.probe import SlotFacts, model_facts, native_caches
+from mlx_tq.integration.speculative import patch_speculative
 from mlx_tq.models import fingerprint, ranks_of
 from mlx_tq.policies.calibration import Calibration, load_calibration
 from mlx_tq.policies.policy import CalibratedPolicy, Policy
 from mlx_tq.prompt_cache.allocation import allocate
-from mlx_tq.prompt_cache.build import build_caches
+from mlx_tq.prompt_cache.build import build_caches, empty_rows
 from mlx_tq.prompt_cache.layer_group import begin_pass, compressed_caches
 from mlx_tq.prompt_cache.measurements import Losses, find_calibration, find_head_scores, find_losses
 from mlx_tq.prompt_cache.plan import Plan, make_plan
@@ -71,7 +74,8 @@ def compressed_attention(model: Any) -> Iterator[None]:
         ConfigError: `model` is not a model.
     """
     _check_model(model)
-    with patch_attention(), patch_rope(model), patch_forward(model, _PassGuard(model).begin_pass):
+    guard = _PassGuard(model)
+    with patch_attention(), patch_rope(model), patch_forward(model, guard.begin_pass), patch_speculative():
         yield
 
 
@@ -178,7 +182,10 @@ def _find_calibration(model: Any, policy: Policy | None) -> Calibration | None:
 
 
 class _PassGuard:
-    """Begins the forward passes of one model, and refuses caches of another; it checks each prompt cache once."""
+    """Begins the forward passes of one model.
+
+    It refuses caches of another model, once for each prompt cache, and batches that the model gets wrong.
+    """
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -189,6 +196,10 @@ class _PassGuard:
         if layers and layers[0] not in self._checked:
             check_caches(self._model, caches)
             self._checked.add(layers[0])
+        if count_rows(caches) > 1:
+            is_compressed = any(isinstance(part, BatchCompressedKVCache) for part in cache_parts(caches))
+            make = partial(empty_rows, partial(native_caches, self._model), caches) if is_compressed else None
+            check_batch(self._model, caches, make)
         return begin_pass(caches, count)
 
 

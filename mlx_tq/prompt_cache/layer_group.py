@@ -502,8 +502,9 @@ def evicting_layers(caches: Sequence[Any]) -> list[CompressedKVCache]:
 
 
 def batch_row(caches: Sequence[Any], number: int) -> list[CompressedKVCache]:
-    """Return the compressed caches of one row of a batch, themselves and no copies."""
-    return [part.rows[number] for part in cache_parts(caches) if isinstance(part, BatchCompressedKVCache)]
+    """Return the compressed caches of one row of a batch, or of caches that are no batch; themselves and no copies."""
+    rows = [part.rows[number] for part in cache_parts(caches) if isinstance(part, BatchCompressedKVCache)]
+    return rows or compressed_caches(caches)
 
 
 def begin_pass(caches: Sequence[Any], count: int) -> bool:

@@ -6,7 +6,7 @@ one job (the leader) prefills it and the others follow.
 
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,8 @@ class EngineLimits:
 
     concurrency: int  # answers generated concurrently
     prompt_concurrency: int  # prompts prefilled concurrently
+    batches: bool = field(default=True, kw_only=True)  # whether the model can; else `concurrency` is 1
+    pads_prompts: bool = field(default=True, kw_only=True)  # so that steps of different lengths run together
     queue: int  # waiting jobs
     prefill_grid: PrefillGrid
     prompt_cache_bytes: int = sys.maxsize

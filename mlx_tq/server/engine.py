@@ -21,8 +21,11 @@ from mlx_lm.generate import BatchGenerator, make_stop_sequences
 from mlx_tq.cli.runner import end_rank
 from mlx_tq.config import PROFILES, KVConfig
 from mlx_tq.errors import is_out_of_memory
+from mlx_tq.integration.batch_probe import OneRow
+from mlx_tq.integration.probe import native_caches
 from mlx_tq.models import ranks_of
 from mlx_tq.prefix_cache.prefix_cache import CachedPrompt, PrefixCache
+from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.capacity import all_arrays, with_trimmed_windows
 from mlx_tq.prompt_cache.compressed import compressed
 from mlx_tq.prompt_cache.layer_group import batch_row
@@ -63,6 +66,19 @@ log = logging.getLogger(__name__)
 _EARLIER_STEPS = 0.98  # decay per step in the estimate of prefill speed
 
 
+class OneRowModel:
+    """The model, for a batch of one sequence whose caches cannot be batched."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> Any:
+        return self._model(tokens, cache=[part.cache for part in cache])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
 class RecordedModel:
     """The model, as mlx-lm's batch calls it, with the caches of the passes since `passes` was cleared.
 
@@ -74,6 +90,7 @@ class RecordedModel:
         self.passes: list[Any] = []
 
     def __call__(self, tokens: mx.array, cache: Any = None) -> Any:
+        cache = [part.cache if isinstance(part, OneRow) else part for part in cache]
         self.passes.append(cache)
         return self._model(tokens, cache=cache)
 
@@ -119,7 +136,7 @@ class Engine:
         self._resume_below = 0
         self._stop_sequences = make_stop_sequences(tokenizer)
         self._lookup_mode = lookup_mode
-        self._prefill_order = PrefillOrder()
+        self._prefill_order = PrefillOrder(pads=limits.pads_prompts)
         # Sessions are local to rank 0, but all ranks must get the same cache hits.
         shared_sessions = sessions if self._ranks.is_alone else None
         self._stored_prompts = StoredPrompts(limits.prompt_cache_bytes, tokenizer.decode, prefix_cache, shared_sessions)
@@ -277,6 +294,9 @@ class Engine:
                 self._stay_awake.end()
                 self._stored_prompts.memory.trim_to(0)
 
+    def _make_caches(self) -> list[Any]:
+        return native_caches(self._model) if self._plan is None else build_caches(self._plan)
+
     def _open_batch(self) -> None:
         self._recorded_model = RecordedModel(self._model)
         self._batch = BatchGenerator(
@@ -287,7 +307,8 @@ class Engine:
             stream=mx.default_stream(mx.default_device()) if self._ranks.is_alone else None,
         )
         self._batch_size = self._batch.completion_batch_size
-        self._batch._generation_batch = LookupBatch.begin(self._model, self._lookup_mode, self._count_drafts)
+        decoder = self._model if self.limits.batches else OneRowModel(self._model)
+        self._batch._generation_batch = LookupBatch.begin(decoder, self._lookup_mode, self._count_drafts)
 
     def _count_drafts(self, drafted: int, accepted: int) -> None:
         self.metrics.drafted_tokens.inc(drafted)
@@ -485,7 +506,7 @@ class Engine:
         (uid,) = self._batch.insert_segments(
             segments=[running.remaining_steps],
             max_tokens=[running.job.max_tokens - running.generated],
-            caches=[caches],
+            caches=[caches if self.limits.batches else list(map(OneRow, caches or self._make_caches()))],
             all_tokens=[list(tokens)],
             samplers=[self._ranks.share_sampler(running.sampler)],
             logits_processors=[running.processors],

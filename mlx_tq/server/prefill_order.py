@@ -17,9 +17,13 @@ class PromptToPrefill:
 
 
 class PrefillOrder:
-    """The prompt with the least work left goes first, together with those that fit into the time of one step."""
+    """The prompt with the least work left goes first, together with those that fit into the time of one step.
 
-    def __init__(self) -> None:
+    Without `pads`, only steps of equal lengths are together.
+    """
+
+    def __init__(self, *, pads: bool = True) -> None:
+        self._pads = pads
         self._steps = 0
 
     def choose(self, prompts: Sequence[PromptToPrefill]) -> list[int]:
@@ -35,6 +39,8 @@ class PrefillOrder:
         for prompt in order:
             together = [*chosen, prompt]
             longest = max(other.next_step for other in together)  # the others are padded
+            if chosen and not self._pads and prompt.next_step != chosen[0].next_step:
+                continue
             if chosen and sum(longest / other.full_step for other in together) > 1:
                 break
             chosen = together

@@ -24,6 +24,7 @@ from mlx_tq.cli.runner import DONE, FAILED, INTERRUPTED
 from mlx_tq.cli.screen import note, show_lookup, show_plan, stderr
 from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import ConfigError
+from mlx_tq.integration.batch_probe import BatchFacts, batch_facts
 from mlx_tq.integration.probe import position_limit
 from mlx_tq.prefix_cache.folder import Folder
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache
@@ -217,6 +218,8 @@ def _load(
     caches = make_prompt_cache(model) if plan is None else build_caches(plan)
     lookup_mode.check(model, caches)
     show_lookup(lookup_mode.blocker(model, caches))
+    make = None if plan is None else partial(build_caches, replace(plan, eviction=None))
+    limits = _limit_batches(limits, batch_facts(model, make))
     if plan is None:
         return model, tokenizer, None, limits, None
     includes_steps = args.kv_memory_limit is None
@@ -225,10 +228,23 @@ def _load(
     need = MemoryNeed(model, plan, limits.prefill_grid, memory, includes_steps=includes_steps)
     need.check(1, _LEAST_CONTEXT)
     lengths = range(1, 2 if args.prompt_lookup == OFF else MAX_ROWS + 1)
-    compile_kernels(model, plan, lengths=lengths, batches=args.decode_concurrency > 1)
+    compile_kernels(model, plan, lengths=lengths, batches=limits.concurrency > 1)
     positions = position_limit(model)
     show_plan(plan, min(_SHOWN_TOKENS, positions or _SHOWN_TOKENS))
     if positions is not None and (most := need.most_tokens(1, positions)) < positions:
         note(f"The memory holds {most:,} of the model's {positions:,} tokens of context; longer requests are refused")
     prefix_cache = None if folder is None else PrefixCache(model, plan, folder, log.warning, salt)
     return model, tokenizer, plan, limits, prefix_cache
+
+
+def _limit_batches(limits: EngineLimits, facts: BatchFacts) -> EngineLimits:
+    """Return limits under which each answer is what the model gives alone."""
+    if facts.refusal:
+        stderr.print(f"answers run one at a time: {facts.refusal}", soft_wrap=True)
+        return replace(limits, batches=False, concurrency=1, prompt_concurrency=1)
+    if facts.padding_refusal and limits.prompt_concurrency > 1:
+        stderr.print(
+            f"prompts of different lengths are not prefilled together: {facts.padding_refusal}", soft_wrap=True
+        )
+        return replace(limits, pads_prompts=False)
+    return limits

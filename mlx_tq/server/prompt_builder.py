@@ -249,7 +249,7 @@ class PromptBuilder:
         """Whether the template shows earlier calls and their results."""
         marker = f"Q{secrets.token_hex(8)}C"
         call = {"id": "abcdef123", "type": "function", "function": {"name": marker, "arguments": {}}}
-        messages = [
+        messages: list[Message] = [
             {"role": "user", "content": "hi"},
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "content": marker, "tool_call_id": "abcdef123"},

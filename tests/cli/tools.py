@@ -4,14 +4,12 @@ import json
 import os
 import shutil
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.utils import MODEL_REMAPPING
-from zoo import ARCHITECTURES
+from zoo import ARCHITECTURES, build
 
 from mlx_tq.models import embedded_path
 
@@ -71,15 +69,13 @@ def float32_model(folder):
     return copy_model(folder, lambda weights: {name: weight.astype(mx.float32) for name, weight in weights.items()})
 
 
-def zoo_model(folder, name, **config):
+def zoo_model(folder, name, *, spread=False, **config):
     """A tiny random model of the zoo as a checkpoint folder, with the embedded model's tokenizer."""
-    changed = {**ARCHITECTURES[name].config, "vocab_size": 4096, **config}
-    module = import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(changed['model_type'], changed['model_type'])}")
-    mx.random.seed(0)
-    model = module.Model(module.ModelArgs.from_dict(changed))
+    changes = {"vocab_size": 4096, **config}
+    model = build(name, spread=spread, **changes)
     folder.mkdir()
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
-    (folder / "config.json").write_text(json.dumps(changed))
+    (folder / "config.json").write_text(json.dumps(ARCHITECTURES[name].resized(**changes)))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(EMBEDDED / file, folder)
     return folder

@@ -1,0 +1,56 @@
+"""Answers that run together are those that the model gives alone, also of architectures that mlx-lm batches wrongly."""
+
+import mlx.core as mx
+import pytest
+from cli.tools import zoo_model
+from mlx_lm.generate import generate_step
+
+from mlx_tq.config import PROFILES
+from mlx_tq.models import load
+from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache
+
+from .harness import running, together
+
+TOKENS = 12
+PROMPTS = ["The garden", "Nine boats and a lamp went over the hill, as " * 12, "Which house has seven trees? " * 5]
+ONE_AT_A_TIME, UNPADDED = "answers run one at a time", "prompts of different lengths are not prefilled together"
+SAYS = {"llama4": ONE_AT_A_TIME, "gpt_bigcode": ONE_AT_A_TIME, "afm7": ONE_AT_A_TIME}
+SAYS |= {"deepseek_v41": ONE_AT_A_TIME, "gemma2": ONE_AT_A_TIME}
+SAYS |= dict.fromkeys(("jamba", "bailing_moe_linear", "nemotron_h", "mamba"), UNPADDED)
+
+
+def alone(folder, profile):
+    """Return the answer to each prompt in this process."""
+    model, tokenizer = load(folder)
+    config, texts = PROFILES[profile], []
+    with compressed(model, config):
+        for prompt in PROMPTS:
+            caches, ids = make_prompt_cache(model, config), mx.array(tokenizer.encode(prompt))
+            tokens = [token for token, _ in generate_step(ids, model, max_tokens=TOKENS, prompt_cache=caches)]
+            ends = [at for at, token in enumerate(tokens) if token in tokenizer.eos_token_ids]
+            texts.append(tokenizer.decode(tokens[: min(ends, default=TOKENS)]).lstrip())
+    return texts
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about the configuration of llama4
+@pytest.mark.parametrize(
+    ("name", "profile"),
+    [
+        ("llama4", "balanced"),
+        ("jamba", "off"),
+        *(pytest.param(name, "off", marks=pytest.mark.full) for name in SAYS if name != "jamba"),
+        pytest.param("bailing_moe_linear", "balanced", marks=pytest.mark.full),
+        pytest.param("afm7", "balanced", marks=pytest.mark.full),
+    ],
+)
+def test_answers_together_are_those_alone(tmp_path, name, profile):
+    folder, log = zoo_model(tmp_path / name, name, spread=True), tmp_path / "log"
+    flags = ("--kv-profile", profile, "--prefill-step-size", 2048)
+    with running(folder, log, *flags) as server:
+        body = {"max_tokens": TOKENS, "temperature": 0}
+        answers = together(
+            [lambda prompt=prompt: server.post("/v1/completions", prompt=prompt, **body) for prompt in PROMPTS]
+        )
+    assert all(answer.status_code == 200 for answer in answers), answers[0].text
+    assert SAYS[name] in log.read_text()
+    assert [answer.json()["choices"][0]["text"].lstrip() for answer in answers] == alone(folder, profile)
