@@ -1,6 +1,7 @@
 // Products of queries and keys, and of weights and values, that read codes and write no decoded vector to memory.
 #pragma once
 #include <algorithm>
+#include <cfloat>
 #include <vector>
 
 #include "formats.h"
