@@ -247,17 +247,18 @@ class PromptBuilder:
     @cached_property
     def _shows_calls(self) -> bool:
         """Whether the template shows earlier calls and their results."""
-        marker = f"Q{secrets.token_hex(8)}C"
-        call = {"id": "abcdef123", "type": "function", "function": {"name": marker, "arguments": {}}}
+        name, result = (f"Q{secrets.token_hex(8)}{end}" for end in "CR")
+        call = {"id": "abcdef123", "type": "function", "function": {"name": name, "arguments": {}}}
         messages: list[Message] = [
             {"role": "user", "content": "hi"},
             {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "content": marker, "tool_call_id": "abcdef123"},
+            {"role": "tool", "content": result, "tool_call_id": "abcdef123"},
         ]
         try:
-            return self._render(messages, self._template_args).count(marker) == 2
+            text = self._render(messages, self._template_args)
         except InvalidRequestError:
-            return True  # it accepts calls in another form
+            return True  # it takes calls in another form
+        return name in text and result in text
 
     def split_turn(
         self, messages: list[Message], options: dict[str, Any], cached_messages: int, cached_ids: Sequence[int]
