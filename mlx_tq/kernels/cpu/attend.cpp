@@ -2,9 +2,9 @@
 //
 // Rows of queries of a KV head are cut into blocks, and where there are few rows, tokens into runs. Each piece of work
 // is one block of rows and one run of tokens: it decodes a tile of keys, multiplies, decodes the values, multiplies,
-// as FlashAttention-2 (Dao 2023) does. The last piece of a block of rows merges its runs. To a prefix that sequences
-// share, the rows of all of them attend in common blocks (Hydragen, Juravsky et al. 2024). No order of additions depends
-// on the number of threads.
+// as FlashAttention-2 (Dao 2023) does. The last piece of a block of rows merges its runs. Sequences that
+// share a prefix attend to it in joint blocks (Hydragen, Juravsky et al. 2024). No order of additions depends on the
+// number of threads.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -71,7 +71,7 @@ class Call {
       sequences_[b] = b;
       for (int64_t h = 0; h < a_.heads; h++) add_blocks(a_.caches[a_.by_head ? b * a_.heads + h : b], &sequences_[b], h, group_rows_);
     }
-    own_blocks_ = blocks_.size();
+    sequence_block_count_ = blocks_.size();
     for (const Prefix* prefix = a_.prefixes; prefix < a_.prefixes + a_.prefix_count; prefix++) {
       for (int64_t i = 0; i < prefix->sequence_count; i++) places_[prefix->sequences[i]] = {prefix, blocks_.size(), i * group_rows_};
       for (int64_t h = 0; h < a_.heads; h++) add_blocks(prefix->cache, prefix->sequences, h, prefix->sequence_count * group_rows_);
@@ -80,15 +80,15 @@ class Call {
 
   void run() {
     first_piece_ = {0};
-    for (size_t i = 0; i < blocks_.size(); i++) first_piece_.push_back(first_piece_.back() + count_runs(blocks_[i], i >= own_blocks_));
+    for (size_t i = 0; i < blocks_.size(); i++) first_piece_.push_back(first_piece_.back() + count_runs(blocks_[i], i >= sequence_block_count_));
     const int64_t pieces = first_piece_.back();
     const bool split = pieces > int64_t(blocks_.size()) || a_.prefix_count;
     if (split) memory_.resize(pieces * partial_floats());
     std::unique_ptr<std::atomic<int64_t>[]> left(new std::atomic<int64_t>[blocks_.size()]);
     for (size_t i = 0; i < blocks_.size(); i++) left[i] = first_piece_[i + 1] - first_piece_[i];
-    std::vector<Queries> prefix_queries(blocks_.size() - own_blocks_);  // loaded once for the many runs of a prefix
-    for (size_t i = own_blocks_; i < blocks_.size(); i++)
-      for (int64_t p = 0; p < blocks_[i].cache->part_count; p++) load_queries(blocks_[i], blocks_[i].cache->parts[p], prefix_queries[i - own_blocks_]);
+    std::vector<Queries> prefix_queries(blocks_.size() - sequence_block_count_);  // loaded once for the many runs of a prefix
+    for (size_t i = sequence_block_count_; i < blocks_.size(); i++)
+      for (int64_t p = 0; p < blocks_[i].cache->part_count; p++) load_queries(blocks_[i], blocks_[i].cache->parts[p], prefix_queries[i - sequence_block_count_]);
     share(a_.threads, pieces, [&](int64_t turn) {
       static thread_local Scratch scratch;
       const int64_t piece = pieces - 1 - turn;  // the last rows see the most tokens
@@ -99,12 +99,12 @@ class Call {
       const Spaces partial = split ? partial_of(piece) : split_partial(scratch.partial.data());
       for (const Partial& space : partial) clear(space, block.rows);
       scratch.queries.loaded[PLAIN] = scratch.queries.loaded[ROTATED] = false;
-      attend_run(block, piece - start, runs, partial, number < own_blocks_ ? scratch.queries : prefix_queries[number - own_blocks_], scratch);
+      attend_run(block, piece - start, runs, partial, number < sequence_block_count_ ? scratch.queries : prefix_queries[number - sequence_block_count_], scratch);
       if (a_.prefix_count || left[number].fetch_sub(1) > 1) return;
       finish(block, split ? merge_runs(number) : partial);
     });
     if (!a_.prefix_count) return;
-    share(a_.threads, own_blocks_, [&](int64_t number) {
+    share(a_.threads, sequence_block_count_, [&](int64_t number) {
       const Spaces spaces = merge_runs(number);
       merge_prefix(blocks_[number], spaces);
       finish(blocks_[number], spaces);
@@ -429,10 +429,10 @@ class Call {
   const Attention& a_;
   const int64_t group_rows_;
   const int value_pitch_;
-  std::vector<int64_t> sequences_;     // their numbers
+  std::vector<int64_t> sequences_;     // sequence numbers
   std::vector<Place> places_;          // of each sequence
-  int64_t most_rows_ = 0;              // of a block
-  size_t own_blocks_;                  // those of prefixes follow
+  int64_t most_rows_ = 0;              // largest block, in rows
+  size_t sequence_block_count_;        // blocks before this index belong to sequences, the others to shared prefixes
   std::vector<Block> blocks_;
   std::vector<int64_t> first_piece_;   // of each block, and the number of pieces
   Floats64 memory_;                    // of the partial attention of all pieces, where some have to be merged
