@@ -103,8 +103,8 @@ RENDER = """async text => {
   const { showMarkdown } = await import("/page/markdown.js"), container = document.createElement("div");
   showMarkdown(container, text);
   const all = (selector, name) => [...container.querySelectorAll(selector)].map(e => e.getAttribute(name));
-  return { text: container.textContent, hosts: all("a", "data-host"), starts: all("ol", "start"), aligns: all("th, td", "align"),
-    labels: all("[role=region][tabindex='0']", "aria-label") };
+  return { text: container.textContent, hosts: all("a", "data-host"), starts: all("ol", "start"),
+    aligns: all("th, td", "align"), labels: all("[role=region][tabindex='0']", "aria-label") };
 }"""
 LINKS = {
     "[google.com](https://e.co/x)": "e.co", "[https://bank.com/evil.test](https://evil.test/)": "evil.test",
