@@ -4,6 +4,7 @@ import re
 
 import pytest
 from browser import needs_chromium
+from http_harness import wait_for
 from playwright.sync_api import expect
 
 from .scripted_site import scripted_site
@@ -71,7 +72,7 @@ def test_chats_are_listed_opened_and_deleted(site, open_page):
     other.close()
 
 
-# What a crash leaves: nothing is stored when the page ends. Answers start, and then end as `window.end` says, if at all.
+# Pages end as in a crash, without events, and `window.emit` writes the answers.
 CRASHES = """for (const name of ["pagehide", "beforeunload"])
   addEventListener(name, event => event.stopImmediatePropagation(), true);
 document.addEventListener("visibilitychange", event => event.stopImmediatePropagation(), true);
@@ -90,7 +91,7 @@ def test_a_crash_loses_no_turn_and_an_error_restores_the_answer(site, open_page)
     page.evaluate(stored_chat("chat", "Question", "One."))
     page.reload()
     page.get_by_role("button", name="Regenerate").click()
-    page.wait_for_function("window.emit")
+    wait_for(lambda: page.evaluate("Boolean(window.emit)"))
     for delta in ({"content": "", "reasoning": "Why"}, {"content": None, "reasoning": "?"}, {"content": "Tw"}):
         page.evaluate("delta => emit({ choices: [{ delta }] })", delta)
     expect(contents(page).last).to_have_text("Tw")
@@ -107,9 +108,9 @@ def test_a_crash_loses_no_turn_and_an_error_restores_the_answer(site, open_page)
     expect(message).to_have_value("")
     message.fill("More")
     message.press("Enter")
-    page.wait_for_function("window.emit")
+    wait_for(lambda: page.evaluate("Boolean(window.emit)"))
     page.evaluate("emit({ choices: [{ delta: { content: 'Thr' } }] })")
-    page.wait_for_function("Object.values(localStorage).some(text => text.includes('Thr'))")
+    wait_for(lambda: "Thr" in page.evaluate("JSON.stringify(localStorage)"))
     page.reload()
     expect(contents(page).last).to_have_text("Thr")
 
