@@ -5,8 +5,8 @@ task and a second one, `s2` the same task in another project, `s3` again in the 
 
     memory    all sessions, one after the other
     restart   SIGTERM in the middle of s1, then the rest of it and s3
-    kill      as before, but kill -9 while a request is answered
-    side      s1 with ten short requests of other texts after each turn
+    kill      as before, but kill -9 while an answer is streamed
+    side      s1 with ten short requests of other texts after each turn, as many as mlx-lm's server keeps prompts
     two       s1 and s2 at once
 
 mlx-lm's own server gets all requests as chats; it keeps no prompts on disk.
@@ -34,7 +34,7 @@ from typing import Any
 import httpx
 
 from benchmarks.agents.clients import ClientRequest
-from benchmarks.agents.replay import TEMPLATE, Replay, Reuse, read_events, send, summarize
+from benchmarks.agents.replay import TEMPLATE, Replay, Reuse, is_answer, read_events, send, summarize
 from benchmarks.agents.texts import TRACES, one_token_words
 from benchmarks.reports import RESULTS, save
 from mlx_tq.models import load
@@ -140,8 +140,9 @@ class Bench:
         with self._serving() as (server, _):
             list(replay.play(server.url, requests[:middle]))
             if sig is signal.SIGKILL:
-                _begin(server.url, requests[middle])
-            server.end(sig)
+                _kill_while_answering(server, requests[middle])
+            else:
+                server.end(sig)
             server.start()
             reuses = list(replay.play(server.url, [*requests[middle:], *replay.of("s3")]))
         first = {"first_token_after": round(reuses[0].first_token, 3), "prompt_tokens_after": reuses[0].prompt_tokens}
@@ -168,13 +169,13 @@ class Bench:
             return summarize([reuse for reuses in played for reuse in reuses])
 
 
-def _begin(url: str, request: ClientRequest) -> None:
-    """Send a request, and return when its answer has begun."""
+def _kill_while_answering(server: Served, request: ClientRequest) -> None:
     with (
-        httpx.Client(base_url=url, timeout=600) as http,
+        httpx.Client(base_url=server.url, timeout=600) as http,
         http.stream("POST", request.route, json=request.body, headers=request.headers) as response,
     ):
-        next(read_events(response.iter_lines()), None)
+        next(filter(is_answer, read_events(response.iter_lines())), None)
+        server.end(signal.SIGKILL)
 
 
 def turns(reuses: list[Reuse]) -> dict[str, Any]:
@@ -197,7 +198,8 @@ def main() -> None:
     path = RESULTS / f"agents_{name}.json"
     earlier = json.loads(path.read_text(encoding="utf-8"))["figures"] if path.exists() else []
     figures = {(row["server"], row["client"], row["arm"]): row for row in earlier}
-    command = f"python -m benchmarks.agents.bench_agents --model {name} --servers mlx_tq mlx-lm"
+    command = f"python -m benchmarks.agents.bench_agents --model {name} --servers {' '.join(args.servers)}"
+    command += f" --clients {' '.join(args.clients)}" + (f" --arms {' '.join(args.arms)}" if args.arms else "")
 
     def note(server: str, client: str, arm: str, figure: dict[str, Any]) -> None:
         figures[server, client, arm] = {"server": server, "client": client, "arm": arm, **figure}

@@ -9,9 +9,9 @@ as chats, for servers that have no other route. What could be reused is computed
 
 import argparse
 import json
-import threading
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ def read_events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
             yield event
 
 
-def _is_answer(event: dict[str, Any]) -> bool:
+def is_answer(event: dict[str, Any]) -> bool:
     """Return whether an event has a part of the answer, or its end."""
     choices = event.get("choices")
     if choices:
@@ -119,7 +119,7 @@ def send(http: httpx.Client, request: ClientRequest) -> tuple[int, int, float]:
         for event in read_events(response.iter_lines()) if is_stream else [json.loads(response.read())]:
             if event.get("error"):
                 raise RuntimeError(f"{request.session} {request.number}: {event['error']}")
-            if not first and (not is_stream or _is_answer(event)):
+            if not first and (not is_stream or is_answer(event)):
                 first = time.perf_counter() - started
             counts = _counts(event) or counts
     return *(counts or (0, 0)), first
@@ -178,11 +178,8 @@ def main() -> None:
             print(reuse, flush=True)
             results.append(reuse)
 
-    threads = [threading.Thread(target=play, args=[client]) for client in args.clients]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(args.clients)) as pool:
+        list(pool.map(play, args.clients))  # which raises the first error of a client
     print(json.dumps(summarize(results)))
 
 

@@ -2,7 +2,7 @@
 
     taskset -c 0 python -m benchmarks.store.bench_shared_steps
 
-The caches have the shape of SmolLM2-135M, random keys and values, and the default profile. Each stream continues with
+The caches have the shape of SmolLM2-135M, and random keys and values. Each stream continues with
 16 to 128 tokens of its own. The three take turns; a ratio is the median over rounds of the ratio of two in one round.
 Next to the wall time is the processor time, which other programs on the machine change less; on one core no thread
 waits for another.
@@ -29,7 +29,6 @@ LAYERS, HEADS, QUERY_HEADS, DIM = 30, 3, 9, 64
 PREFIX, OWN, STREAMS = 4096, 128, 8
 PAIRS = tuple((i, i + DIM // 2) for i in range(DIM // 2))  # dims that RoPE rotates together
 SCALE, CHUNK = DIM**-0.5, 512
-COMMAND = "taskset -c 0 python -m benchmarks.store.bench_shared_steps"
 
 
 def random(rows: int, heads: int, tokens: int) -> mx.array:
@@ -106,7 +105,8 @@ def main() -> None:
             print(json.dumps(figures[-1]), flush=True)
     shape = {"layers": LAYERS, "kv_heads": HEADS, "query_heads": QUERY_HEADS, "head_dim": DIM}
     setting = {"prefix": PREFIX, "own": OWN, "streams": STREAMS, "rounds": args.rounds, "backend": backend.current()}
-    save("store_shared_steps.json", COMMAND, **shape, **setting, figures=figures)
+    command = f"taskset -c 0 python -m benchmarks.store.bench_shared_steps --rounds {args.rounds}"
+    save("store_shared_steps.json", command, **shape, **setting, figures=figures)
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ def test_mistral_without_control_tokens_for_arguments(accepts):
 @pytest.mark.parametrize(
     ("parser", "tool", "words"),
     [
-        ("gemma4", TOOLS[0], "no grammar for calls in the form of mlx-lm's parser gemma4; it exists for glm47,"),
+        ("gemma4", TOOLS[0], "parser gemma4 cannot be constrained; supported parsers: glm47,"),
         ("json_tools", Tool("a\nb", None), "name may have letters"),
         ("json_tools", Tool("f", {"type": "array"}), "must be 'object'"),
         ("pythonic", Tool("a-b", None), "must be an identifier"),
