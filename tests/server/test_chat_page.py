@@ -28,7 +28,7 @@ def say(page, text):
     count = items.count()
     page.get_by_label("Message").fill(text)
     page.keyboard.press("Enter")
-    answered = f"#messages[aria-busy=false] > li:nth-child({count + 2}):last-child"
+    answered = f"#log[aria-busy=false] > #messages > li:nth-child({count + 2}):last-child"
     page.wait_for_selector(answered, timeout=60_000)  # `expect` would describe all messages meanwhile
     return items.last
 
@@ -100,9 +100,9 @@ def test_keyboard_only(server, open_page):
     never_end(page)
     page.keyboard.press("Enter")
     expect(page.locator("#messages > li .content").last).to_have_text(re.compile(r"\w{2}"), timeout=60_000)
-    expect(page.locator("#messages")).to_have_attribute("aria-busy", "true")
+    expect(page.locator("#log")).to_have_attribute("aria-busy", "true")
     page.keyboard.press("Escape")
-    expect(page.locator("#messages")).to_have_attribute("aria-busy", "false")
+    expect(page.locator("#log")).to_have_attribute("aria-busy", "false")
     expect(page.locator("#messages > li").last.locator(".facts")).to_contain_text(", stopped")
     expect(page.locator("#status")).to_have_text("Stopped")
     wait_for(lambda: server.metrics()["mlx_tq_running"] == 0)

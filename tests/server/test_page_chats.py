@@ -4,6 +4,7 @@ import re
 
 import pytest
 from browser import needs_chromium
+from http_harness import wait_for
 from playwright.sync_api import expect
 
 from .scripted_site import scripted_site
@@ -54,7 +55,64 @@ def test_chats_are_listed_opened_and_deleted(site, open_page):
     page.get_by_role("dialog").get_by_role("button", name="Delete").click()
     expect(contents(page)).to_have_count(0)
     expect(titles(other)).to_have_text(["First question"])
+    titles(other).focus()
+    ask(site, page, "Third question", "Four.")
+    expect(titles(other)).to_have_count(2)
+    expect(titles(other).last).to_be_focused()
+    page.get_by_role("button", name="Delete Third question").click()
+    page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    expect(titles(other)).to_have_count(1)
+    titles(page).click()
+    other.get_by_role("button", name="First question", exact=True).click()
+    other.get_by_role("button", name="Edit").click()
+    other.get_by_label("Edit message").fill("Not lost")
+    ask(site, page, "Last question", "Five.")
+    other.evaluate("new Promise(resolve => setTimeout(resolve, 100))")
+    expect(other.get_by_label("Edit message")).to_have_value("Not lost")
     other.close()
+
+
+# Pages end as in a crash, without events, and `window.emit` writes the answers.
+CRASHES = """for (const name of ["pagehide", "beforeunload"])
+  addEventListener(name, event => event.stopImmediatePropagation(), true);
+document.addEventListener("visibilitychange", event => event.stopImmediatePropagation(), true);
+const { fetch } = window, encoder = new TextEncoder();
+window.fetch = (path, options) => path.endsWith("/completions") ? Promise.resolve(new Response(new ReadableStream({
+  start(controller) {
+    window.emit = event => controller.enqueue(encoder.encode(`data: ${JSON.stringify(event)}\\n\\n`));
+    options.signal.addEventListener("abort", () => controller.error(new DOMException("stopped", "AbortError")));
+  },
+}))) : fetch(path, options);"""
+
+
+def test_a_crash_loses_no_turn_and_an_error_restores_the_answer(site, open_page):
+    page = open_page(site)
+    page.add_init_script(CRASHES)
+    page.evaluate(stored_chat("chat", "Question", "One."))
+    page.reload()
+    page.get_by_role("button", name="Regenerate").click()
+    wait_for(lambda: page.evaluate("Boolean(window.emit)"))
+    for delta in ({"content": "", "reasoning": "Why"}, {"content": None, "reasoning": "?"}, {"content": "Tw"}):
+        page.evaluate("delta => emit({ choices: [{ delta }] })", delta)
+    expect(contents(page).last).to_have_text("Tw")
+    page.evaluate("emit({ error: { message: 'out of memory' } })")
+    expect(page.locator("#error")).to_have_text("out of memory")
+    expect(contents(page)).to_have_text(["Question", "One."])
+    message = page.get_by_label("Message", exact=True)
+    message.fill("And then?")
+    page.evaluate("""sessionStorage.draft = '"And then?"'""")
+    message.press("Enter")
+    expect(contents(page)).to_have_count(4)
+    page.reload()
+    expect(contents(page)).to_have_text(["Question", "One.", "And then?", ""])
+    expect(message).to_have_value("")
+    message.fill("More")
+    message.press("Enter")
+    wait_for(lambda: page.evaluate("Boolean(window.emit)"))
+    page.evaluate("emit({ choices: [{ delta: { content: 'Thr' } }] })")
+    wait_for(lambda: "Thr" in page.evaluate("JSON.stringify(localStorage)"))
+    page.reload()
+    expect(contents(page).last).to_have_text("Thr")
 
 
 @pytest.mark.full
@@ -134,7 +192,7 @@ def test_nothing_is_lost_if_the_server_cannot_be_reached(site, browser):
 def test_full_storage_is_said_and_a_deleted_chat_makes_room(site, open_page):
     page = open_page(site)
     page.evaluate(stored_chat("large", "x" * 5_000_000, "y"))
-    page.evaluate("localStorage.other = 'z'.repeat(5_242_880 - 5_000_500); sessionStorage.clear()")
+    page.evaluate("localStorage.other = 'z'.repeat(5_242_880 - 5_000_200); sessionStorage.clear()")
     page.reload()
     ask(site, page, "Kept?", "One. " * 60)
     expect(page.locator("#unsaved")).to_contain_text("its storage for this page is full. Delete other chats")

@@ -93,9 +93,40 @@ HOSTILE = [
 ELEMENTS = """content => [...content.querySelectorAll("*")].map(e =>
   [e.localName, ...[...e.attributes].map(({ name }) => name).sort()].join(" "))"""
 SAFE = re.compile(
-    r"p|br|hr|h[3-6]|strong|em|del|code|blockquote|ul|ol|li|tr|td|th|tbody|thead|table|span|(p|div) class|pre tabindex|"
-    r"div|div class tabindex|button class data-action type|a( data-host)? href rel target title"
+    r"p|br|hr|h[3-6]|strong|em|del|code|blockquote|ul|ol|li|tr|td|th|tbody|thead|table|span|(p|div) class|"
+    r"pre aria-label role tabindex|div|div aria-label class role tabindex|button class data-action type|"
+    r"a( data-host)? href rel target title"
 )
+
+
+# Return the fragment's texts, the hosts shown after links, and its attributes.
+RENDER = """async text => {
+  const { showMarkdown } = await import("/page/markdown.js"), container = document.createElement("div");
+  showMarkdown(container, text);
+  const all = (selector, name) => [...container.querySelectorAll(selector)].map(e => e.getAttribute(name));
+  return { text: container.textContent, hosts: all("a", "data-host"), starts: all("ol", "start"),
+    aligns: all("th, td", "align"), labels: all("[role=region][tabindex='0']", "aria-label") };
+}"""
+LINKS = {
+    "[google.com](https://e.co/x)": "e.co", "[https://bank.com/evil.test](https://evil.test/)": "evil.test",
+    "[https://bank.com](https://bank.com:evil@k.co/)": "k.co", "https://bank.com:evil@k.co/": "k.co",
+    "[b\u0430nk.com](https://b\u0430nk.com)": "xn--bnk-6cd.com",
+    "https://docs.test/page": None, "[docs.test](https://docs.test/page)": None, "https://Docs.test:81?a": None,
+}  # fmt: skip
+
+
+def test_attributes_hosts_and_invisible_characters(site, open_page):
+    page = open_page(site)
+    shown = page.evaluate(RENDER, "10. ten\n\n| a | b |\n|:-:|--:|\n| c | d |\n\n```\ncode\n```")
+    assert (shown["starts"], shown["aligns"]) == (["10"], ["center", "right"] * 2)
+    assert shown["labels"] == ["Table", "Code"]
+    assert page.evaluate(RENDER, "\n\n".join(LINKS))["hosts"] == list(LINKS.values())
+    shown = page.evaluate(RENDER, "a &#8238;b&rlm; `\u200b\u2060` &shy;\ufeff [&#8203;](https://docs.test)")
+    marks = "a [U+202E]b[U+200F] [U+200B][U+2060] [U+00AD][U+FEFF] [U+200B]"
+    assert shown["text"].strip() == marks
+    page.evaluate(stored_chat("list", "Hello", "Answer"))
+    page.reload()
+    expect(page.get_by_role("log", name="Conversation").get_by_role("list").get_by_role("listitem")).to_have_count(2)
 
 
 def test_hostile_output_is_text_and_nothing_leaves_the_machine(site, browser, tmp_path):

@@ -52,10 +52,18 @@ export function noteChange(key) {
 export const chatList = () => [...entries.values()].sort((a, b) => b.changed - a.changed);
 
 // Store a chat; return the error if the browser does not. If another tab changed it, keep that version and store this
-// chat under a new id.
+// chat under a new id. Remove a chat without turns.
 export function storeChat(chat) {
-  const stored = readStored(chat.id);
-  if (stored && stored.changed !== chat.changed) chat.id = newChat().id;
+  const { id } = chat, stored = readStored(id);
+  if (stored && stored.changed !== chat.changed) {
+    chat.id = newChat().id;
+    unstored.delete(id);
+    note(id, stored);
+  }
+  if (!chat.turns.length) {
+    deleteChat(chat.id);
+    return null;
+  }
   const changed = Date.now();
   let fault = null;
   try {

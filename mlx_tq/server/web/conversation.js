@@ -16,9 +16,9 @@ export function showTurns(turns, index = 0) {
 
 // Screen readers read messages that are added, but not a chat that is opened.
 export function showChat(chat) {
-  list.setAttribute("aria-live", "off");
+  $("log").setAttribute("aria-live", "off");
   showTurns(chat.turns);
-  requestAnimationFrame(() => list.removeAttribute("aria-live"));
+  requestAnimationFrame(() => $("log").removeAttribute("aria-live"));
 }
 
 function itemOf(turn) {

@@ -23,7 +23,7 @@ export function button(text, className, action) {
 }
 
 // Invisible characters, and those that change the text direction, are shown as code points.
-const INVISIBLE = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\u{e0000}-\u{e007f}]/gu;
+const INVISIBLE = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u00ad\u061c\u200b\u200e\u200f\u202a-\u202e\u2060\u2066-\u2069\ufeff\u{e0000}-\u{e007f}]/gu;
 export const escapeInvisible = text => text.replace(INVISIBLE, c => `[U+${c.codePointAt().toString(16).toUpperCase().padStart(4, "0")}]`);
 
 // A text input grows with its text.

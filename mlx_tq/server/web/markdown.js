@@ -11,6 +11,7 @@ const ALLOWED = {
     "table", "thead", "tbody", "tr", "th", "td", "a"],
   ALLOWED_ATTR: ["href", "align", "start", "class"],
   ALLOWED_URI_REGEXP: ADDRESS,
+  ADD_URI_SAFE_ATTR: ["align", "start"],  // else they would have to match it
   ALLOW_DATA_ATTR: false,
   ALLOW_ARIA_ATTR: false,
   RETURN_DOM_FRAGMENT: true,
@@ -44,10 +45,17 @@ const marked = new Marked({
   },
 });
 
+// A keyboard can scroll the node, and a screen reader says what it is.
+function makeScrollable(node, label) {
+  node.tabIndex = 0;
+  node.setAttribute("role", "region");
+  node.setAttribute("aria-label", label);
+}
+
 function codeBlock(text, language) {
   const block = element("div", "", "code"), bar = element("div", "", "code-bar"), pre = element("pre");
   bar.append(element("span", language), button("Copy", "plain", "copy-code"));
-  pre.tabIndex = 0;  // it scrolls
+  makeScrollable(pre, "Code");
   pre.append(element("code", text));
   block.append(bar, pre);
   return block;
@@ -55,12 +63,16 @@ function codeBlock(text, language) {
 
 const languageOf = text => text?.match(/^[\w+#.-]{1,30}/)?.[0] ?? "";
 
+// Whether a link's text is its host, with or without a scheme and a path. User information could look like a host.
+const showsHost = (text, host) => text.match(/^(?:https?:\/\/)?([^/?#]*)/i)[1].toLowerCase() === host;
+
 function sanitize(html) {
-  const fragment = DOMPurify.sanitize(html, ALLOWED);
+  const fragment = DOMPurify.sanitize(html, ALLOWED), texts = document.createNodeIterator(fragment, NodeFilter.SHOW_TEXT);
+  for (let text; (text = texts.nextNode());) text.data = escapeInvisible(text.data);  // also those of character references
   for (const anchor of fragment.querySelectorAll("a[href]")) {
     const { href, host, textContent } = anchor;
     Object.assign(anchor, { target: "_blank", rel: "noopener noreferrer", title: href });
-    if (host && !textContent.includes(host)) anchor.dataset.host = host;  // shown, so that a text cannot hide it
+    if (host && !showsHost(textContent, host)) anchor.dataset.host = host;  // shown, so that a text cannot hide it
   }
   for (const pre of fragment.querySelectorAll("pre")) {  // in a list or a quotation
     const code = pre.querySelector("code");
@@ -68,7 +80,7 @@ function sanitize(html) {
   }
   for (const table of fragment.querySelectorAll("table")) {
     const frame = element("div", "", "table");
-    frame.tabIndex = 0;  // it scrolls
+    makeScrollable(frame, "Table");
     table.replaceWith(frame);
     frame.append(table);
   }

@@ -8,8 +8,11 @@ import { answerEvents, dropSession, fetchPlan } from "./server.js";
 import { onSettingsChange, openSettings, readTab, writeTab } from "./settings.js";
 import { isSidebarOpen, onSidebarChoice, showChats, toggleSidebar } from "./sidebar.js";
 
+const STORE_INTERVAL = 2000;  // milliseconds between two times that a growing answer is stored
+
 let chat = newChat(), plan = null;
 let running = null;  // the AbortController of the current request
+let replaced = [];  // the turns that the current answer replaces; they stay stored until it is complete
 
 // Without eviction and quotations, stored prompts do what a session does, and also serve an edited conversation.
 const usesSession = () => plan?.sessions > 0 && Boolean(plan.plan?.eviction || plan.rescue);
@@ -33,36 +36,42 @@ async function connect() {
 
 // Generation
 
-// Send a message as the turn `index`; later turns are dropped once an answer has begun.
+// Send a message as the turn `index`, instead of this turn and later ones; an error restores them.
 async function send(text, index = chat.turns.length) {
-  const replaced = chat.turns.splice(index);
+  replaced = chat.turns.splice(index);
   const answer = { role: "assistant", content: "" };
   chat.turns.push({ role: "user", content: text }, answer);
   showTurns(chat.turns.slice(index), index);
+  answer.stopped = true;  // until it is complete: what is stored meanwhile may be all that is left
   showError("");
   setBusy(true);
+  keep();
+  const timer = setInterval(keep, STORE_INTERVAL);
   showEnd();
   let fault = "";
   const started = performance.now();
   const view = growingAnswer(answer, () => showSpeed(answer, started));
   try {
     await generate(answer, started, view.grow);
+    delete answer.stopped;
   } catch (error) {
-    answer.stopped = true;
     if (error.name !== "AbortError") fault = error.message;
     if (error.status === 401) openSettings("key");
   }
+  clearInterval(timer);
   view.finish();
-  if (isEmpty(answer)) {  // restore the previous turns and put the message back into the input
+  if (isEmpty(answer) || (fault && replaced.length)) {  // restore the previous turns and put the message back into the input
     chat.turns.splice(index, 2, ...replaced);
     showTurns(replaced, index);
     if (replaced[0]?.content !== text) returnToInput(text);
   }
+  replaced = [];
   setBusy(false);
   announce(fault ? "" : answer.stopped ? "Stopped" : "Answer complete");
   showError(fault);
   showContext(chat, plan?.context_length);
   save();
+  keep();
 }
 
 const isEmpty = turn => turn.stopped && !turn.content && !turn.reasoning;
@@ -73,13 +82,13 @@ async function generate(answer, started, grow) {
   if (!options.session) chat.memory = null;
   for await (const event of answerEvents(chat.turns.slice(0, -1), options)) {
     if (event.error) throw new Error(event.error.message);
-    const [choice] = event.choices, { content = "", reasoning = "" } = choice?.delta ?? {};
+    const [choice] = event.choices, { content, reasoning } = choice?.delta ?? {};
     if (content || reasoning) {
       lastPart = performance.now();
       if (!answer.firstToken) announce("Generating");
       answer.firstToken ??= (lastPart - started) / 1000;
       answer.parts = (answer.parts ?? 0) + 1;
-      answer.content += content;
+      answer.content += content ?? "";
       if (reasoning) answer.reasoning = (answer.reasoning ?? "") + reasoning;
       grow();
     }
@@ -103,7 +112,7 @@ function setBusy(busy) {
   running = busy ? new AbortController() : null;
   $("send").hidden = busy;
   $("stop").hidden = !busy;
-  $("messages").setAttribute("aria-busy", busy);  // screen readers read the complete answer, not each token
+  $("log").setAttribute("aria-busy", busy);  // screen readers read the complete answer, not each token
   $("prefill").hidden = true;
   $("activity-text").textContent = busy ? "Waiting" : "";
   showChats(chat.id, busy);
@@ -133,7 +142,7 @@ function showError(text) {
 // Chats
 
 function save() {
-  const fault = chat.turns.length ? storeChat(chat) : null;
+  const fault = storeChat(chat);
   const isFull = fault?.name === "QuotaExceededError";
   const why = isFull ? "its storage for this page is full. Delete other chats to make room" : "it refuses to store anything for this page";
   $("unsaved").textContent = fault ? `The browser cannot keep this chat: ${why}. This chat is lost when you close the tab.` : "";
@@ -141,10 +150,16 @@ function save() {
   showChats(chat.id, Boolean(running));
 }
 
+// Keep what a crash or a reload would lose; an edited message is a draft until its answer is complete.
+function keep() {
+  if (running && !replaced.length) save();
+  const sent = replaced.length ? chat.turns.at(-2).content : "", edited = sent === replaced[0]?.content ? "" : sent;
+  writeTab("draft", [edited, $("message").value].filter(Boolean).join("\n"));
+}
+
 function open(opened) {
   chat = opened;
   writeTab("chat", chat.id);
-  if (chat.turns.length && isEmpty(chat.turns.at(-1))) returnToInput(chat.turns.splice(-2)[0].content);
   showChat(chat);
   showChats(chat.id, Boolean(running));
   showContext(chat, plan?.context_length);
@@ -231,19 +246,13 @@ onSidebarChoice(id => {
   $("message").focus();
 }, confirmDeletion);
 addEventListener("storage", event => {
-  const id = noteChange(event.key), changed = id === chat.id && !running && readChat(id);
+  const isIdle = !running && !document.querySelector("#messages form");  // opening a chat would end an edit
+  const id = noteChange(event.key), changed = id === chat.id && isIdle && readChat(id);
   if (changed) open(changed);
   else showChats(chat.id, Boolean(running));
 });
-addEventListener("pagehide", () => {  // what was written is kept
-  if (running) {
-    const [question, answer] = chat.turns.slice(-2);
-    answer.stopped = true;
-    if (isEmpty(answer)) returnToInput(question.content);
-    else storeChat(chat);
-  }
-  writeTab("draft", $("message").value);
-});
+addEventListener("pagehide", keep);
+document.addEventListener("visibilitychange", () => { if (document.hidden) keep(); });
 addEventListener("beforeunload", event => {
   if (hasUnstoredChats()) event.preventDefault();
 });

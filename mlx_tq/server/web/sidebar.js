@@ -5,6 +5,7 @@ import { chatList } from "./chats.js";
 const narrow = matchMedia("(max-width: 52rem)");
 
 export function showChats(currentId, isBusy) {
+  const focused = $("chats").contains(document.activeElement) ? document.activeElement : null;
   $("chats").replaceChildren(...chatList().map(({ id, title }) => {
     const item = element("li"), open = element("button", title, "title"), remove = element("button", "\u00d7", "remove");
     open.title = title;
@@ -16,6 +17,9 @@ export function showChats(currentId, isBusy) {
     return item;
   }));
   $("new-chat").disabled = isBusy;
+  if (!focused) return;
+  const same = [...$("chats").querySelectorAll(`.${focused.className}`)].find(({ dataset }) => dataset.id === focused.dataset.id);
+  (same ?? $("new-chat")).focus();
 }
 
 export function toggleSidebar(isOpen) {
