@@ -390,7 +390,7 @@ class Api:
         try:
             result = await job.session_result.get()
             await job.events_closed.wait()
-            if result.caches is not None and answer.is_complete:
+            if result.caches is not None and answer.is_all_generated:
                 await run_in_threadpool(sessions.commit_turn, turn, result, answer.message())
                 answer.session = service.session_report(result)
         except Exception:
@@ -426,7 +426,8 @@ class Api:
     async def _events(self, service: ModelService, jobs: list[Job], answer: Answer) -> AsyncGenerator[Event]:
         """Yield the events of jobs, which share a queue, and raise their errors.
 
-        Closing it early cancels the jobs, as does an answer that is complete before them.
+        Closing it early cancels the jobs, as does an answer that is complete before them, unless a session continues
+        from all that its job generates.
         """
         metrics, started, first_token, ended = service.metrics, time.perf_counter(), True, False
         unfinished, queue = sum(len(job.answers) for job in jobs), jobs[0].events
@@ -444,7 +445,7 @@ class Api:
                     first_token, unfinished = False, unfinished - (event.finish_reason is not None)
                     ended = not unfinished
                 yield event
-                ended = ended or answer.is_complete
+                ended = ended or (answer.is_complete and jobs[0].session is None)
         finally:
             self._unfinished.discard(queue)
             self._pool.release(service)

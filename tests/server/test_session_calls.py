@@ -17,9 +17,9 @@ ENDLESS_CALLS = TEMPLATE.replace("<|im_end|>\n{% endfor %}", "{{ '<|im_end|>' if
 def ask(scripted):  # noqa: F811
     """Return a function that returns the message and the usage of an answer, whose text is given."""
 
-    def ask(text, messages, session=None):
+    def ask(text, messages, session=None, **options):
         scripted.script(text)
-        body = {"messages": messages, "tools": [TOOL], "max_tokens": 200}
+        body = {"messages": messages, "tools": [TOOL], "max_tokens": 200, **options}
         headers = {} if session is None else {SESSION: session}
         answer = scripted.client.post("/v1/chat/completions", json=body, headers=headers).json()
         return answer["choices"][0]["message"], answer["usage"]
@@ -75,3 +75,15 @@ def test_requests_outside_of_a_session_continue_from_it(ask):
     _, outside = ask("So.", talk)
     assert cached(outside) > first["prompt_tokens"] // 2, "what this template shows before the tools"
     assert cached(ask("So.", talk, "other")[1]) >= cached(outside), "another session"
+
+
+@pytest.mark.parametrize(
+    ("more", "continues"), [(" \n" * 40, True), (CALL, False), ("<", False)], ids=["space", "call", "mark"]
+)
+def test_a_session_continues_after_an_only_call_unless_more_was_generated(ask, more, continues):
+    """Whether the server cancels the job at the call or not: the client sees the call alone."""
+    name = f"only{len(more)}"
+    message, first = ask(CALL + more, [USER], name, parallel_tool_calls=False)
+    assert (len(message["tool_calls"]), message["content"]) == (1, None)
+    _, second = ask("It is 4.", [USER, *turn({**message, "content": ""})], name)
+    assert (cached(second) > first["prompt_tokens"]) == continues
