@@ -225,9 +225,13 @@ class Api:
 
     async def _show(self, request: Request) -> Response:
         name = (await self._parse_body(request, OllamaModelName)).served_name
-        async with self._acquire(request, name) as service:
-            capabilities = await run_in_threadpool(service.capabilities)
-        model = self._pool.find(name, takes_any=True)
+        model, capabilities = self._pool.find(name, takes_any=True), ["completion"]
+        if (service := model.service) is not None:
+            self._pool.retain(service)
+            try:
+                capabilities = await run_in_threadpool(service.capabilities)
+            finally:
+                self._pool.release(service)
         return JSONResponse(ollama_answer.show(model, self._pool.created, capabilities))
 
     async def _drop_session(self, request: Request) -> Response:
