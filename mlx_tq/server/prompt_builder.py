@@ -18,7 +18,7 @@ from mlx_tq.errors import ConfigError
 from mlx_tq.grammar.call_grammar import GENERIC_FORM, CallForm
 from mlx_tq.prefix_cache.prefix_cache import common_prefix
 from mlx_tq.server import schemas
-from mlx_tq.server.api_errors import ContextLengthError, InvalidRequestError
+from mlx_tq.server.api_errors import ContextLengthError, InvalidRequestError, RequiredCallError
 from mlx_tq.server.kept_thoughts import KeptThoughts, thoughts_key
 from mlx_tq.server.message_shapes import SHAPES
 from mlx_tq.server.schemas import ChatRequest
@@ -178,11 +178,7 @@ class PromptBuilder:
     def _check_call_is_required(self, request: ChatRequest, fault: str) -> None:
         """Refuse tools that the model may use or not: without its own form of calls, each answer has to be one."""
         if request.tool_choice is None or request.tool_choice.mode != "required":
-            raise InvalidRequestError(
-                f"{self._template_name} {fault}, so calls must be required: send tool_choice 'required' or a "
-                "function's name, leave tools out, or start the server with a --chat-template that shows them",
-                "tools",
-            )
+            raise RequiredCallError(f"{self._template_name} {fault}")
 
     def keep_thoughts(self, request: ChatRequest, call: Message, reasoning: str) -> None:
         """Keep the reasoning before a call of an answer: many clients do not send it back."""
