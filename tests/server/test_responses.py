@@ -221,3 +221,11 @@ def test_a_summary_without_its_end_is_an_error(scripted):  # noqa: F811
     response = scripted.client.post("/v1/responses/compact", json={"input": TALK, "max_output_tokens": 8})
     assert response.status_code == 500
     assert "did not end within 8 tokens; raise max_output_tokens" in response.json()["error"]["message"]
+
+
+def test_a_required_call_after_reasoning_is_refused_as_that(scripted):  # noqa: F811
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]}
+    body = {"input": [*TALK, thought], "tools": [FUNCTION], "tool_choice": "required"}
+    response = scripted.client.post("/v1/responses", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("tool_choice cannot be combined with reasoning at the end")
