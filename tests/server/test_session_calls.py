@@ -67,14 +67,17 @@ def test_a_template_that_shows_another_end_of_calls_restarts_the_session(ask, to
     assert (last["content"], cached(usage) < first["total_tokens"]) == ("It is 4.", True)
 
 
-def test_requests_outside_of_a_session_continue_from_it(ask):
+def test_other_sessions_and_requests_outside_continue_from_a_session(ask, scripted):  # noqa: F811
     system = {"role": "system", "content": "Add what the user wants, and call tools for it. " * 9}
     talk = [system, USER]
     _, first = ask("Yes.", talk, "shared")
     talk += [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Go on."}]
-    _, outside = ask("So.", talk)
-    assert cached(outside) > first["prompt_tokens"] // 2, "what this template shows before the tools"
-    assert cached(ask("So.", talk, "other")[1]) >= cached(outside), "another session"
+    body = {"messages": talk, "tools": [TOOL], "max_tokens": 200}
+    (estimate,) = scripted.client.post("/v1/estimate", json=body).json()["prompts"]
+    _, other = ask("So.", talk, "other")
+    assert cached(other) > first["prompt_tokens"] // 2, "what this template shows before the tools"
+    assert estimate["cached_tokens"] == cached(other)
+    assert cached(ask("So.", talk)[1]) >= cached(other)
 
 
 @pytest.mark.parametrize(
