@@ -1,4 +1,4 @@
-"""`argument_schema`: the parameters of a tool as a schema that grammars can follow."""
+"""`make_argument_schema`: the parameters of a tool as a schema that grammars can follow."""
 
 import json
 from typing import Any
@@ -16,11 +16,11 @@ _OPEN = (*_COMBINATORS, "patternProperties")  # objects with these may have othe
 _FORMATS = frozenset(("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
 
 
-def argument_schema(parameters: Schema | None) -> Schema:
+def make_argument_schema(parameters: Schema | None) -> Schema:
     """Return the schema of a call's arguments.
 
-    Objects have the properties that they list, unless they say otherwise: a model could add more without end.
-    Definitions are at the root, where references look for them. What only describes is left out.
+    Set `additionalProperties` to false where it is missing from an object that lists its properties, so that a model
+    cannot add properties forever. Definitions are at the root, where references look for them. Annotations are removed.
     """
     schema: Schema = json.loads(json.dumps(parameters or {"properties": {}}))
     definitions: dict[str, Schema] = {}
@@ -42,7 +42,7 @@ def argument_schema(parameters: Schema | None) -> Schema:
 
 
 def _closes(part: Schema, keyword: str) -> bool:
-    """Return whether a subschema has all properties of its object; else others may be listed next to it."""
+    """Return whether a subschema may be closed: siblings of `allOf` and similar keywords may define more properties."""
     return keyword != "allOf" and not (keyword in _COMBINATORS and "properties" in part)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 
-from mlx_tq.grammar.argument_schema import argument_schema
+from mlx_tq.grammar.argument_schema import make_argument_schema
 from mlx_tq.grammar.call_grammar import CallForm, Tool, ToolError, write_grammar
 from mlx_tq.grammar.constraint import CompiledGrammar
 from mlx_tq.grammar.grammar_source import GrammarError, GrammarSource, Syntax
@@ -28,7 +28,7 @@ _MAX_FAILED = 256  # messages in the log, and grammars that are not tried again
 
 @dataclass(frozen=True)
 class AnswerGrammar:
-    """A compiled grammar, and the mark from which on it applies, or "" where it describes the whole answer.
+    """A compiled grammar, and the marker after which it applies, or "" where it describes the whole answer.
 
     `param` is the request's argument that it came from.
     """
@@ -54,8 +54,8 @@ class AnswerGrammars:
     async def compile(self, request: ChatRequest, client: str) -> AnswerGrammar | None:
         """Compile the grammar of a request from the address `client`; return None if any text is allowed.
 
-        A grammar that only calls would follow that the model may make is left out if it cannot be compiled. All others
-        raise `InvalidRequestError`.
+        If calls are optional and their grammar cannot be compiled, return None and log a warning; otherwise raise
+        `InvalidRequestError`.
         """
         source = compiled = None
         response_format = request.response_format
@@ -90,18 +90,22 @@ class AnswerGrammars:
     # Tool calls.
 
     async def _compile_calls(
-        self, request: ChatRequest, text: GrammarSource | None, client: str
+        self, request: ChatRequest, response_format: GrammarSource | None, client: str
     ) -> AnswerGrammar | None:
         choice = request.tool_choice or ToolChoice(mode="auto")
         if choice.mode == "required":
-            text = None
+            response_format = None
             _check_end(request, _CHOICE)
-        is_opened = choice.mode == "auto" and text is None
+        is_opened = choice.mode == "auto" and response_format is None
         form = await run_in_threadpool(self._find_form)
         tools = [_tool_of(tool["function"]) for tool in request.sorted_tools]
         tools = [tool for tool in tools if choice.names is None or tool.name in choice.names]
         write = partial(
-            write_grammar, form, tools, self._special, is_opened=is_opened, one_call=request.has_one_call, text=text
+            write_grammar,
+            *(form, tools, self._special),
+            is_opened=is_opened,
+            one_call=request.has_one_call,
+            response_format=response_format,
         )
         if is_opened and choice.names is None:
             compiled = await self._compile_optional(write, tools, client)
@@ -109,14 +113,14 @@ class AnswerGrammars:
         try:
             compiled = await self._queue.compile(await run_in_threadpool(write), client)
         except GrammarError as error:
-            param = _CHOICE if text is None else _FORMAT
+            param = _CHOICE if response_format is None else _FORMAT
             raise await self._call_error(error, tools, client, param) from error
         return AnswerGrammar(compiled, form.start if is_opened else "", _TOOLS)
 
     async def _compile_optional(
         self, write: Callable[[], GrammarSource], tools: list[Tool], client: str
     ) -> CompiledGrammar | None:
-        """Compile the grammar of calls that the model may make; log, once, why there is none."""
+        """Compile the grammar of optional calls; if that fails, log the reason once."""
         source: GrammarSource | None = None
         try:
             source = await run_in_threadpool(write)
@@ -131,7 +135,7 @@ class AnswerGrammars:
                 self._failed.add(source)
         if reason not in self._logged and len(self._logged) < _MAX_FAILED:
             self._logged.add(reason)
-            log.warning("tool calls are not held to a grammar: %s", reason)
+            log.warning("tool calls are not constrained: %s", reason)
         return None
 
     async def _call_error(self, error: GrammarError, tools: list[Tool], client: str, param: str) -> InvalidRequestError:
@@ -140,7 +144,7 @@ class AnswerGrammars:
             return _tool_error(error.tool, error)
         for tool in tools:
             try:
-                await self._queue.compile(GrammarSource.of_schema(argument_schema(tool.parameters)), client)
+                await self._queue.compile(GrammarSource.of_schema(make_argument_schema(tool.parameters)), client)
             except GrammarError as tool_error:
                 return _tool_error(tool, tool_error)
         return InvalidRequestError(f"{param}: {error}", param)
@@ -159,9 +163,7 @@ def _tool_of(function: dict[str, Any]) -> Tool:
 
 def _tool_error(tool: Tool, error: GrammarError) -> InvalidRequestError:
     place = ".".join(["parameters", *(key[:_MAX_KEY] for key in error.path)])
-    return InvalidRequestError(
-        f"the calls of the tool {tool.name[:_MAX_KEY]!r} have no grammar: {place}: {error}", _TOOLS
-    )
+    return InvalidRequestError(f"no grammar can be built for tool {tool.name[:_MAX_KEY]!r}: {place}: {error}", _TOOLS)
 
 
 def _parts_of(response_format: ObjectFormat | SchemaFormat | GrammarFormat) -> tuple[str, Syntax, str | dict[str, Any]]:

@@ -87,8 +87,8 @@ class RequiredCallError(InvalidRequestError):
 
     def __init__(self, fault: str) -> None:
         super().__init__(
-            f"{fault}, so calls must be required: send tool_choice 'required' or a function's name, leave tools out, "
-            "or start the server with a --chat-template that shows them",
+            f"{fault}. Use tool_choice 'required' or name a function, remove tools, or start the server with a "
+            "--chat-template that supports them",
             "tools",
         )
         self.fault = fault

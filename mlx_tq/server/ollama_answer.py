@@ -18,7 +18,7 @@ _FOREVER = "9999-12-31T23:59:59Z"  # when a loaded model is unloaded
 
 def error_body(error: ApiError) -> Object:
     if isinstance(error, RequiredCallError):  # this API has no tool_choice
-        message = f"{error.fault}; leave tools out, or start the server with a --chat-template that shows them"
+        message = f"{error.fault}. Remove tools, or start the server with a --chat-template that supports them"
         return {"error": message}
     return {"error": str(error)}
 
@@ -109,7 +109,7 @@ class OllamaAnswer(Answer):
         return {**fields, **({"logprobs": logprobs} if logprobs else {})}
 
     def _end(self) -> Object:
-        """Return why the answer ended, its tokens, and nanoseconds."""
+        """Return the final event's fields: the reason, token counts, and durations in nanoseconds."""
         finish_reason, now = self.choices[0].finish_reason, time.perf_counter()
         first, last = self.first_token_at or now, self.last_token_at or now
         return {

@@ -152,7 +152,7 @@ def test_models(client, scripted_client, loaded):
         ("/api/chat", {"messages": [{"role": "user", "content": "a b c " * 2000}]}, "This model's maximum context len"),
         ("/api/chat", {"model": ""}, "model: String should have at least 1"),
         ("/api/none", {}, "unknown route"),
-        ("/api/chat", {**ASKED, "tools": [TOOL]}, f"{NO_TOOLS}; leave tools out, or start the server"),
+        ("/api/chat", {**ASKED, "tools": [TOOL]}, f"{NO_TOOLS}. Remove tools, or start the server"),
         ("/api/generate", {**RAW, "options": {"stop": "a" * 257}}, "stop: String should have at most 256"),
         ("/api/generate", {**RAW, "format": "json"}, "format: not supported with raw; leave"),
         ("/api/generate", {**RAW, "think": True}, "think: not supported with raw; leave"),
