@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,8 @@ def _show(
 ) -> None:
     """Print variables as a shell reads them, and files with their content."""
     lines = [f"# {client.title} with {server.model} ({server.context_length} tokens) at {server.url}"]
+    if server.context_length < client.least_context and not server.scales_usage:
+        lines.append(f"# This context is short: start the server with {shlex.join(client.server_flags)}.")
     lines += [f"unset {name}" for name in client.unset]
     variables = {**client.environment(server), **added}
     lines += [f"export {name}={_shell_value(value, server.key)}" for name, value in variables.items()]
@@ -140,8 +143,9 @@ def _run_client(args: argparse.Namespace, client: CodingClient, key: str | None,
         if url is None:
             log = folder / "server.log"
             sys.stderr.write(f"starting mlx_tq.server; its log is {log} until {client.program} ends\n")
-            url = stack.enter_context(started_server(args.model, args.server_args or [], key, log))
+            url = stack.enter_context(started_server(args.model, _server_flags(args, client), key, log))
         server = find_endpoint(url, args.model if args.url else None, key)
+        server = replace(server, scales_usage=args.url is None)
         moved = client.moved_to(folder)
         for path, settings in client.files(server, moved).items():
             write_text(path, settings_text(path.suffix, settings))
@@ -149,13 +153,18 @@ def _run_client(args: argparse.Namespace, client: CodingClient, key: str | None,
         return _call(command, {**inherited, **client.environment(server), **moved})
 
 
+def _server_flags(args: argparse.Namespace, client: CodingClient) -> list[str]:
+    """Return the flags of a server that is started; those of the user come last, and win."""
+    return [*client.server_flags, *(args.server_args or [])]
+
+
 def _show_run(args: argparse.Namespace, client: CodingClient, key: str | None, command: list[str]) -> int:
     if args.url is None:
         from mlx_tq.models import short_name  # loads mlx
 
-        words = shlex.join(server_command(args.model, args.server_args or [], _PORT))
+        words = shlex.join(server_command(args.model, _server_flags(args, client), _PORT))
         sys.stdout.write(f"{words}\n# It picks {_PORT}. The context length, assumed below, is the model's.\n")
-        server = Endpoint(url_of_port(_PORT), short_name(args.model), ASSUMED_CONTEXT, key)
+        server = Endpoint(url_of_port(_PORT), short_name(args.model), ASSUMED_CONTEXT, key, scales_usage=True)
     else:
         server = find_endpoint(args.url, args.model, key)
     moved = client.moved_to(_FOLDER)

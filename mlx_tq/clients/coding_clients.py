@@ -52,7 +52,10 @@ class ConfigFolder:
 
 @dataclass(frozen=True)
 class CodingClient:
-    """A client; `unset` are variables that would send its requests elsewhere."""
+    """A client; `unset` are variables that would send its requests elsewhere.
+
+    `server_flags` are for a server whose context is shorter than `least_context`.
+    """
 
     title: str
     program: str
@@ -60,6 +63,8 @@ class CodingClient:
     environment: Callable[[Endpoint], dict[str, str]] = field(default=lambda _: {})
     unset: tuple[str, ...] = ()
     folder: ConfigFolder | None = None
+    server_flags: tuple[str, ...] = ()
+    least_context: int = 0
 
     def files(self, server: Endpoint, environment: Mapping[str, str]) -> dict[Path, dict[str, Any]]:
         """Return the settings of the client's files, by where it reads them."""
@@ -72,7 +77,8 @@ class CodingClient:
 
 def _claude(server: Endpoint) -> dict[str, str]:
     kinds = ("OPUS", "SONNET", "HAIKU")
-    window = server.context_length if server.context_length >= _LEAST_CLAUDE_WINDOW else _SCALED_CLAUDE_WINDOW
+    least = _SCALED_CLAUDE_WINDOW if server.scales_usage else _LEAST_CLAUDE_WINDOW
+    window = server.context_length if server.context_length >= least else _SCALED_CLAUDE_WINDOW
     return {
         "ANTHROPIC_BASE_URL": server.url,
         "ANTHROPIC_AUTH_TOKEN": server.key or NO_KEY,
@@ -201,7 +207,13 @@ def _continue(server: Endpoint) -> dict[str, Any]:
 
 CLIENTS = {
     "claude": CodingClient(
-        "Claude Code", "claude", "npm install -g @anthropic-ai/claude-code", _claude, unset=("ANTHROPIC_API_KEY",)
+        "Claude Code",
+        "claude",
+        "npm install -g @anthropic-ai/claude-code",
+        _claude,
+        unset=("ANTHROPIC_API_KEY",),
+        server_flags=("--scale-usage", str(_SCALED_CLAUDE_WINDOW)),
+        least_context=_LEAST_CLAUDE_WINDOW,
     ),
     "codex": CodingClient(
         "Codex",

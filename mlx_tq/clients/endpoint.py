@@ -21,6 +21,7 @@ class Endpoint:
     model: str
     context_length: int
     key: str | None
+    scales_usage: bool = False  # whether it was started with the client's `server_flags`
 
     @property
     def api_url(self) -> str:

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 _FORMAT, _CHOICE, _TOOLS = "response_format", "tool_choice", "tools"
 _PREFILL = "{} cannot be combined with a partial assistant message at the end; remove one of them"
+_THOUGHT = "{} cannot be combined with reasoning at the end; end with a user message or a tool result, or remove one"
 _MAX_KEY = 100  # characters of a schema's key or a tool's name that an error repeats
 _MAX_FAILED = 256  # messages in the log, and grammars that are not tried again
 
@@ -73,8 +74,7 @@ class AnswerGrammars:
         return None if compiled is None else AnswerGrammar(compiled)
 
     def _check_format(self, request: ChatRequest, response_format: ObjectFormat | SchemaFormat | GrammarFormat) -> None:
-        if request.prefill is not None:
-            raise InvalidRequestError(_PREFILL.format(_FORMAT), _FORMAT)
+        _check_end(request, _FORMAT)
         if not isinstance(response_format, GrammarFormat) or response_format.syntax != "lark":
             return
         if not self._allow_lark:
@@ -95,8 +95,7 @@ class AnswerGrammars:
         choice = request.tool_choice or ToolChoice(mode="auto")
         if choice.mode == "required":
             response_format = None
-            if request.prefill is not None:
-                raise InvalidRequestError(_PREFILL.format(_CHOICE), _CHOICE)
+            _check_end(request, _CHOICE)
         is_opened = choice.mode == "auto" and response_format is None
         form = await run_in_threadpool(self._find_form)
         tools = [_tool_of(tool["function"]) for tool in request.sorted_tools]
@@ -149,6 +148,12 @@ class AnswerGrammars:
             except GrammarError as tool_error:
                 return _tool_error(tool, tool_error)
         return InvalidRequestError(f"{param}: {error}", param)
+
+
+def _check_end(request: ChatRequest, param: str) -> None:
+    """Refuse an answer that is begun where a grammar holds from its start."""
+    if request.prefill is not None:
+        raise InvalidRequestError((_PREFILL if request.prefill.content else _THOUGHT).format(param), param)
 
 
 def _tool_of(function: dict[str, Any]) -> Tool:

@@ -75,19 +75,21 @@ class Choice:
         self.message = Delta()
         self.logprobs: list[Object] = []
         self.finish_reason: str | None = None
+        self.has_end = False  # whether the last piece was added
+        self.has_more = False  # whether text was generated after the only call of `one_call`
         self.recall: Object = {}  # the tokens that were recalled for the answer, if any were archived
 
     def add(self, piece: Piece) -> Delta:
         """Add a piece; return what it adds to the message."""
         delta, message = Delta(), self.message
         for state, text in self._split(piece.text, is_last=piece.finish_reason is not None):
+            if state != "tool":
+                self._end_call(delta)
             if self._one_call and delta.tool_calls:
-                break
-            if state == "tool":
+                self.has_more |= bool(text.strip())
+            elif state == "tool":
                 self._call_text = (self._call_text or "") + text
-                continue
-            self._end_call(delta)
-            if state == "reasoning":
+            elif state == "reasoning":
                 delta.reasoning += text
             else:
                 self._add_content(delta, text)
@@ -100,6 +102,7 @@ class Choice:
         message.content += delta.content
         message.reasoning += delta.reasoning
         message.tool_calls += delta.tool_calls
+        self.has_end = piece.finish_reason is not None
         if piece.finish_reason is not None:
             calls_tools = piece.finish_reason == "stop" and message.tool_calls
             self.finish_reason = "tool_calls" if calls_tools else piece.finish_reason
@@ -117,6 +120,12 @@ class Choice:
                 "ms": round(1000 * recalled.seconds, 1),
             }
         return delta
+
+    def add_rest(self, piece: Piece) -> None:
+        """Add a piece after the end of the answer, which is no part of the message."""
+        self.has_end = piece.finish_reason is not None
+        texts = [piece.text, *(text for _, text in self._split(piece.text, is_last=self.has_end))]
+        self.has_more |= any(text.strip() for text in texts)
 
     def _add_content(self, delta: Delta, text: str) -> None:
         if self._space is not None:
@@ -163,6 +172,7 @@ class Choice:
             calls = self._parse_calls(text, first_index)
         if calls:
             delta.tool_calls += calls[:1] if self._one_call else calls
+            self.has_more |= self._one_call and len(calls) > 1
             self._space = ""
         else:
             self._add_content(delta, start_mark + text + (end_mark if finish_reason is None else ""))
@@ -179,6 +189,7 @@ class Choice:
         for body in bodies:
             delta.tool_calls += self._parse_calls(body, len(self.message.tool_calls) + len(delta.tool_calls))
         if self._one_call:
+            self.has_more |= len(delta.tool_calls) > 1
             del delta.tool_calls[1:]
 
     def _parse_calls(self, text: str, first_index: int) -> list[Object]:
@@ -277,7 +288,8 @@ class Answer:
         if not isinstance(event, Piece):
             return []
         choice = self.choices[event.index]
-        if choice.finish_reason is not None:  # it has ended itself, and others of the request have not
+        if choice.finish_reason is not None:  # it has ended itself, and its job or others have not
+            choice.add_rest(event)
             return []
         self.completion_tokens += 1
         self.last_token_at = time.perf_counter()
@@ -296,6 +308,11 @@ class Answer:
     @property
     def is_complete(self) -> bool:
         return all(choice.finish_reason is not None for choice in self.choices)
+
+    @property
+    def is_all_generated(self) -> bool:
+        """Whether the messages are all that the model generated, up to its end."""
+        return all(choice.has_end and not choice.has_more for choice in self.choices)
 
     def message(self) -> Object:
         """Return the message that a client sends back with its next request, without the reasoning."""

@@ -43,14 +43,17 @@ class InvalidRequestError(ApiError):
 class ContextLengthError(InvalidRequestError):
     """The prompt, or prompt and completion together, exceed the context length or the memory.
 
-    `counts` are the tokens of the prompt, and those that it may have, if they are what is wrong.
+    `counts` are the tokens of the prompt, and those that it may have, if they are what is wrong; `reason` is a sentence
+    with why it may not have more, if that is the memory.
     """
 
     code = "context_length_exceeded"
 
-    def __init__(self, message: str, param: str | None = None, *, counts: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, message: str, param: str | None = None, *, counts: tuple[int, int] | None = None, reason: str = ""
+    ) -> None:
         super().__init__(message, param)
-        self.counts = counts
+        self.counts, self.reason = counts, reason
 
     @classmethod
     def of(
@@ -75,7 +78,20 @@ class ContextLengthError(InvalidRequestError):
             f"{needs} Shorten the prompt.{reason}",
             param,
             counts=(prompt_tokens, positions - answer_tokens),
+            reason=reason,
         )
+
+
+class RequiredCallError(InvalidRequestError):
+    """Tools that the model can only be made to call, which not every API can ask for; `fault` says why."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(
+            f"{fault}. Use tool_choice 'required' or name a function, remove tools, or start the server with a "
+            "--chat-template that supports them",
+            "tools",
+        )
+        self.fault = fault
 
 
 class ModelNotFoundError(InvalidRequestError):

@@ -225,9 +225,13 @@ class Api:
 
     async def _show(self, request: Request) -> Response:
         name = (await self._parse_body(request, OllamaModelName)).served_name
-        async with self._acquire(request, name) as service:
-            capabilities = await run_in_threadpool(service.capabilities)
-        model = self._pool.find(name, takes_any=True)
+        model, capabilities = self._pool.find(name, takes_any=True), ["completion"]
+        if (service := model.service) is not None:
+            self._pool.retain(service)
+            try:
+                capabilities = await run_in_threadpool(service.capabilities)
+            finally:
+                self._pool.release(service)
         return JSONResponse(ollama_answer.show(model, self._pool.created, capabilities))
 
     async def _drop_session(self, request: Request) -> Response:
@@ -391,7 +395,7 @@ class Api:
         try:
             result = await job.session_result.get()
             await job.events_closed.wait()
-            if result.caches is not None and answer.is_complete:
+            if result.caches is not None and answer.is_all_generated:
                 await run_in_threadpool(sessions.commit_turn, turn, result, answer.message())
                 answer.session = service.session_report(result)
         except Exception:
@@ -427,7 +431,8 @@ class Api:
     async def _events(self, service: ModelService, jobs: list[Job], answer: Answer) -> AsyncGenerator[Event]:
         """Yield the events of jobs, which share a queue, and raise their errors.
 
-        Closing it early cancels the jobs, as does an answer that is complete before them.
+        Closing it early cancels the jobs, as does an answer that is complete before them, unless a session continues
+        from all that its job generates.
         """
         metrics, started, first_token, ended = service.metrics, time.perf_counter(), True, False
         unfinished, queue = sum(len(job.answers) for job in jobs), jobs[0].events
@@ -445,7 +450,7 @@ class Api:
                     first_token, unfinished = False, unfinished - (event.finish_reason is not None)
                     ended = not unfinished
                 yield event
-                ended = ended or answer.is_complete
+                ended = ended or (answer.is_complete and jobs[0].session is None)
         finally:
             self._unfinished.discard(queue)
             self._pool.release(service)

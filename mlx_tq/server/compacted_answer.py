@@ -20,10 +20,15 @@ class CompactedAnswer(ResponseAnswer):
         self._reasoning_tokens += bool(delta.reasoning)
         if choice.finish_reason is None:
             return []
+        if choice.finish_reason == "length":
+            raise ModelFailedError(
+                f"the summary of the conversation did not end within {self.completion_tokens} tokens; raise "
+                "max_output_tokens, or leave it out"
+            )
         summary = choice.message.content.strip()
         if not summary:
             raise ModelFailedError("the model wrote no summary of the conversation; try again, or use another model")
-        self._finish_reason = "length" if choice.finish_reason == "length" else "stop"
+        self._finish_reason = "stop"
         self._open("compaction", encrypted_content=summary)
         self._close_item()
         return self._take_events()

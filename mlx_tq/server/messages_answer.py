@@ -27,8 +27,8 @@ _SIGNATURE = "mlx_tq"  # proves nothing, but some clients send back only thinkin
 def error_body(error: ApiError) -> Object:
     message = str(error)
     if isinstance(error, ContextLengthError):  # clients look for these words, and then compact the conversation
-        reason = "{} tokens > {} maximum".format(*error.counts) if error.counts else message
-        message = f"prompt is too long: {reason}"
+        counted = "{} tokens > {} maximum".format(*error.counts) if error.counts else message
+        message = f"prompt is too long: {counted}{error.reason and f'.{error.reason}'}"
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
 

@@ -38,6 +38,7 @@ class PooledModel:
     load: Callable[[], ModelService]  # takes long, and runs in a thread
     metrics: Metrics = field(default_factory=Metrics)
     nbytes: int = 0  # of weights and KV caches; an estimate until it was loaded
+    weights_nbytes: int = 0  # of its files until it was loaded
     context_length: int | None = None  # as its configuration says
     service: ModelService | None = None
     is_unloading: bool = False  # takes no further requests
@@ -231,6 +232,7 @@ class ModelPool:
         log.info("loading %s", model.name)
         started = time.monotonic()
         services = [await self._run_in_thread(model.load)]  # a list, from which `_close` takes the last reference
+        model.weights_nbytes = services[0].weights_nbytes
         model.nbytes = services[0].nbytes  # not what its files have, such as with --dtype
         fits = False
         try:

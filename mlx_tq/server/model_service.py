@@ -66,7 +66,8 @@ class ModelService:
         args, self.rescue, self.metrics = request.args, rescue, metrics
         self.name = args.served_model_name or short_name(args.model)
         self.users, self.last_used = 0, time.monotonic()  # requests that use it now, and when the last one did
-        self.nbytes = weights_nbytes(model) + (limits.memory or 0)  # that it may take
+        self.weights_nbytes = weights_nbytes(model)
+        self.nbytes = self.weights_nbytes + (limits.memory or 0)  # that it may take
         self._tokenizer, self._plan = tokenizer, plan
         self.positions = position_limit(model)
         template = "the template of --chat-template" if args.chat_template else f"the chat template of {self.name}"

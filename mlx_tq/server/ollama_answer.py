@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from mlx_tq.server.answers import Answer, Delta, Object
-from mlx_tq.server.api_errors import ApiError
+from mlx_tq.server.api_errors import ApiError, RequiredCallError
 from mlx_tq.server.model_pool import PooledModel
 
 API_VERSION = "0.12.0"  # of Ollama: some clients refuse servers of versions before 0.6.4
@@ -17,6 +17,9 @@ _FOREVER = "9999-12-31T23:59:59Z"  # when a loaded model is unloaded
 
 
 def error_body(error: ApiError) -> Object:
+    if isinstance(error, RequiredCallError):  # this API has no tool_choice
+        message = f"{error.fault}. Remove tools, or start the server with a --chat-template that supports them"
+        return {"error": message}
     return {"error": str(error)}
 
 
@@ -30,7 +33,7 @@ def describe(model: PooledModel, created: int) -> Object:
         "name": model.name,
         "model": model.name,
         "modified_at": _date(created),
-        "size": model.nbytes,
+        "size": model.weights_nbytes,
         "digest": hashlib.sha256(model.name.encode()).hexdigest(),  # clients tell models apart by it
         "details": {
             "parent_model": "",
@@ -42,7 +45,7 @@ def describe(model: PooledModel, created: int) -> Object:
         },
     }
     if model.service is not None:
-        described |= {"size_vram": model.nbytes, "expires_at": _FOREVER, "context_length": model.positions}
+        described |= {"size_vram": model.weights_nbytes, "expires_at": _FOREVER, "context_length": model.positions}
     return described
 
 

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from mlx_tq.server.api_errors import InvalidRequestError
 from mlx_tq.server.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -17,6 +18,7 @@ from mlx_tq.server.schemas import (
     Temperature,
     TopLogprobs,
     chat_of,
+    request_of,
 )
 from mlx_tq.server.system_messages import join_leading
 from mlx_tq.server.vendor_fields import template_options
@@ -179,8 +181,11 @@ class OllamaPrompt(OllamaRequest):
     def to_request(self) -> ChatRequest | CompletionRequest:
         body = self.to_body()
         if self.raw:
+            for name in ("system", "format", "think", "logprobs"):
+                if getattr(self, name):
+                    raise InvalidRequestError(f"{name}: not supported with raw; leave one of the two out", name)
             names = CompletionRequest.model_fields.keys() & body.keys() - {"logprobs"}
-            return CompletionRequest(prompt=self.prompt, **{name: body[name] for name in names})
+            return request_of(CompletionRequest, {"prompt": self.prompt, **{name: body[name] for name in names}})
         system = [{"role": "system", "content": self.system}] if self.system else []
         return chat_of({**body, "messages": [*system, {"role": "user", "content": self.prompt}]})
 

@@ -176,7 +176,7 @@ def _make_pool(
         metrics, of_model = Metrics(), _request_of(request, served, cache_nbytes)
         nbytes = served.nbytes + (0 if request.config.is_off else cache_nbytes or 0)
         load = partial(make_service, of_model, metrics)
-        models.append(PooledModel(served.name, load, metrics, nbytes, served.context_length))
+        models.append(PooledModel(served.name, load, metrics, nbytes, served.nbytes, served.context_length))
     return ModelPool(models, limit, args.max_queue, 60 * args.idle_release if args.idle_release else None)
 
 

@@ -18,7 +18,7 @@ from mlx_tq.errors import ConfigError
 from mlx_tq.grammar.call_grammar import GENERIC_FORM, CallForm
 from mlx_tq.prefix_cache.prefix_cache import common_prefix
 from mlx_tq.server import schemas
-from mlx_tq.server.api_errors import ContextLengthError, InvalidRequestError
+from mlx_tq.server.api_errors import ContextLengthError, InvalidRequestError, RequiredCallError
 from mlx_tq.server.kept_thoughts import KeptThoughts, thoughts_key
 from mlx_tq.server.schemas import ChatRequest
 from mlx_tq.server.system_messages import fold_later, has_later, join_leading
@@ -178,11 +178,7 @@ class PromptBuilder:
     def _check_call_is_required(self, request: ChatRequest, fault: str) -> None:
         """Raise unless a call is required: without a call format of the model's own, the server can only force one."""
         if request.tool_choice is None or request.tool_choice.mode != "required":
-            raise InvalidRequestError(
-                f"{self._template_name} {fault}. Use tool_choice 'required' or name a function, remove tools, or start "
-                "the server with a --chat-template that supports them",
-                "tools",
-            )
+            raise RequiredCallError(f"{self._template_name} {fault}")
 
     def keep_thoughts(self, request: ChatRequest, call: Message, reasoning: str) -> None:
         """Keep the reasoning before a call of an answer: many clients do not send it back."""

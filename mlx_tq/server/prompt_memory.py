@@ -43,6 +43,10 @@ def copy_prefix(caches: list[Any], count: int, length: int) -> list[Any] | None:
     return copied
 
 
+def has_evicted(caches: list[Any]) -> bool:
+    return any(layer.regions.evicted for layer in compressed_caches(caches))
+
+
 class PromptMemory:
     """Finds the caches of the longest stored prefix.
 
@@ -64,8 +68,7 @@ class PromptMemory:
         """Store caches that hold `ids`, and belong to this memory from now on."""
         release_capacity(caches)
         tokens = np.array(ids, np.int64)
-        has_evicted = any(layer.regions.evicted for layer in compressed_caches(caches))
-        is_trimmable = can_trim_prompt_cache(caches) and not has_evicted
+        is_trimmable = can_trim_prompt_cache(caches) and not has_evicted(caches)
         for other in self._prompts[:]:
             common = common_prefix(other.ids, tokens)
             if common == len(other.ids) and (is_trimmable or common == len(tokens)):  # which these caches can become

@@ -46,6 +46,7 @@ _MESSAGES = {
 }
 
 Element = TypeVar("Element")
+Body = TypeVar("Body", bound=BaseModel)
 # Validation stops at the first wrong element, so that the number of errors does not grow with the request.
 FailFastList = Annotated[list[Element], Field(fail_fast=True)]
 FailFastDict = Annotated[dict[str, Element], Field(fail_fast=True)]
@@ -584,8 +585,12 @@ class ResponseRequest(Strict):
                 values["schema"] = values.pop("schema_")
             is_schema = values["type"] == "json_schema"
             response_format = {"type": values.pop("type"), "json_schema": values} if is_schema else values
+        tool_choice = self.tool_choice
+        if self.asks_for_summary:  # which is a text
+            tool_choice, response_format = "auto", None
         body = {
-            **self.model_dump(include={"model", "temperature", "top_p", "stream", "top_logprobs", "tool_choice"}),
+            **self.model_dump(include={"model", "temperature", "top_p", "stream", "top_logprobs"}),
+            "tool_choice": tool_choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "chat_template_kwargs": template_options({"reasoning": self.reasoning}) or None,
             "thinking_budget": thinking_budget({"reasoning": self.reasoning}),
@@ -599,9 +604,13 @@ class ResponseRequest(Strict):
 
 
 def chat_of(body: dict[str, Any]) -> ChatRequest:
-    """Return the chat that another API's body became; raise `InvalidRequestError` if it is not valid."""
+    return request_of(ChatRequest, body)
+
+
+def request_of(kind: type[Body], body: dict[str, Any]) -> Body:
+    """Return the request that another API's body became; raise `InvalidRequestError` if it is not valid."""
     try:
-        return ChatRequest.model_validate(body)
+        return kind.model_validate(body)
     except ValidationError as error:
         raise _to_api_error(error.errors(include_url=False, include_input=False), body) from None
 
@@ -633,8 +642,6 @@ def use_response_names(error: ApiError) -> None:
 
 
 # Parsing.
-
-Body = TypeVar("Body", bound=BaseModel)
 
 
 def parse(kind: type[Body], body: bytes, ignored: set[str] | None = None) -> Body:

@@ -1,8 +1,8 @@
 """Sessions: conversations whose caches the server keeps between requests.
 
 A client that names its session still sends the whole conversation. The server prefills only what is new; if the
-conversation was edited, or the session was dropped to make room, it starts a new one. A session saves time and memory,
-and no answer depends on it.
+conversation was edited, or the session was dropped to make room, it starts a new one. A session saves time and memory.
+Only its own answers depend on what it evicted: caches of a session that evicted tokens are not shared.
 """
 
 import asyncio

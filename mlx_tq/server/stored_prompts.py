@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from mlx_lm.models.cache import can_trim_prompt_cache
 
 from mlx_tq.prefix_cache.prefix_cache import CachedPrompt, PrefixCache, common_prefix
-from mlx_tq.server.job import Job
+from mlx_tq.server.job import Job, SessionCaches
 from mlx_tq.server.job_recall import log_archive_warning
-from mlx_tq.server.prompt_memory import PromptMemory, copy_prefix
+from mlx_tq.server.prompt_memory import PromptMemory, copy_prefix, has_evicted
 from mlx_tq.server.sessions import Sessions
 from mlx_tq.session.restore import release
 
@@ -59,7 +60,10 @@ class StoredPrompts:
             return self.continued(job, job.session.caches, job.session.cached_tokens)
         ids = job.prompt.ids[: len(job.prompt.ids) - num_remaining]
         caches, cached_tokens = self.memory.find(ids, len(ids), notes_use=not alone)
-        caches, cached_tokens = self._longer_in_session(ids, caches, cached_tokens)
+        if not alone and (longest := self._longest_in_session(ids)) is not None and longest[1] > cached_tokens:
+            copied = copy_prefix(longest[0], longest[1], len(longest[0].tokens))
+            if copied is not None:
+                caches, cached_tokens = copied, longest[1]
         if self._prefix_cache is not None:
             stored = CachedPrompt(self._prefix_cache, ids)
             restorable = stored.find(alone=alone)
@@ -67,20 +71,25 @@ class StoredPrompts:
                 return PromptSource(None, restorable, stored)
         return self.continued(job, caches, cached_tokens)
 
-    def _longer_in_session(
-        self, ids: list[int], caches: list[Any] | None, cached_tokens: int
-    ) -> tuple[list[Any] | None, int]:
-        """Return a longer prefix of a prompt that a session has, or the caches as they are."""
+    def _longest_in_session(self, ids: list[int]) -> tuple[SessionCaches, int] | None:
+        """Return the caches of the session that has the longest prefix of a prompt, and its length.
+
+        Sessions that evicted tokens have none: other answers would depend on what these evicted.
+        """
         tokens = np.array(ids, np.int64)
-        for other in [] if self._sessions is None else self._sessions.all_caches():
-            common = common_prefix(other.tokens, tokens)
-            if common > cached_tokens and (copied := copy_prefix(other, common, len(other.tokens))) is not None:
-                caches, cached_tokens = copied, common
-        return caches, cached_tokens
+        lengths = [
+            (other, common)
+            for other in ([] if self._sessions is None else self._sessions.all_caches())
+            if (common := common_prefix(other.tokens, tokens))
+            and (common == len(other.tokens) or can_trim_prompt_cache(other))
+            and not has_evicted(other)
+        ]
+        return max(lengths, key=lambda pair: pair[1], default=None)
 
     def longest(self, ids: list[int]) -> int:
         """Return how many first tokens of a prompt are stored, in memory or on this rank's disk; any thread may ask."""
-        in_memory = self.memory.longest(ids, len(ids) - 1)
+        in_session = self._longest_in_session(ids[:-1])
+        in_memory = max(self.memory.longest(ids, len(ids) - 1), 0 if in_session is None else in_session[1])
         if self._prefix_cache is None:
             return in_memory
         return max(in_memory, CachedPrompt(self._prefix_cache, ids[:-1]).find(alone=True))

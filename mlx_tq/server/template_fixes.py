@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -29,11 +30,15 @@ def join_users(messages: Sequence[Message]) -> list[Message]:
 
 
 def fold_into_results(messages: Sequence[Message]) -> list[Message]:
-    """Return messages in which a user message after a tool result ends that result, marked as the user's."""
+    """Return messages in which a user message after a tool result ends that result, marked as the user's.
+
+    In that result, the marks are escaped: only the server writes them.
+    """
     folded: list[Message] = []
     for message in messages:
         if message["role"] == "user" and folded and folded[-1]["role"] == "tool":
-            text = f"{folded[-1]['content']}\n\n<user>\n{message['content']}\n</user>"
+            result = re.sub(r"<(/?user>)", r"&lt;\1", folded[-1]["content"])
+            text = f"{result}\n\n<user>\n{message['content']}\n</user>"
             folded[-1] = {**folded[-1], "content": text}
         else:
             folded.append(message)

@@ -93,6 +93,7 @@ def test_the_variables_of_claude_are_shell(connect, server):
     found = dict(line.split("=", 1) for line in done.stdout.splitlines())
     assert "ANTHROPIC_API_KEY" not in found
     assert (found["ANTHROPIC_BASE_URL"], found["ANTHROPIC_AUTH_TOKEN"]) == (server.url, "none")
+    assert "start the server with --scale-usage 200000." in script
     assert found["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == str(CONTEXT // 4)
     models = {name for name, value in found.items() if value == MODEL}
     kinds = {f"ANTHROPIC_DEFAULT_{kind}_MODEL" for kind in ("OPUS", "SONNET", "HAIKU")}
@@ -106,9 +107,12 @@ def test_the_name_of_a_model_in_opencode_has_no_slash():
     assert settings["provider"]["mlx_tq"]["models"]["maker-Model-4B"]["id"] == "maker/Model-4B"
 
 
-@pytest.mark.parametrize(("context", "window"), [(99_999, "200000"), (100_000, "100000")])
-def test_claude_gets_a_window_that_it_takes(context, window):
-    variables = CLIENTS["claude"].environment(Endpoint("http://127.0.0.1:1", "m", context, None))
+@pytest.mark.parametrize(
+    ("context", "scales", "window"),
+    [(99_999, False, "200000"), (100_000, False, "100000"), (100_000, True, "200000"), (200_001, True, "200001")],
+)
+def test_claude_gets_a_window_that_it_takes(context, scales, window):
+    variables = CLIENTS["claude"].environment(Endpoint("http://127.0.0.1:1", "m", context, None, scales))
     assert variables["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == window
 
 
@@ -312,7 +316,8 @@ def test_a_dry_run_shows_both_commands_and_starts_neither(cli, home):
     code, out, _ = cli("connect", "claude", "--run", "--dry-run", *flags, "--", "-p", "a b")
     assert (code, snapshot(home)) == (0, before)
     first, *_, last = out.splitlines()
-    assert first.endswith(f"-m mlx_tq.server --model {MODEL} --kv-profile small --port PORT")
+    assert first.endswith(f"-m mlx_tq.server --model {MODEL} --scale-usage 200000 --kv-profile small --port PORT")
+    assert "start the server with" not in out
     assert last == f"{home}/bin/claude -p 'a b'"
     assert "export ANTHROPIC_BASE_URL=http://127.0.0.1:PORT\n" in out
 

@@ -75,7 +75,8 @@ def test_a_model_is_loaded_when_it_is_named(start, models):
     ]  # fmt: skip
     assert all(model["owned_by"] == "mlx_tq" and model["created"] > 0 for model in listed)
     assert ask(server, "default_model") == ask(server, "alpha") == "alpha"
-    assert loaded(server) == ["alpha"]
+    assert server.post("/api/show", model="beta").json()["capabilities"] == ["completion"]
+    assert loaded(server) == ["alpha"], "front ends ask for each model that is listed"
     assert ask(server, "beta") == "beta"
     assert loaded(server) == ["alpha", "beta"]
     assert server.http.get("/v1/models/beta").json()["loaded"]

@@ -7,11 +7,15 @@ import httpx
 import ollama
 import pytest
 
+from mlx_tq.prompt_cache.memory import weights_nbytes
+
 from .conftest import QUESTION
 from .test_messages import CALL, TOOL, tokenizer  # noqa: F401 - a fixture
 from .test_tool_calls import scripted  # noqa: F401 - a fixture
 
 ASKED = {"model": "needle32:latest", "messages": [{"role": "user", "content": QUESTION}]}
+RAW = {"prompt": "hi", "raw": True}
+NO_TOOLS = "the chat template of needle32 does not show tools to the model"
 IMAGE = base64.b64encode(b"picture").decode()
 
 
@@ -121,11 +125,11 @@ def test_thinking_switches_the_template(scripted_client):
     assert counts[False] == counts["low"] < counts[True]
 
 
-def test_models(client, scripted_client):
+def test_models(client, scripted_client, loaded):
     (model,) = client.list().models
-    assert (model.model, model.size > 0, len(model.digest)) == ("needle32", True, 64)
-    (loaded,) = client.ps().models
-    assert (loaded.model, loaded.size_vram) == ("needle32", model.size)
+    assert (model.model, model.size, len(model.digest)) == ("needle32", weights_nbytes(loaded[0]), 64)
+    (running,) = client.ps().models
+    assert (running.model, running.size_vram) == ("needle32", model.size)
     shown = client.show("needle32")
     assert shown.modelinfo["mlx.context_length"] == 4096
     assert shown.capabilities == ["completion"]
@@ -148,6 +152,12 @@ def test_models(client, scripted_client):
         ("/api/chat", {"messages": [{"role": "user", "content": "a b c " * 2000}]}, "This model's maximum context len"),
         ("/api/chat", {"model": ""}, "model: String should have at least 1"),
         ("/api/none", {}, "unknown route"),
+        ("/api/chat", {**ASKED, "tools": [TOOL]}, f"{NO_TOOLS}. Remove tools, or start the server"),
+        ("/api/generate", {**RAW, "options": {"stop": "a" * 257}}, "stop: String should have at most 256"),
+        ("/api/generate", {**RAW, "format": "json"}, "format: not supported with raw; leave"),
+        ("/api/generate", {**RAW, "think": True}, "think: not supported with raw; leave"),
+        ("/api/generate", {**RAW, "system": "Hi."}, "system: not supported with raw; leave"),
+        ("/api/generate", {**RAW, "logprobs": True}, "logprobs: not supported with raw; leave"),
     ],
 )
 def test_errors_are_one_text(server, path, body, message):

@@ -206,3 +206,26 @@ def test_tokens_are_counted(server):
     counted = server.post("/v1/responses/input_tokens", input="hi", instructions="Be kind.").json()
     answered = server.post("/v1/responses", input="hi", instructions="Be kind.", max_output_tokens=1).json()
     assert counted == {"object": "response.input_tokens", "input_tokens": answered["usage"]["input_tokens"]}
+
+
+def test_a_summary_is_a_text_whatever_the_answers_are(scripted):  # noqa: F811
+    scripted.script("<think>Hm.</think>The sum is 4.")
+    choice, text = {"type": "function", "name": "add"}, {"format": {"type": "json_object"}}
+    body = {"input": TALK, "tools": [FUNCTION], "tool_choice": choice, "text": text}
+    (_, summary) = scripted.client.post("/v1/responses/compact", json=body).json()["output"]
+    assert summary["encrypted_content"] == "The sum is 4."
+
+
+def test_a_summary_without_its_end_is_an_error(scripted):  # noqa: F811
+    scripted.script("<think>Hm.</think>The sum of two and two is 4.")
+    response = scripted.client.post("/v1/responses/compact", json={"input": TALK, "max_output_tokens": 8})
+    assert response.status_code == 500
+    assert "did not end within 8 tokens; raise max_output_tokens" in response.json()["error"]["message"]
+
+
+def test_a_required_call_after_reasoning_is_refused_as_that(scripted):  # noqa: F811
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]}
+    body = {"input": [*TALK, thought], "tools": [FUNCTION], "tool_choice": "required"}
+    response = scripted.client.post("/v1/responses", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("tool_choice cannot be combined with reasoning at the end")

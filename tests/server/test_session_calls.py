@@ -17,9 +17,9 @@ ENDLESS_CALLS = TEMPLATE.replace("<|im_end|>\n{% endfor %}", "{{ '<|im_end|>' if
 def ask(scripted):  # noqa: F811
     """Return a function that returns the message and the usage of an answer, whose text is given."""
 
-    def ask(text, messages, session=None):
+    def ask(text, messages, session=None, **options):
         scripted.script(text)
-        body = {"messages": messages, "tools": [TOOL], "max_tokens": 200}
+        body = {"messages": messages, "tools": [TOOL], "max_tokens": 200, **options}
         headers = {} if session is None else {SESSION: session}
         answer = scripted.client.post("/v1/chat/completions", json=body, headers=headers).json()
         return answer["choices"][0]["message"], answer["usage"]
@@ -67,11 +67,26 @@ def test_a_template_that_shows_another_end_of_calls_restarts_the_session(ask, to
     assert (last["content"], cached(usage) < first["total_tokens"]) == ("It is 4.", True)
 
 
-def test_requests_outside_of_a_session_continue_from_it(ask):
+def test_other_sessions_and_requests_outside_continue_from_a_session(ask, scripted):  # noqa: F811
     system = {"role": "system", "content": "Add what the user wants, and call tools for it. " * 9}
     talk = [system, USER]
     _, first = ask("Yes.", talk, "shared")
     talk += [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Go on."}]
-    _, outside = ask("So.", talk)
-    assert cached(outside) > first["prompt_tokens"] // 2, "what this template shows before the tools"
-    assert cached(ask("So.", talk, "other")[1]) >= cached(outside), "another session"
+    body = {"messages": talk, "tools": [TOOL], "max_tokens": 200}
+    (estimate,) = scripted.client.post("/v1/estimate", json=body).json()["prompts"]
+    _, other = ask("So.", talk, "other")
+    assert cached(other) > first["prompt_tokens"] // 2, "what this template shows before the tools"
+    assert estimate["cached_tokens"] == cached(other)
+    assert cached(ask("So.", talk)[1]) >= cached(other)
+
+
+@pytest.mark.parametrize(
+    ("more", "continues"), [(" \n" * 40, True), (CALL, False), ("<", False)], ids=["space", "call", "mark"]
+)
+def test_a_session_continues_after_an_only_call_unless_more_was_generated(ask, more, continues):
+    """Whether the server cancels the job at the call or not: the client sees the call alone."""
+    name = f"only{len(more)}"
+    message, first = ask(CALL + more, [USER], name, parallel_tool_calls=False)
+    assert (len(message["tool_calls"]), message["content"]) == (1, None)
+    _, second = ask("It is 4.", [USER, *turn({**message, "content": ""})], name)
+    assert (cached(second) > first["prompt_tokens"]) == continues

@@ -291,3 +291,11 @@ def test_names_and_routes(narrow):
     with pytest.raises(openai.BadRequestError):  # and a session that was refused does not stay in use
         ask(narrow, "bad", "Hello", model="default_model", max_tokens=10**6)
     assert ask(narrow, "bad2", "Hello")[1]["content"]
+
+
+def test_requests_outside_do_not_continue_from_what_a_session_evicted(evicting):
+    message = user(long_text())
+    answer, said = ask(evicting, "evicts", message)
+    assert answer.model_extra["session"]["evicted"]
+    outside = evicting.chat(message, said, user("Go on."), max_tokens=2)
+    assert counts(outside)[1] == 0
