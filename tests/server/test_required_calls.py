@@ -276,6 +276,13 @@ def test_choices_of_other_apis():
         ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "should be 'none', 'auto', 'required'"),
         ({"tool_choice": {"type": "web_search"}, "tools": TOOLS}, "should be 'none', 'auto', 'required'"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}, "tools": TOOLS}, "should be 'none'"),
+        (
+            {
+                "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": [], "name": "f"}]},
+                "tools": TOOLS,
+            },
+            "'f', which is none of the tools",
+        ),
         ({"tool_choice": "required"}, "a call is required, but tools is empty"),
         ({"tool_choice": FUNCTION, "tools": TOOLS[1:]}, "names 'pick', which is none of the tools: paint"),
     ],
