@@ -18,7 +18,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("$ref", "format", "pattern"), (str,)),
     "type": (str, list),
 }
-_JSON_TYPES = {dict: "an object", list: "an array", str: "a string"}
+_JSON_TYPES: dict[type, str] = {dict: "an object", list: "an array", str: "a string"}
 # Formats of strings that grammars follow. Others are annotations, as JSON Schema has them.
 _FORMATS = frozenset(("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
 

@@ -2,15 +2,18 @@
 
 import asyncio
 import json
+import sys
 
 import jsonschema_rs
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import gemma4, json_tools
 
-from mlx_tq.grammar.call_grammar import CallForm
+from mlx_tq.grammar.call_grammar import GENERIC_FORM, CallForm
 from mlx_tq.grammar.constraint import Grammars
+from mlx_tq.grammar.sandbox import CompileLimits, GrammarChecker
 from mlx_tq.models import load
+from mlx_tq.server import answer_grammars
 from mlx_tq.server.answer_grammars import AnswerGrammars
 from mlx_tq.server.api_errors import InvalidRequestError
 from mlx_tq.server.grammar_queue import GrammarQueue
@@ -42,6 +45,7 @@ FUNCTIONS = [{"name": name, "parameters": parameters} for name, parameters in PA
 TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
 ASKED = [{"role": "user", "content": "Red or green?"}]
 ONE = {"parallel_tool_calls": False}
+GEMMA = CallForm("gemma4", gemma4.tool_call_start, gemma4.tool_call_end, gemma4.parse_tool_call)
 NOT_STRICT = {"type": "function", "function": {"name": "odd", "parameters": {"properties": {"a": {"not": {}}}}}}
 
 
@@ -205,16 +209,8 @@ def test_a_tool_without_a_grammar(calling):
 
 def test_a_form_without_a_grammar(tokenizer):  # noqa: F811
     """Gemma 4's calls: required ones are refused, others are free."""
-    form, grammars = (
-        CallForm("gemma4", gemma4.tool_call_start, gemma4.tool_call_end, gemma4.parse_tool_call),
-        Grammars(tokenizer),
-    )
-    made = AnswerGrammars(GrammarQueue(grammars, 4), lambda: form, {}, allow_lark=False)
-
-    def compile_for(**fields):
-        body = json.dumps({"messages": ASKED, "tools": TOOLS, **fields}).encode()
-        return asyncio.run(made.compile(parse(ChatRequest, body), "client"))
-
+    grammars = Grammars(tokenizer)
+    compile_for = compiler(grammars, GEMMA)
     try:
         assert compile_for() is compile_for(tool_choice="auto") is None
         for fields, param in (
@@ -225,6 +221,47 @@ def test_a_form_without_a_grammar(tokenizer):  # noqa: F811
                 compile_for(**fields)
             assert refused.value.param == param
     finally:
+        grammars.close()
+
+
+def compiler(grammars, form=GENERIC_FORM):
+    """Return a function that compiles the grammar of a request with tools."""
+    made = AnswerGrammars(GrammarQueue(grammars, 4), lambda: form, {}, allow_lark=False)
+
+    def compile_for(**fields):
+        body = json.dumps({"messages": ASKED, "tools": TOOLS, **fields}).encode()
+        return asyncio.run(made.compile(parse(ChatRequest, body), "client"))
+
+    return compile_for
+
+
+def test_a_sandbox_that_does_not_start(tokenizer, monkeypatch):  # noqa: F811
+    """Calls that the model may make go on without a grammar; a form without one is refused without compiling."""
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    grammars = Grammars(tokenizer)
+    try:
+        assert compiler(grammars)() is None
+        with pytest.raises(RuntimeError, match="the process that checks grammars"):
+            compiler(grammars)(tool_choice="required")
+        with pytest.raises(InvalidRequestError, match="parser gemma4"):
+            compiler(grammars, GEMMA)(tool_choice="required")
+    finally:
+        grammars.close()
+
+
+def test_a_limit_that_was_exceeded_once(tokenizer, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(answer_grammars, "_RETRY_S", 0.0)
+    grammars = Grammars(tokenizer)
+    text = str(tokenizer._tokenizer.backend_tokenizer.to_str())
+    limited = GrammarChecker(text, [2], CompileLimits(seconds=0.0))
+    compile_for = compiler(grammars)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(grammars, "_checker", limited)
+            assert compile_for() is None
+        assert compile_for() is not None
+    finally:
+        limited.close()
         grammars.close()
 
 
