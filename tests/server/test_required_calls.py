@@ -15,13 +15,15 @@ from mlx_tq.grammar.sandbox import CompileLimits, GrammarChecker
 from mlx_tq.models import load
 from mlx_tq.server import answer_grammars
 from mlx_tq.server.answer_grammars import AnswerGrammars
+from mlx_tq.server.answers import Choice
 from mlx_tq.server.api_errors import InvalidRequestError
 from mlx_tq.server.grammar_queue import GrammarQueue
+from mlx_tq.server.job import Piece
 from mlx_tq.server.messages_schemas import MessagesRequest
 from mlx_tq.server.prompt_builder import PromptBuilder
 from mlx_tq.server.schemas import ChatRequest, ResponseRequest, parse
 
-from .test_messages import CALL, prompt_of, tokenizer  # noqa: F401 - a fixture
+from .test_messages import CALL, TOOL, prompt_of, tokenizer  # noqa: F401 - a fixture
 from .test_response_formats import CODE, schema_format
 from .test_tool_calls import events_of, read_chat, read_response, scripted_server
 
@@ -179,6 +181,30 @@ def test_allowed_tools_are_the_only_ones(scripted):
     answer = scripted.answer(text, messages=ASKED, tools=TOOLS, tool_choice=choice, **ONE)
     (call,) = answer["choices"][0]["message"]["tool_calls"]
     assert call["function"]["name"] == "paint"
+
+
+def test_allowed_tools_without_a_grammar(tokenizer):  # noqa: F811
+    """A call of another tool stays content."""
+    for names, is_call in ((["pick"], False), (["add"], True), (None, True)):
+        choice = Choice(tokenizer, tools=[TOOL], names=names)
+        message = choice.add(Piece(CALL, finish_reason="stop"))
+        assert (message.content, len(message.tool_calls)) == (("", 1) if is_call else (CALL, 0))
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize("state", ["normal", "reasoning"])
+def test_a_mark_inside_of_a_format(tokenizer, size, state):  # noqa: F811
+    """Only an answer that begins with the mark has calls."""
+    reasoning = "Hm.</think>" if state == "reasoning" else ""
+    for text, content, calls in ((f'{{"a": "{CALL}"}}', f'{{"a": "{CALL}"}}', 0), (f"\n{CALL}\n{CALL}", "", 2)):
+        choice = Choice(tokenizer, state, [TOOL], constrained=True)
+        answer = reasoning + text
+        for start in range(0, len(answer), size):
+            choice.add(Piece(answer[start : start + size]))
+        choice.add(Piece("", finish_reason="stop"))
+        message = choice.message
+        assert (message.content, len(message.tool_calls)) == (content, calls)
+        assert message.reasoning == reasoning.removesuffix("</think>")
 
 
 @pytest.mark.parametrize("starts_call", [False, True])
