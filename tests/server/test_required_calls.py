@@ -160,7 +160,7 @@ def test_calls_and_results_as_text(tokenizer, monkeypatch):  # noqa: F811
 
 def test_a_call_that_the_model_opens_ends_as_a_valid_one(scripted):
     for stream in (False, True):
-        scripted.script("<think>A <tool_call> mark.</think>I see. <tool_call>color red")
+        scripted.script('<think>A <tool_call> mark.</think>I see. <tool_call>{"color red')
         body = {"messages": ASKED, "tools": TOOLS, "stream": stream, **ONE}
         sent = scripted.client.post("/v1/chat/completions", json=body)
         reasoning, content, ((name, arguments),), is_call = read_chat(events_of(sent.text) if stream else sent.json())
@@ -181,6 +181,12 @@ def test_allowed_tools_are_the_only_ones(scripted):
     answer = scripted.answer(text, messages=ASKED, tools=TOOLS, tool_choice=choice, **ONE)
     (call,) = answer["choices"][0]["message"]["tool_calls"]
     assert call["function"]["name"] == "paint"
+
+
+def test_a_mark_that_is_mentioned(scripted):
+    text = "The mark `<tool_call>` opens a call."
+    message = scripted.answer(text, messages=ASKED, tools=TOOLS)["choices"][0]["message"]
+    assert (message["content"], message.get("tool_calls")) == (text, None)
 
 
 def test_allowed_tools_without_a_grammar(tokenizer):  # noqa: F811
