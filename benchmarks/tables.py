@@ -535,7 +535,8 @@ def lookup_speed() -> str:
         ["lookup_speed.json"],
         columns,
         rows,
-        on=f"{MODELS[about['model']]} in float32, medians of {about['rounds']} pairs, on a busy machine",
+        on=f"{MODELS[about['model']]} in float32, medians of {about['rounds']} pairs, on a busy machine; "
+        "times as fast: median of the ratios of the pairs",
     )
 
 
@@ -632,8 +633,14 @@ def shared_steps() -> str:
         ]
         for f in report(name)["figures"]
     ]
-    columns = ["profile", "one stream, ms", "eight with copies", "eight that share", "of copies", "times one stream"]
-    columns += ["KV of copies, MB", "shared, MB"]
+    columns = [
+        "profile",
+        "one stream, ms",
+        "eight, private prefixes, ms",
+        "eight, shared prefix, ms",
+        "shared / private",
+    ]
+    columns += ["shared / one stream", "private KV, MB", "shared KV, MB"]
     return table([name], columns, rows, on="caches of SmolLM2's shape with random rows, processor time on one core")
 
 
@@ -662,7 +669,7 @@ REUSES = {
     ("mlx_tq", "side"): "with side requests",
     ("mlx_tq", "two"): "two at once",
     ("mlx-lm", "memory"): "mlx-lm's server",
-    ("mlx-lm", "side"): "with side requests there",
+    ("mlx-lm", "side"): "mlx-lm's server, with side requests",
 }
 
 

@@ -17,7 +17,7 @@ from mlx_tq.cli.options import API_KEY_VARIABLE, check_flags
 from mlx_tq.cli.parser import CommandParser, command_parser
 from mlx_tq.cli.runner import DONE, run_command
 from mlx_tq.clients.coding_clients import CLIENTS, CodingClient
-from mlx_tq.clients.config_file import changed_settings, merge_settings, settings_text, write_text
+from mlx_tq.clients.config_file import find_changed_settings, merge_settings, settings_text, write_text
 from mlx_tq.clients.endpoint import ASSUMED_CONTEXT, Endpoint, find_endpoint
 from mlx_tq.clients.started_server import server_command, started_server, stop_process, url_of_port
 from mlx_tq.errors import ConfigError, unknown_name
@@ -117,7 +117,7 @@ def _write_files(files: Mapping[Path, Mapping[str, Any]], *, dry_run: bool) -> N
     for path, text in texts.items():
         if not dry_run:
             sys.stdout.write(f"{path} {'written' if write_text(path, text) else 'has the settings already'}\n")
-        elif changed := changed_settings(path, files[path]):  # the file's other settings may have secrets
+        elif changed := find_changed_settings(path, files[path]):  # the file's other settings may have secrets
             sys.stdout.write(f"# would add or change in {path}\n{settings_text(path.suffix, changed)}")
         else:
             sys.stdout.write(f"{path} has the settings already\n")

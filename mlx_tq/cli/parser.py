@@ -136,8 +136,8 @@ def add_memory_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def add_lookup_argument(parser: argparse._ActionsContainer) -> None:
-    text = "speculative decoding with drafts from the conversation itself: auto drafts where that should be faster, on "
-    text += "wherever text repeats; neither with --kv-evict, nor on caches that cannot drop a rejected draft"
+    text = "speculative decoding with drafts copied from the conversation: auto drafts when that is expected to be "
+    text += "faster, on whenever text repeats; not supported with --kv-evict or with caches that cannot be rolled back"
     parser.add_argument("--prompt-lookup", choices=PROMPT_LOOKUP, default=OFF, help=text)
 
 

@@ -15,8 +15,8 @@ from mlx_tq.clients.endpoint import NO_KEY, Endpoint
 MakeSettings = Callable[[Endpoint], dict[str, Any]]
 
 _PROVIDER = "mlx_tq"
-# Tokens of the shortest context at which Claude Code compacts by itself, and of the one that it gets in place of a
-# shorter one: a server with --scale-usage reports its usage as if it had that.
+# Claude Code does not compact windows below 100,000 tokens. For a shorter context we set 200,000, and the server must
+# run with --scale-usage 200000.
 _LEAST_CLAUDE_WINDOW, _SCALED_CLAUDE_WINDOW = 100_000, 200_000
 _TIMEOUT_MS = 1_800_000  # a long prompt takes minutes to prefill, and clients give up after 2 to 10
 

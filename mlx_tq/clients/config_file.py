@@ -25,7 +25,7 @@ def merge_settings(path: Path, settings: Mapping[str, Any]) -> str:
     return _format(path.suffix, document)
 
 
-def changed_settings(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+def find_changed_settings(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of the settings that the file at `path` does not have, or has with another value."""
     return _changes(_read(path), settings)
 

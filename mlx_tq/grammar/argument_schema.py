@@ -1,4 +1,4 @@
-"""`argument_schema`: the parameters of a tool as a schema that grammars can follow."""
+"""`make_argument_schema`: the parameters of a tool as a schema that grammars can follow."""
 
 import json
 from typing import Any
@@ -23,11 +23,11 @@ _JSON_TYPES: dict[type, str] = {dict: "an object", list: "an array", str: "a str
 _FORMATS = frozenset(("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
 
 
-def argument_schema(parameters: Schema | None) -> Schema:
+def make_argument_schema(parameters: Schema | None) -> Schema:
     """Return the schema of a call's arguments.
 
-    Objects have the properties that they list, unless they say otherwise: a model could add more without end.
-    Definitions are at the root, where references look for them. What only describes is left out.
+    Set `additionalProperties` to false where it is missing from an object that lists its properties, so that a model
+    cannot add properties forever. Definitions are at the root, where references look for them. Annotations are removed.
     """
     schema: Schema = json.loads(json.dumps(parameters or {"properties": {}}))
     definitions: dict[str, Schema] = {}

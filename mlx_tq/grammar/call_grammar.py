@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_lm.tool_parsers import json_tools
 
-from mlx_tq.grammar.argument_schema import Schema, argument_schema
+from mlx_tq.grammar.argument_schema import Schema, make_argument_schema
 from mlx_tq.grammar.grammar_source import JSON_SEPARATORS, GrammarError, GrammarSource
 
 _IDENTIFIER = re.compile(r"[^\W\d]\w*", re.ASCII)
@@ -39,8 +39,6 @@ GENERIC_FORM = CallForm("json_tools", json_tools.tool_call_start, json_tools.too
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool that may be called."""
-
     name: str
     parameters: Schema | None
 
@@ -53,8 +51,8 @@ class ToolError(GrammarError):
         self.tool = tool
 
 
-def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return the ids of control tokens by their text, which no other tokens spell for a grammar."""
+def find_special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Map control tokens to their ids; a grammar must refer to them by id, as ordinary text cannot match them."""
     return {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
@@ -65,17 +63,17 @@ def write_grammar(
     *,
     is_opened: bool = False,
     one_call: bool = False,
-    text: GrammarSource | None = None,
+    response_format: GrammarSource | None = None,
 ) -> GrammarSource:
     """Return the grammar of answers that consist of calls; raise `GrammarError` if the form has none.
 
-    With `is_opened`, it describes what follows the start mark of one or more calls up to their end mark. With `text`,
-    an answer may follow that instead.
+    With `is_opened`, it describes what follows the start mark of one or more calls up to their end mark. With
+    `response_format`, an answer may match that instead.
     """
     shape = _SHAPES.get(form.parser)
     if shape is None:
         raise GrammarError(
-            f"there is no grammar for calls in the form of mlx-lm's parser {form.parser}; it exists for "
+            f"tool calls of mlx-lm's parser {form.parser} cannot be constrained; supported parsers: "
             f"{', '.join(sorted(_SHAPES))}. Send tool_choice 'auto', and no response_format"
         )
     rules = _Rules(special, form.end)
@@ -86,7 +84,7 @@ def write_grammar(
         try:
             if not _NAME.fullmatch(tool.name):
                 raise GrammarError("a tool's name may have letters, digits, '_', '-' and '.'")
-            names.append(rules.add(shape.write(rules, tool.name, argument_schema(tool.parameters))))
+            names.append(rules.add(shape.write(rules, tool.name, make_argument_schema(tool.parameters))))
         except GrammarError as error:
             raise ToolError(str(error), tool, error.path) from error
         except (TypeError, AttributeError) as error:  # a schema of a shape that no check has foreseen
@@ -99,8 +97,8 @@ def write_grammar(
         marked = rules.add(f"{rules.text(form.start)} {marked}")
         if shape.between is None and not one_call:
             marked = f'{marked} ("\\n"? {marked})*'
-    if text is not None:
-        marked += f" | {rules.text_of(text)}"
+    if response_format is not None:
+        marked += f" | {rules.text_of(response_format)}"
     return GrammarSource("tool_calls", "\n".join([f"start: {marked}", *rules.lines]))
 
 

@@ -40,7 +40,7 @@ class CompiledGrammar:
 
 @dataclass(frozen=True)
 class AnswerMarks:
-    """How a constraint reads an answer: its marks, the tokens that end it, and both ways between tokens and text."""
+    """What a constraint needs to know about the model: reasoning markers, EOS ids, decoding and tokenizing."""
 
     eos_ids: frozenset[int]
     think_start: str
@@ -54,9 +54,10 @@ class Constraint:
     """Logits processor that allows only what a grammar allows; it must be the last one.
 
     The grammar applies to the whole answer. If the prompt has opened the model's reasoning, it applies after that. With
-    `call_start`, it applies from each such mark after the reasoning to the grammar's own end, and the rest of the
-    answer is free; where it cannot be followed, the rest is free, too. A mark that is a token of its own counts only as
-    that token. Others may be mentioned: the token after them is free, and the grammar applies only if it allows that.
+    `call_start`, the grammar applies from each marker after the reasoning until the grammar is complete; other text is
+    unconstrained. If a call cannot match the grammar, the rest of the answer is unconstrained.
+    A marker that is a token of its own counts only as that token. Others may be mentioned: the token after them is
+    free, and the grammar applies only if it allows that token.
 
     `param` is the request's argument that the grammar came from. Copies share the time budget of the grammar.
     """
@@ -113,7 +114,7 @@ class Constraint:
         return mx.where(mx.array(allowed.view(bool)), logits, -mx.inf)
 
     def check(self) -> None:
-        """Raise `GrammarError` if the grammar can no longer be followed and has to be."""
+        """Raise `GrammarError` if a mandatory grammar cannot be matched."""
         if self.error is not None and not self._call_start:
             raise GrammarError(f"the answer cannot follow its grammar any further: {self.error}")
 
@@ -175,13 +176,13 @@ class Constraint:
         elif self._call_start:  # the mark was only mentioned
             self._restart_search()
         else:
-            self.error = f"{rest[:20]!r} follows the reasoning"
+            self.error = f"{rest[:20]!r} after the reasoning does not match the grammar"
 
     def _take_error(self) -> None:
         if self._matcher.is_error():
             self.error = shorten_message(self._matcher.get_error())
             if self._call_start:
-                log.warning("a tool call goes on without its grammar: %s", self.error)
+                log.warning("a tool call continues unconstrained: %s", self.error)
 
 
 class Grammars:

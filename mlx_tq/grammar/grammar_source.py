@@ -45,9 +45,12 @@ class GrammarSource:
     text: str
 
     def __post_init__(self) -> None:
-        limit = _MAX_TOOLS if self.syntax == "tool_calls" else MAX_TEXT
-        if len(self.text) > limit:
-            raise GrammarError(f"it has more than {limit:,} characters, the limit")
+        if self.syntax == "tool_calls" and len(self.text) > _MAX_TOOLS:
+            raise GrammarError(
+                f"the grammar generated from the tools exceeds {_MAX_TOOLS:,} characters; send fewer or simpler tools"
+            )
+        if self.syntax != "tool_calls" and len(self.text) > MAX_TEXT:
+            raise GrammarError(f"it has more than {MAX_TEXT:,} characters, the limit")
         if self.syntax == "lark" and "%llguidance" in self.text:
             raise GrammarError("%llguidance options are not allowed; remove them")
         schema = json.loads(self.text) if self.syntax == "json_schema" else None

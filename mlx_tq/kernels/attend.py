@@ -42,10 +42,13 @@ def _attend(
     scale: float,
     mask: Mask,
     sinks: mx.array | None,
-    first: "Partial | None" = None,
+    prefix_partial: "Partial | None" = None,
     start: int = 0,
 ) -> mx.array:
-    """Attend to a cache, of whose packed tokens `first` is attention to those before `start`, in rotated space."""
+    """Attend to a cache.
+
+    `prefix_partial` is the partial attention to its packed tokens before `start`, in rotated space.
+    """
     query_heads, length = queries.shape[1:3]
     heads, full_tokens = regions.full_keys.shape[1], regions.full_tokens
     q = _group_queries(queries, heads, scale)
@@ -63,7 +66,7 @@ def _attend(
         logits = mx.broadcast_to(logits, result.m.shape)
         result = merge(result, Partial(logits, mx.ones_like(logits), mx.zeros_like(result.o)))
 
-    parts = [] if first is None else [first]
+    parts = [] if prefix_partial is None else [prefix_partial]
     if start < regions.packed_tokens:
         parts.append(_attend_packed(q, regions, start, regions.packed_tokens, mask, length))
     if parts:
@@ -106,15 +109,15 @@ def attend_batch(
     queries: mx.array, batch: Sequence[Regions], *, scale: float, mask: Mask = None, sinks: mx.array | None = None
 ) -> mx.array:
     """Return what `attend` returns for each of B caches of batch size 1 that share a layout; `mask` is no array."""
-    first: dict[int, tuple[Partial, int]] = {}
+    prefix_partials: dict[int, tuple[Partial, int]] = {}
     for members, tokens in find_shared_prefixes(batch):
         parts = _attend_prefix(mx.take(queries, mx.array(members), axis=0), batch[members[0]], tokens, scale)
-        first.update((member, (part, tokens)) for member, part in zip(members, parts, strict=True))
+        prefix_partials.update((member, (part, tokens)) for member, part in zip(members, parts, strict=True))
     outputs = []
     for i, regions in enumerate(batch):
         row = queries[i : i + 1]
         if regions.packed_tokens:
-            outputs.append(_attend(row, regions, scale, mask, sinks, *first.get(i, ())))
+            outputs.append(_attend(row, regions, scale, mask, sinks, *prefix_partials.get(i, ())))
         else:
             outputs.append(prefill(row, regions, scale=scale, mask=mask, sinks=sinks))
     return mx.concatenate(outputs)

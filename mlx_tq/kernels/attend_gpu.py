@@ -83,7 +83,7 @@ def launch_attend_batch(
     normalized = any(regions.normalization is not None for regions in batch)
     is_one = len(batch) == 1 and len(batch[0].groups) < 2
     sources = 1 if is_one else most_sources(layout, normalized=normalized)
-    # Short contexts whose rows lie in one buffer take one dispatch: to read what they share several times costs less.
+    # For short contexts, one dispatch is cheaper than reading the shared rows once.
     short_tokens = thresholds.current(queries.shape[3], queries.shape[1] // batch[0].full_keys.shape[1]).short_tokens
     is_long = [bool(regions.shared) or regions.tokens > short_tokens for regions in batch]
     prefixes = [prefix for prefix in find_shared_prefixes(batch) if any(is_long[i] for i in prefix.members)]
@@ -178,7 +178,10 @@ class _Call:
         return replace(self, queries=self.queries[start:stop], batch=self.batch[start:stop])
 
     def attend_group(self) -> list[mx.array]:
-        """Attend with all queries to the shared tokens, then in calls of up to `sources` to those of each cache."""
+        """Attend to the shared tokens with all queries, then to each cache's own tokens.
+
+        Each dispatch takes up to `sources` caches.
+        """
         counts = [max(1, len(regions.groups)) for regions in self.batch]
         shared = [[(id(rows), *places) for rows, *places in self._shared_pieces(regions)] for regions in self.batch]
         edges = [0]
@@ -202,7 +205,7 @@ class _Call:
     def _attend_short(self, simdgroups: int, rows: int) -> mx.array:
         if simdgroups == 1:  # packed and full-precision tokens need one each
             return self.merge(self.attend_blocks())
-        cuts = [_divide_simdgroups(source, simdgroups) for source in self._given]
+        cuts = [_divide_simdgroups(source, simdgroups) for source in self._call_sources]
         value = self.batch[0].layout.value
         tile = self._tile(min(rows, simdgroups), is_short=True)
         arrays, constants, sizes = self._arguments(cuts, tile)
@@ -224,8 +227,8 @@ class _Call:
         """Attend with at most this many simdgroups in a threadgroup."""
         by_matrix = self._matrix_tile(simdgroups)
         tile, cuts = by_matrix or self._tile(QUERIES, simdgroups), list[_Cut]()
-        packed_tokens = [source.group.tokens for source in self._given]
-        full_tokens = [source.cache.full_tokens for source in self._given]
+        packed_tokens = [source.group.tokens for source in self._call_sources]
+        full_tokens = [source.cache.full_tokens for source in self._call_sources]
         for packed, full in zip(*(self._divide(tokens, tile) for tokens in (packed_tokens, full_tokens)), strict=True):
             cuts.append((packed, packed + full))
         max_blocks = max(blocks for _, blocks in cuts)
@@ -245,7 +248,7 @@ class _Call:
     def _divide(self, tokens: list[int], tile: "_Tile") -> list[int]:
         """Return into how many blocks to cut the tokens of each source, so that the tiles keep the GPU busy."""
         limits, heads = self._limits, self.queries.shape[0] * self.batch[0].full_keys.shape[1]
-        counts = [source.cache.full_keys.shape[0] * len(source.group.heads) for source in self._given]
+        counts = [source.cache.full_keys.shape[0] * len(source.group.heads) for source in self._call_sources]
         total = sum(count * n for count, n in zip(counts, tokens, strict=True))
         blocks = [limits.simdgroups * heads * n // (tile.simdgroups * max(1, total)) for n in tokens]
         return [
@@ -361,7 +364,7 @@ class _Call:
         return _Tile(8 * simdgroups, simdgroups, self.queries.shape[0] * heads * tiles)
 
     @cached_property
-    def _given(self) -> list[_Source]:
+    def _call_sources(self) -> list[_Source]:
         return [
             _Source(row, cache, group, offset)
             for row, (cache, offset) in enumerate(zip(self.batch, self.offsets or repeat(0), strict=False))
@@ -403,8 +406,8 @@ class _Call:
         _, bias_strides = self._bias
         scale_bits = struct.unpack("i", struct.pack("f", self.scale))
         entries = [[0]] * (rows * heads)  # of each KV head of each row
-        means = [_mean_arguments(source) if self.normalized else ([], []) for source in self._given]
-        for number, (source, cut, (_, mean_numbers)) in enumerate(zip(self._given, cuts, means, strict=True)):
+        means = [_mean_arguments(source) if self.normalized else ([], []) for source in self._call_sources]
+        for number, (source, cut, (_, mean_numbers)) in enumerate(zip(self._call_sources, cuts, means, strict=True)):
             first_row, cache, group, offset = source
             capacity = 0 if group.rows is None else group.rows.shape[2]
             tokens = (cache.sink_tokens, group.tokens, cache.full_tokens)
@@ -420,7 +423,7 @@ class _Call:
         sizes += [number for entry in entries for number in entry[_ENTRY:]]
         sources = [
             [_NO_ROWS if group.rows is None else group.rows, cache.full_keys, cache.full_values, *arrays]
-            for (_, cache, group, _), (arrays, _) in zip(self._given, means, strict=True)
+            for (_, cache, group, _), (arrays, _) in zip(self._call_sources, means, strict=True)
         ]
         sources += sources[:1] * (self.sources - len(sources))  # placeholders, which the kernel does not read
         constants: Constants = (

@@ -8,14 +8,17 @@ from mlx_tq.kernels.regions import Regions, SharedRows
 
 
 class SharedPrefix(NamedTuple):
-    """The first packed tokens of some caches, which lie in the same buffers. The caches have the same sinks, too."""
+    """Packed tokens that several caches share, found by buffer identity. Their sink tokens are the same as well."""
 
     members: tuple[int, ...]  # numbers of the caches in the batch, ascending
     tokens: int
 
 
 def find_shared_prefixes(batch: Sequence[Regions]) -> list[SharedPrefix]:
-    """Return prefixes of at least two caches; a cache has at most one, and heads that keep different tokens none."""
+    """Return prefixes of at least two caches.
+
+    Each cache gets at most one prefix; caches whose heads keep different tokens get none.
+    """
     by_buffer: dict[int, list[int]] = defaultdict(list)
     buffers = [regions.packed_buffers() for regions in batch]
     for number, parts in enumerate(buffers):
@@ -25,7 +28,10 @@ def find_shared_prefixes(batch: Sequence[Regions]) -> list[SharedPrefix]:
 
 
 def _divide(members: list[int], buffers: list[tuple[SharedRows, ...]]) -> list[SharedPrefix]:
-    """Divide caches that have their first buffer in common, so that what one has less costs the others little."""
+    """Group caches with the same first buffer greedily.
+
+    Each group maximizes the prefix length times the number of caches after the first.
+    """
     prefixes = []
     while len(members) > 1:
         longest = max(members, key=lambda number: buffers[number][0].tokens)

@@ -76,8 +76,9 @@ def _add_limit_arguments(parser: CommandParser) -> None:
     add("--decode-share", type=float, default=0.5, metavar="SHARE", help=share)
     step = "prompt tokens per prefill step (default: what takes 0.2 s on this machine, which is measured once)"
     add("--prefill-step-size", type=int, metavar="N", help=step)
-    scale = "context length that clients of /v1/messages assume, such as 200000: the prompt tokens in its answers are "
-    scale += "scaled to it, so that Claude Code compacts in time with a shorter context (default: none, not scaled)"
+    scale = "context length that the client assumes, such as 200000: /v1/messages reports prompt tokens scaled from "
+    scale += "the server's context to it, so that Claude Code compacts before a shorter context is full "
+    scale += "(default: not scaled)"
     add("--scale-usage", type=int, metavar="N", help=scale)
     add("--max-queue", type=int, default=64, metavar="N", help="waiting requests; more are refused with status 429")
     add(

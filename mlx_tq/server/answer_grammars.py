@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 
-from mlx_tq.grammar.argument_schema import argument_schema
+from mlx_tq.grammar.argument_schema import make_argument_schema
 from mlx_tq.grammar.call_grammar import CallForm, Tool, ToolError, write_grammar
 from mlx_tq.grammar.constraint import CompiledGrammar
 from mlx_tq.grammar.grammar_source import GrammarError, GrammarSource, Syntax
@@ -32,7 +32,7 @@ _RETRY_S = 60.0  # after which a grammar that exceeded a limit is tried again
 
 @dataclass(frozen=True)
 class AnswerGrammar:
-    """A compiled grammar, and the mark from which on it applies, or "" where it describes the whole answer.
+    """A compiled grammar, and the marker after which it applies, or "" where it describes the whole answer.
 
     `param` is the request's argument that it came from.
     """
@@ -58,8 +58,8 @@ class AnswerGrammars:
     async def compile(self, request: ChatRequest, client: str) -> AnswerGrammar | None:
         """Compile the grammar of a request from the address `client`; return None if any text is allowed.
 
-        A grammar that only calls would follow that the model may make is left out if it cannot be compiled. All others
-        raise `InvalidRequestError`.
+        If calls are optional and their grammar cannot be compiled, return None and log a warning; otherwise raise
+        `InvalidRequestError`.
         """
         source = compiled = None
         response_format = request.response_format
@@ -95,24 +95,28 @@ class AnswerGrammars:
     # Tool calls.
 
     async def _compile_calls(
-        self, request: ChatRequest, text: GrammarSource | None, client: str
+        self, request: ChatRequest, response_format: GrammarSource | None, client: str
     ) -> AnswerGrammar | None:
         choice = request.tool_choice or ToolChoice(mode="auto")
         if choice.mode == "required":
-            text = None
+            response_format = None
             if request.prefill is not None:
                 raise InvalidRequestError(_PREFILL.format(_CHOICE), _CHOICE)
-        is_opened = choice.mode == "auto" and text is None
+        is_opened = choice.mode == "auto" and response_format is None
         form = await run_in_threadpool(self._find_form)
         tools = [_tool_of(tool["function"]) for tool in request.sorted_tools]
         tools = [tool for tool in tools if choice.names is None or tool.name in choice.names]
         write = partial(
-            write_grammar, form, tools, self._special, is_opened=is_opened, one_call=request.has_one_call, text=text
+            write_grammar,
+            *(form, tools, self._special),
+            is_opened=is_opened,
+            one_call=request.has_one_call,
+            response_format=response_format,
         )
         if is_opened and choice.names is None:
             compiled = await self._compile_optional(write, tools, client)
             return None if compiled is None else AnswerGrammar(compiled, form.start, _TOOLS)
-        param = _CHOICE if text is None else _FORMAT
+        param = _CHOICE if response_format is None else _FORMAT
         source = await run_in_threadpool(_write, write, param)
         try:
             compiled = await self._queue.compile(source, client)
@@ -123,7 +127,7 @@ class AnswerGrammars:
     async def _compile_optional(
         self, write: Callable[[], GrammarSource], tools: list[Tool], client: str
     ) -> CompiledGrammar | None:
-        """Compile the grammar of calls that the model may make; log, once, why there is none."""
+        """Compile the grammar of optional calls; if that fails, log the reason once."""
         try:
             source = await run_in_threadpool(_write, write, _TOOLS)
             if self._failed.get(hash(source), 0.0) > time.monotonic():
@@ -133,7 +137,7 @@ class AnswerGrammars:
             reason = str(error)
         if reason not in self._logged and len(self._logged) < _MAX_FAILED:
             self._logged.add(reason)
-            log.warning("tool calls are not held to a grammar: %s", reason)
+            log.warning("tool calls are not constrained: %s", reason)
         return None
 
     async def _compile_tools(self, source: GrammarSource, tools: list[Tool], client: str) -> CompiledGrammar:
@@ -152,7 +156,7 @@ class AnswerGrammars:
         """Return an error that names the tool at fault, or `param` if none is."""
         for tool in tools:
             try:
-                await self._queue.compile(GrammarSource.of_schema(argument_schema(tool.parameters)), client)
+                await self._queue.compile(GrammarSource.of_schema(make_argument_schema(tool.parameters)), client)
             except GrammarError as tool_error:
                 return _tool_error(tool, tool_error)
         return InvalidRequestError(f"{param}: {error}", param)
@@ -175,9 +179,7 @@ def _write(write: Callable[[], GrammarSource], param: str) -> GrammarSource:
 
 def _tool_error(tool: Tool, error: GrammarError) -> InvalidRequestError:
     place = ".".join(["parameters", *(key[:_MAX_KEY] for key in error.path)])
-    return InvalidRequestError(
-        f"the calls of the tool {tool.name[:_MAX_KEY]!r} have no grammar: {place}: {error}", _TOOLS
-    )
+    return InvalidRequestError(f"no grammar can be built for tool {tool.name[:_MAX_KEY]!r}: {place}: {error}", _TOOLS)
 
 
 def _parts_of(response_format: ObjectFormat | SchemaFormat | GrammarFormat) -> tuple[str, Syntax, str | dict[str, Any]]:

@@ -358,7 +358,8 @@ class Api:
                 raise
             if turn is not None:
                 finishing = self._spawn(self._finish_turn(service, turn, jobs[0], answer))
-            elif isinstance(body, ChatRequest) and not isinstance(answer, CompactedAnswer):  # which nothing continues
+            # No request continues a summary.
+            elif isinstance(body, ChatRequest) and not isinstance(answer, CompactedAnswer):
                 self._spawn(self._prepare_next(service, body, jobs[0], answer))
             max_tokens = min(job.max_tokens for job in jobs)
             headers = {"X-Max-Tokens": str(max_tokens)} if max_tokens < (body.answer_tokens or 0) else {}

@@ -63,7 +63,7 @@ from mlx_tq.speculative.lookup_mode import NO_LOOKUP, LookupMode
 
 log = logging.getLogger(__name__)
 
-_EARLIER_STEPS = 0.98  # weight of a step for each later one where the speed of prefill is estimated
+_EARLIER_STEPS = 0.98  # decay per step in the estimate of prefill speed
 
 
 class OneRowModel:
@@ -137,7 +137,7 @@ class Engine:
         self._stop_sequences = make_stop_sequences(tokenizer)
         self._lookup_mode = lookup_mode
         self._prefill_order = PrefillOrder(pads=limits.pads_prompts)
-        # Other ranks have no sessions to look into, and all must find the same.
+        # Sessions are local to rank 0, but all ranks must get the same cache hits.
         shared_sessions = sessions if self._ranks.is_alone else None
         self._stored_prompts = StoredPrompts(limits.prompt_cache_bytes, tokenizer.decode, prefix_cache, shared_sessions)
         self.memory_need: MemoryNeed | None = None

@@ -17,9 +17,9 @@ from mlx_tq.speculative.stopwatch import Stopwatch
 class LookupBatch(GenerationBatch):  # type: ignore[misc]
     """A `GenerationBatch` that delivers one token per step, some of them without a pass of the model.
 
-    After a verify pass the caches hold a draft that is not delivered yet. Each step draws the next token from the
-    pass; the draft ends where that differs. So one token is drawn ahead, as in mlx-lm, and when anything else needs the
-    caches, the rest of the draft is trimmed and nothing that was drawn is lost.
+    After a verify pass, the caches already contain the drafted tokens. Each step samples one token and drops the
+    remaining draft at the first mismatch. As in mlx-lm, one token is sampled ahead. When anything else needs the
+    caches, the remaining draft is trimmed and no sampled token is lost.
     """
 
     _next_tokens: Any

@@ -167,7 +167,7 @@ Tool = Annotated[
 
 
 class ToolUse(Loose):
-    """Whether tools are used."""
+    """Anthropic's `tool_choice`."""
 
     type: Literal["auto", "none", "any", "tool"]
     name: str | None = None

@@ -16,7 +16,7 @@ from mlx_tq.cli.options import Request
 from mlx_tq.cli.sampling_settings import choose_sampling
 from mlx_tq.cli.screen import note
 from mlx_tq.errors import ConfigError
-from mlx_tq.grammar.call_grammar import special_tokens
+from mlx_tq.grammar.call_grammar import find_special_tokens
 from mlx_tq.grammar.constraint import Grammars
 from mlx_tq.integration.probe import native_caches, position_limit
 from mlx_tq.models import short_name
@@ -79,7 +79,7 @@ class ModelService:
         self.answer_grammars = AnswerGrammars(
             GrammarQueue(self._grammars, args.max_queue),
             lambda: self._prompt_builder.call_form,
-            special_tokens(tokenizer),
+            find_special_tokens(tokenizer),
             allow_lark=args.allow_lark,
         )
         self.engine = Engine(
@@ -293,7 +293,7 @@ class ModelService:
     def capabilities(self) -> list[str]:
         """Return what the model can do, in Ollama's words."""
         tokenizer = self._tokenizer
-        facts = {"tools": self._prompt_builder.takes_tools, "thinking": tokenizer.has_thinking}
+        facts = {"tools": self._prompt_builder.can_call_tools, "thinking": tokenizer.has_thinking}
         return ["completion", *(name for name, is_true in facts.items() if is_true)]
 
     def estimate(self, request: AnyRequest) -> dict[str, Any]:

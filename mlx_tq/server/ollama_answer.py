@@ -106,7 +106,7 @@ class OllamaAnswer(Answer):
         return {**fields, **({"logprobs": logprobs} if logprobs else {})}
 
     def _end(self) -> Object:
-        """Return why the answer ended, its tokens, and nanoseconds."""
+        """Return the final event's fields: the reason, token counts, and durations in nanoseconds."""
         finish_reason, now = self.choices[0].finish_reason, time.perf_counter()
         first, last = self.first_token_at or now, self.last_token_at or now
         return {

@@ -108,7 +108,7 @@ class OllamaOptions(Strict):
 
 
 class OllamaRequest(Strict):
-    """What requests for an answer share. An answer is streamed unless `stream` is false."""
+    """Fields common to /api/chat and /api/generate. An answer is streamed unless `stream` is false."""
 
     ignored = ("keep_alive",)
 

@@ -28,7 +28,7 @@ from mlx_tq.prompt_cache.memory import MAX_PREFILL_STEP
 
 STEP_SECONDS = 0.2
 _TIMED_STEP, _TIMED_SECONDS, _MAX_TIMED = 256, 3.0, 16
-_OUTDATED = 1.5  # times as many tokens as a grid has in a step
+_OUTDATED = 1.5  # remeasure if this many times the stored step size now fits into STEP_SECONDS
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,15 @@ def segment_ends(segments: Iterable[Sequence[int]], start: int) -> list[int]:
 def measured_grid(model: Any, config: KVConfig) -> PrefillGrid:
     """Return the grid of a model on this machine, which is measured once and kept in the cache folder.
 
-    It is measured again if the machine was busy then, as a step that now takes far less shows.
+    Measure again if a step is now at least 1.5 times as fast: the machine was busy at the first measurement.
     """
     path, key, ranks = cache_folder() / "prefill-steps.json", _key(model, config), ranks_of(model)
     measured = _read(path)
     earlier = ranks.broadcast(lambda: measured.get(key))
-    kept = None if earlier is None else PrefillGrid(*earlier)
-    with compressed(model, replace(config, evict=None)):  # no round may fall into a step
-        if kept is not None and not _is_outdated(kept, model):
-            return kept
+    stored_grid = None if earlier is None else PrefillGrid(*earlier)
+    with compressed(model, replace(config, evict=None)):  # no eviction round may run during a timed step
+        if stored_grid is not None and not _is_outdated(stored_grid, model):
+            return stored_grid
         grid = _measure(model)
     with suppress(OSError):  # a read-only folder: it is measured each time
         path.parent.mkdir(parents=True, exist_ok=True)

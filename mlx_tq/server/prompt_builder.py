@@ -20,9 +20,9 @@ from mlx_tq.prefix_cache.prefix_cache import common_prefix
 from mlx_tq.server import schemas
 from mlx_tq.server.api_errors import ContextLengthError, InvalidRequestError
 from mlx_tq.server.kept_thoughts import KeptThoughts, thoughts_key
-from mlx_tq.server.message_shapes import SHAPES
 from mlx_tq.server.schemas import ChatRequest
 from mlx_tq.server.system_messages import fold_later, has_later, join_leading
+from mlx_tq.server.template_fixes import TEMPLATE_FIXES
 from mlx_tq.server.tools_as_text import calls_as_text, describe_tools
 from mlx_tq.session.text import TEMPLATE_ERRORS, PlainText, PromptLengthLimit, is_reasoning_open, unescape
 
@@ -152,15 +152,15 @@ class PromptBuilder:
         return messages, options
 
     @property
-    def takes_tools(self) -> bool:
+    def can_call_tools(self) -> bool:
         return bool(self.tokenizer.has_chat_template and self.tokenizer.has_tool_calling and self._shows_tools)
 
     def answer_message(self, answer: Message) -> Message:
-        """Return an answer as `render_input` does once a client has sent it back."""
+        """Return an answer in the form in which `render_input` would return it."""
         return self._convert([_template_message(schemas.Message.model_validate(answer))])[0]
 
     def _convert(self, messages: list[Message]) -> list[Message]:
-        """Return messages in the shapes that the template shows and takes."""
+        """Return messages in the forms that the template shows and accepts."""
         if any(m["role"] == "tool" or "tool_calls" in m for m in messages) and not self._shows_calls:
             messages = calls_as_text(messages)
         for convert in self._conversions:
@@ -176,11 +176,11 @@ class PromptBuilder:
         return form
 
     def _check_call_is_required(self, request: ChatRequest, fault: str) -> None:
-        """Refuse tools that the model may use or not: without its own form of calls, each answer has to be one."""
+        """Raise unless a call is required: without a call format of the model's own, the server can only force one."""
         if request.tool_choice is None or request.tool_choice.mode != "required":
             raise InvalidRequestError(
-                f"{self._template_name} {fault}, so calls must be required: send tool_choice 'required' or a "
-                "function's name, leave tools out, or start the server with a --chat-template that shows them",
+                f"{self._template_name} {fault}. Use tool_choice 'required' or name a function, remove tools, or start "
+                "the server with a --chat-template that supports them",
                 "tools",
             )
 
@@ -217,17 +217,17 @@ class PromptBuilder:
 
     @cached_property
     def _conversions(self) -> list[Callable[[Sequence[Message]], list[Message]]]:
-        """Return the changes of conversations without which the template refuses them, and with which it does not."""
+        """Return the conversions that turn rejected examples into accepted ones."""
         conversions: list[Callable[[Sequence[Message]], list[Message]]] = []
-        for shape in SHAPES:
-            example = shape.example
+        for fix in TEMPLATE_FIXES:
+            example = fix.example
             for convert in conversions:
                 example = convert(example)
-            if not self._takes(example) and self._takes(shape.convert(example)):
-                conversions.append(shape.convert)
+            if not self._is_accepted(example) and self._is_accepted(fix.convert(example)):
+                conversions.append(fix.convert)
         return conversions
 
-    def _takes(self, messages: list[Message]) -> bool:
+    def _is_accepted(self, messages: list[Message]) -> bool:
         try:
             self._render(messages, self._template_args, add_generation_prompt=True)
         except InvalidRequestError:
@@ -241,7 +241,7 @@ class PromptBuilder:
         try:
             with_tools, without = (self._render(messages, {**self._template_args, "tools": t}) for t in (tools, None))
         except InvalidRequestError:
-            return True  # the template refuses this conversation; the request's own may be different
+            return True  # the template rejects this conversation; the request's own may be different
         return with_tools != without
 
     @cached_property
@@ -257,16 +257,16 @@ class PromptBuilder:
         try:
             return self._render(messages, self._template_args).count(marker) == 2
         except InvalidRequestError:
-            return True  # it takes calls in another shape
+            return True  # it accepts calls in another form
 
     def split_turn(
         self, messages: list[Message], options: dict[str, Any], cached_messages: int, cached_ids: Sequence[int]
     ) -> tuple[list[int], str, list[int], str] | None:
         """Split what follows the first `cached_messages`, the last of which is an answer.
 
-        Returns the tokens before the last user message, that message, the tokens after it, and the state at the end;
-        or None if the template does not show the end of that answer as `cached_ids` have it. Without a user message at
-        the end, the first part has all.
+        Returns the tokens before the last user message, that message, the tokens after it, and the state at the end.
+        None if the rendered answer does not end as in `cached_ids`. Without a user message at the end, the first part
+        has all.
         """
         marker, user_message = secrets.token_hex(8), ""  # no template trims it and no message contains it
         marked, answer = list(messages), messages[cached_messages - 1] if cached_messages else {}
@@ -295,7 +295,7 @@ class PromptBuilder:
     ) -> str | None:
         """Return what follows the calls of an answer, which is the last of `count` messages, in the text of them all.
 
-        It begins with the token that ended the answer. None if the template does not show that, between a call and the
+        Start at the EOS token that ended the answer; None if the template does not render it between the call and the
         next message.
         """
         if not cached_ids or cached_ids[-1] not in self.tokenizer.eos_token_ids:

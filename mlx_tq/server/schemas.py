@@ -402,7 +402,7 @@ class ReasoningText(Loose):
 
 
 class ReasoningItem(Loose):
-    """The model's reasoning before the next message or call; its summary stands for reasoning that is not there."""
+    """The model's reasoning before the next message or call. If `content` is missing, the summary is used."""
 
     content: FailFastList[ReasoningText] | None = None
     summary: FailFastList[ReasoningText] | None = None
@@ -423,7 +423,7 @@ class CompactionItem(Loose):
 
 
 class CompactionTrigger(Loose):
-    """Asks, at the end of the input, for a summary of it in place of an answer."""
+    """An item at the end of the input that requests a summary instead of an answer."""
 
     def add_to(self, messages: list[ChatMessage]) -> None:
         messages.append({"role": "user", "content": _SUMMARIZE})

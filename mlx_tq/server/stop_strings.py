@@ -1,4 +1,4 @@
-"""`StopStrings`: finds the stop sequence that ends an answer, unless it is in the model's reasoning."""
+"""`StopStrings`: finds the stop string that ends an answer, unless it is in the model's reasoning."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,10 +7,10 @@ from mlx_lm.generate import TextStateMachine
 
 
 class StopStrings:
-    """Returns the text of one answer as far as it cannot become part of a stop sequence any more.
+    """Withhold text that may still become a stop string.
 
-    `thinking` are the marks before and after the reasoning, if there can be any; `is_thinking` is whether the prompt
-    has opened it. Else it may begin the answer.
+    `thinking` are the reasoning markers, if the model has them; `is_thinking` says that the prompt has already opened
+    the reasoning. Otherwise the answer may begin with it.
     """
 
     def __init__(self, stops: Sequence[str], thinking: tuple[str, str] | None = None, *, is_thinking: bool) -> None:
@@ -19,14 +19,14 @@ class StopStrings:
         self._is_thinking = is_thinking and self._end != ""
         self._beginning = "" if self._start and not is_thinking else None  # text that may become the first mark
         self._tail = ""  # of the reasoning, which may be a part of the mark after it
-        # A stop sequence leads to the state that is its index.
+        # A stop string leads to the state that is its index.
         ends: dict[Any, Any] = {index: [] for index in range(len(stops))}
         self._state = TextStateMachine(
             {"normal": list(zip(stops, range(len(stops)), strict=True)), **ends}
         ).make_state()
 
     def add(self, text: str, *, is_last: bool) -> tuple[str, str | None]:
-        """Add text; return the text that is certain, and the stop sequence that ended it, if one did."""
+        """Add text; return the text that is certain, and the stop string that ended it, if one did."""
         if self._beginning is not None:
             text = self._beginning + text
             start = text.lstrip()

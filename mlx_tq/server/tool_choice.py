@@ -63,15 +63,15 @@ def _name(tool: Any) -> str | None:
 
 
 def _check_names(choice: ToolChoice | None, info: ValidationInfo) -> ToolChoice | None:
-    """Refuse a choice of tools that the request does not have."""
+    """Raise `ValueError` if the request does not have the tools of its choice."""
     if choice is None or "tools" not in info.data or (choice.mode != "required" and choice.names is None):
         return choice
-    known = [tool.function.get("name") for tool in info.data["tools"] or []]
-    if not known:
-        raise ValueError("a call is required, but tools is empty; send tools, or leave tool_choice out")
-    if unknown := [name for name in choice.names or [] if name not in known]:
-        names = ", ".join(str(name)[:_MAX_NAME] for name in known[:20])
-        raise ValueError(f"names {unknown[0][:_MAX_NAME]!r}, which is none of the tools: {names}")
+    tool_names = [tool.function.get("name") for tool in info.data["tools"] or []]
+    if not tool_names:
+        raise ValueError("needs tools, but the request has none; send tools, or omit tool_choice")
+    if unknown := [name for name in choice.names or [] if name not in tool_names]:
+        names = ", ".join(str(name)[:_MAX_NAME] for name in tool_names[:20])
+        raise ValueError(f"{unknown[0][:_MAX_NAME]!r} is not one of the tools: {names}")
     return choice
 
 

@@ -4,8 +4,8 @@ import json
 from typing import Any
 
 from mlx_tq.grammar.call_grammar import GENERIC_FORM
-from mlx_tq.server.message_shapes import join_users
 from mlx_tq.server.system_messages import join_leading
+from mlx_tq.server.template_fixes import join_users
 
 Message = dict[str, Any]  # as templates expect it
 

@@ -37,7 +37,7 @@ def compact_prompt_cache(
     """Return copies of a document's compressed caches that keep a share of its rows, for any number of questions.
 
     The document is prefilled a second time, as its own repetition. Of all rows of all layers and heads, those with the
-    largest attention weights are kept, and sinks and window in all heads.
+    largest attention weights are kept; sink tokens and the recent window are kept in all heads.
 
     Args:
         model: model of mlx-lm.

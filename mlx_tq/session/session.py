@@ -69,9 +69,9 @@ class Session:
         prefix_cache: where the first prompt of a conversation is cached: a folder, "auto" for one in the user's cache
             folder, "off", or a `Folder` with a limit.
         shadow: let the model's own cache answer, and compare the compressed one with it every `shadow` tokens.
-        prompt_lookup: speculative decoding with drafts from the conversation itself. "auto" drafts where that should be
-            faster, "on" wherever text repeats, and "off" never. On caches that cannot drop a rejected draft "auto" does
-            nothing, and "on" raises a ConfigError.
+        prompt_lookup: speculative decoding with drafts copied from the conversation. "auto" drafts when that is
+            expected to be faster, "on" whenever text repeats, and "off" never. With caches that cannot be rolled back,
+            "auto" does nothing, and "on" raises a ConfigError.
         on_full: what a turn does for which the model's context has no room left. "stop" raises a ConfigError.
             "drop-oldest" removes the oldest turns, except the system prompt, and prefills the others at new positions;
             a rescue service still finds the removed ones.

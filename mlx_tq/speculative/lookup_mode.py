@@ -14,7 +14,7 @@ MODES = AUTO, ON, OFF = "auto", "on", "off"
 class LookupMode:
     """Prompt lookup for the conversations with one model.
 
-    "auto" drafts where that should be faster, "on" wherever text repeats, and "off" nothing.
+    "auto" drafts when that is expected to be faster, "on" whenever text repeats, and "off" never.
     """
 
     def __init__(self, name: str) -> None:
@@ -43,10 +43,6 @@ class LookupMode:
         self.check(model, caches)
         if self.name == OFF or self.blocker(model, caches) is not None:
             return None
-        return self.start(ids)
-
-    def start(self, ids: Sequence[int]) -> PromptLookup:
-        """Return a lookup in a conversation of tokens `ids`, on caches that can drop a rejected draft."""
         return PromptLookup(ids, self._gate)
 
 

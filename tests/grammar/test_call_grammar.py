@@ -6,8 +6,8 @@ from importlib import import_module
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from mlx_tq.grammar.argument_schema import argument_schema
-from mlx_tq.grammar.call_grammar import CallForm, Tool, special_tokens, write_grammar
+from mlx_tq.grammar.argument_schema import make_argument_schema
+from mlx_tq.grammar.call_grammar import CallForm, Tool, find_special_tokens, write_grammar
 from mlx_tq.grammar.grammar_source import GrammarError, GrammarSource
 from mlx_tq.models import load
 
@@ -91,7 +91,7 @@ def accepts(tokenizer, vocabulary):
 
 @pytest.mark.parametrize("parser", ANSWERS)
 def test_the_forms_of_calls(tokenizer, accepts, parser):
-    form, special, answer = form_of(parser), special_tokens(tokenizer), ANSWERS[parser]
+    form, special, answer = form_of(parser), find_special_tokens(tokenizer), ANSWERS[parser]
     tools = [{"type": "function", "function": vars(tool)} for tool in TOOLS]
     bodies = [part.partition(form.end)[0] if form.end else part for part in answer.split(form.start)[1:]]
     calls = []
@@ -110,25 +110,25 @@ def test_the_forms_of_calls(tokenizer, accepts, parser):
     assert not accepts(write(), answer.replace("city", "town"))
     assert not accepts(write(), f"Let me see. {answer}")
     assert accepts(write(is_opened=True), bodies[0] + form.end)
-    either = write(text=GrammarSource("regex", "[a-z/]+"))
+    either = write(response_format=GrammarSource("regex", "[a-z/]+"))
     assert accepts(either, answer)
     assert accepts(either, "a/b")
     assert not accepts(either, "A")
 
 
 def test_optional_arguments_may_be_left_out(tokenizer, accepts):
-    source = write_grammar(form_of("pythonic"), TOOLS, special_tokens(tokenizer))
+    source = write_grammar(form_of("pythonic"), TOOLS, find_special_tokens(tokenizer))
     assert accepts(source, '<|tool_call_start|>[weather(city="a", days=3)]<|tool_call_end|>')
     assert not accepts(source, "<|tool_call_start|>[weather(days=3)]<|tool_call_end|>")
     only = [Tool("f", {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}})]
-    source = write_grammar(form_of("pythonic"), only, special_tokens(tokenizer))
+    source = write_grammar(form_of("pythonic"), only, find_special_tokens(tokenizer))
     for arguments in ("", "a=1", "b=1", "a=1, b=2"):
         assert accepts(source, f"<|tool_call_start|>[f({arguments})]<|tool_call_end|>")
     assert not accepts(source, "<|tool_call_start|>[f(b=1, a=1)]<|tool_call_end|>")
 
 
 def test_text_between_tags_does_not_end_the_call(tokenizer, accepts):
-    source = write_grammar(form_of("qwen3_coder"), TOOLS, special_tokens(tokenizer))
+    source = write_grammar(form_of("qwen3_coder"), TOOLS, find_special_tokens(tokenizer))
     answer = ANSWERS["qwen3_coder"]
     assert accepts(source, answer.replace("Paris", "two\nlines, <parameter=x>, {"))
     assert not accepts(source, answer.replace("Paris", "</tool_call>"))
@@ -145,7 +145,7 @@ def test_mistral_without_control_tokens_for_arguments(accepts):
 @pytest.mark.parametrize(
     ("parser", "tool", "words"),
     [
-        ("gemma4", TOOLS[0], "no grammar for calls in the form of mlx-lm's parser gemma4; it exists for glm47,"),
+        ("gemma4", TOOLS[0], "parser gemma4 cannot be constrained; supported parsers: glm47,"),
         ("json_tools", Tool("a\nb", None), "name may have letters"),
         ("json_tools", Tool("f", {"type": "array"}), "must be 'object'"),
         ("pythonic", Tool("a-b", None), "must be an identifier"),
@@ -194,7 +194,7 @@ NESTED = {"properties": {"a": {"$ref": "#/$defs/x", "$defs": {"x": {"type": "str
     ids=["none", "any", "annotations", "definitions", "parts", "names", "nulls"],
 )  # fmt: skip
 def test_schemas_of_arguments(parameters, expected):
-    schema = argument_schema(parameters)
+    schema = make_argument_schema(parameters)
     del schema["x-guidance"]
     assert schema == expected
 
@@ -237,5 +237,5 @@ def test_definitions_next_to_other_properties(accepts, parameters):
 
 
 def test_definitions_of_whole_objects_are_closed():
-    schema = argument_schema({"properties": {"x": REFERENCE}, **DEFINITIONS})
+    schema = make_argument_schema({"properties": {"x": REFERENCE}, **DEFINITIONS})
     assert schema["$defs"]["A"]["additionalProperties"] is False

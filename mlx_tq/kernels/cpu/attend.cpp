@@ -2,9 +2,9 @@
 //
 // Rows of queries of a KV head are cut into blocks, and where there are few rows, tokens into runs. Each piece of work
 // is one block of rows and one run of tokens: it decodes a tile of keys, multiplies, decodes the values, multiplies,
-// as FlashAttention-2 (Dao 2023) does. The last piece of a block of rows merges its runs. To a prefix that sequences
-// share, the rows of all of them attend in common blocks (Hydragen, Juravsky et al. 2024). No order of additions depends
-// on the number of threads.
+// as FlashAttention-2 (Dao 2023) does. The last piece of a block of rows merges its runs. Sequences that
+// share a prefix attend to it in joint blocks (Hydragen, Juravsky et al. 2024). No order of additions depends on the
+// number of threads.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -71,7 +71,7 @@ class Call {
       sequences_[b] = b;
       for (int64_t h = 0; h < a_.heads; h++) add_blocks(a_.caches[a_.by_head ? b * a_.heads + h : b], &sequences_[b], h, group_rows_);
     }
-    own_blocks_ = blocks_.size();
+    sequence_block_count_ = blocks_.size();
     for (const Prefix* prefix = a_.prefixes; prefix < a_.prefixes + a_.prefix_count; prefix++) {
       for (int64_t i = 0; i < prefix->sequence_count; i++) places_[prefix->sequences[i]] = {prefix, blocks_.size(), i * group_rows_};
       for (int64_t h = 0; h < a_.heads; h++) add_blocks(prefix->cache, prefix->sequences, h, prefix->sequence_count * group_rows_);
@@ -79,32 +79,36 @@ class Call {
   }
 
   void run() {
-    first_piece_ = {0};
-    for (size_t i = 0; i < blocks_.size(); i++) first_piece_.push_back(first_piece_.back() + count_runs(blocks_[i], i >= own_blocks_));
+    first_piece_ = first_float_ = {0};
+    for (size_t i = 0; i < blocks_.size(); i++) {
+      const int64_t runs = count_runs(blocks_[i], i >= sequence_block_count_);
+      first_piece_.push_back(first_piece_.back() + runs);
+      first_float_.push_back(first_float_.back() + runs * partial_floats(blocks_[i]));
+    }
     const int64_t pieces = first_piece_.back();
     const bool split = pieces > int64_t(blocks_.size()) || a_.prefix_count;
-    if (split) memory_.resize(pieces * partial_floats());
+    if (split) memory_.resize(first_float_.back());
     std::unique_ptr<std::atomic<int64_t>[]> left(new std::atomic<int64_t>[blocks_.size()]);
     for (size_t i = 0; i < blocks_.size(); i++) left[i] = first_piece_[i + 1] - first_piece_[i];
-    std::vector<Queries> prefix_queries(blocks_.size() - own_blocks_);  // loaded once for the many runs of a prefix
-    for (size_t i = own_blocks_; i < blocks_.size(); i++)
-      for (int64_t p = 0; p < blocks_[i].cache->part_count; p++) load_queries(blocks_[i], blocks_[i].cache->parts[p], prefix_queries[i - own_blocks_]);
+    std::vector<Queries> prefix_queries(blocks_.size() - sequence_block_count_);  // loaded once for the many runs of a prefix
+    for (size_t i = sequence_block_count_; i < blocks_.size(); i++)
+      for (int64_t p = 0; p < blocks_[i].cache->part_count; p++) load_queries(blocks_[i], blocks_[i].cache->parts[p], prefix_queries[i - sequence_block_count_]);
     share(a_.threads, pieces, [&](int64_t turn) {
       static thread_local Scratch scratch;
       const int64_t piece = pieces - 1 - turn;  // the last rows see the most tokens
       const size_t number = std::upper_bound(first_piece_.begin(), first_piece_.end(), piece) - first_piece_.begin() - 1;
       const Block& block = blocks_[number];
       const int64_t start = first_piece_[number], runs = first_piece_[number + 1] - start;
-      if (!split) scratch.partial.resize(partial_floats());
-      const Spaces partial = split ? partial_of(piece) : split_partial(scratch.partial.data());
+      if (!split) scratch.partial.resize(partial_floats(block));
+      const Spaces partial = split ? partial_of(number, piece) : split_partial(scratch.partial.data(), block.rows);
       for (const Partial& space : partial) clear(space, block.rows);
       scratch.queries.loaded[PLAIN] = scratch.queries.loaded[ROTATED] = false;
-      attend_run(block, piece - start, runs, partial, number < own_blocks_ ? scratch.queries : prefix_queries[number - own_blocks_], scratch);
+      attend_run(block, piece - start, runs, partial, number < sequence_block_count_ ? scratch.queries : prefix_queries[number - sequence_block_count_], scratch);
       if (a_.prefix_count || left[number].fetch_sub(1) > 1) return;
       finish(block, split ? merge_runs(number) : partial);
     });
     if (!a_.prefix_count) return;
-    share(a_.threads, own_blocks_, [&](int64_t number) {
+    share(a_.threads, sequence_block_count_, [&](int64_t number) {
       const Spaces spaces = merge_runs(number);
       merge_prefix(blocks_[number], spaces);
       finish(blocks_[number], spaces);
@@ -123,7 +127,6 @@ class Call {
   void add_blocks(const Cache& cache, const int64_t* sequences, int64_t head, int64_t rows) {
     const int64_t size = block_rows(rows);
     for (int64_t row = 0; row < rows; row += size) blocks_.push_back({&cache, sequences, head, row, int(std::min(size, rows - row))});
-    most_rows_ = std::max(most_rows_, size);
   }
   static int64_t count_blocks(int64_t rows) { return (rows + BLOCK_ROWS - 1) / BLOCK_ROWS; }
   static int64_t block_rows(int64_t rows) { return (rows + count_blocks(rows) - 1) / count_blocks(rows); }
@@ -137,9 +140,9 @@ class Call {
 
   // Merges the runs of a block, and returns them.
   Spaces merge_runs(size_t number) {
-    const Spaces first = partial_of(first_piece_[number]);
+    const Spaces first = partial_of(number, first_piece_[number]);
     for (int64_t piece = first_piece_[number] + 1; piece < first_piece_[number + 1]; piece++)
-      for (int space : {PLAIN, ROTATED}) merge(first[space], partial_of(piece)[space], blocks_[number].rows);
+      for (int space : {PLAIN, ROTATED}) merge(first[space], partial_of(number, piece)[space], blocks_[number].rows);
     return first;
   }
 
@@ -152,18 +155,21 @@ class Call {
       const int64_t row = first_row + block.first_row + r;
       const size_t number = first_block + block.head * count_blocks(rows) + row / size;
       for (int64_t piece = first_piece_[number]; piece < first_piece_[number + 1]; piece++)
-        for (int space : {PLAIN, ROTATED}) merge(row_of(spaces[space], r), row_of(partial_of(piece)[space], row % size), 1);
+        for (int space : {PLAIN, ROTATED}) merge(row_of(spaces[space], r), row_of(partial_of(number, piece)[space], row % size), 1);
     }
   }
   Partial row_of(const Partial& partial, int64_t row) const { return {partial.maxima + row, partial.sums + row, partial.outputs + row * value_pitch_}; }
 
-  int64_t partial_floats() const { return 2 * most_rows_ * (2 + value_pitch_); }
-  Spaces split_partial(float* memory) const {
-    const int64_t outputs = most_rows_ * value_pitch_;
+  int64_t partial_floats(const Block& block) const { return 2 * block.rows * (2 + value_pitch_); }
+  Spaces split_partial(float* memory, int64_t rows) const {
+    const int64_t outputs = rows * value_pitch_;
     float* const rest = memory + 2 * outputs;
-    return {Partial{rest, rest + most_rows_, memory}, Partial{rest + 2 * most_rows_, rest + 3 * most_rows_, memory + outputs}};
+    return {Partial{rest, rest + rows, memory}, Partial{rest + 2 * rows, rest + 3 * rows, memory + outputs}};
   }
-  Spaces partial_of(int64_t piece) { return split_partial(memory_.data() + piece * partial_floats()); }
+  Spaces partial_of(size_t number, int64_t piece) {
+    const Block& block = blocks_[number];
+    return split_partial(memory_.data() + first_float_[number] + (piece - first_piece_[number]) * partial_floats(block), block.rows);
+  }
 
   void clear(const Partial& partial, int rows) const {
     std::fill_n(partial.maxima, rows, MASKED);
@@ -429,12 +435,12 @@ class Call {
   const Attention& a_;
   const int64_t group_rows_;
   const int value_pitch_;
-  std::vector<int64_t> sequences_;     // their numbers
+  std::vector<int64_t> sequences_;     // sequence numbers
   std::vector<Place> places_;          // of each sequence
-  int64_t most_rows_ = 0;              // of a block
-  size_t own_blocks_;                  // those of prefixes follow
+  size_t sequence_block_count_;        // blocks before this index belong to sequences, the others to shared prefixes
   std::vector<Block> blocks_;
   std::vector<int64_t> first_piece_;   // of each block, and the number of pieces
+  std::vector<int64_t> first_float_;   // of each block in `memory_`, and its size
   Floats64 memory_;                    // of the partial attention of all pieces, where some have to be merged
 };
 

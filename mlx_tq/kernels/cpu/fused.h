@@ -1,6 +1,7 @@
 // Products of queries and keys, and of weights and values, that read codes and write no decoded vector to memory.
 #pragma once
 #include <algorithm>
+#include <cfloat>
 #include <vector>
 
 #include "formats.h"
@@ -47,7 +48,7 @@ class ByteQueries {
       }
       const float most = largest(size);
       units_[r] = most / LARGEST + sum(broken);
-      const float factor = units_[r] > 0 ? LARGEST / most : 0;
+      const float factor = units_[r] > 0 ? std::min(LARGEST / most, FLT_MAX) : 0;
       Ints offsets[DIGITS] = {};
       for (int d = 0; d < dim; d += LANES) {
         const Floats x = factor > 0 ? load<Floats>(query + d) * factor : Floats{};

@@ -8,7 +8,7 @@ _FOLDER = Path(__file__).parent
 _STYLE = (_FOLDER / "page.css").read_bytes()
 PAGE = (_FOLDER / "page.html").read_bytes().replace(b"<style></style>", b"<style>%s</style>" % _STYLE)
 SCRIPTS = {path.relative_to(_FOLDER).as_posix(): path.read_bytes() for path in _FOLDER.rglob("*.js")}
-# Model output cannot become a script or style, and nothing can be sent elsewhere, not even a name to a DNS server.
+# Model output cannot run as script or style, and the page contacts no other host unless the user clicks a link.
 HEADERS = {
     "Content-Security-Policy": f"default-src 'none'; script-src 'self'; style-src {source_of(_STYLE)}; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "

@@ -1,5 +1,5 @@
 // Chats, one entry of the browser's storage each. Other entries of that storage are left alone.
-import { visible } from "./elements.js";
+import { escapeInvisible } from "./elements.js";
 
 const PREFIX = "mlx-tq-chat-";
 const entries = new Map();  // id: title and time of the last change, of all chats
@@ -10,7 +10,7 @@ export function newChat() {
   return { id: "page-" + Array.from(random, byte => byte.toString(16).padStart(2, "0")).join(""), turns: [], memory: null };
 }
 
-// Return a stored chat, or null where there is none or something else.
+// Return a stored chat, or null if it is missing or malformed.
 function readStored(id) {
   try {
     const chat = JSON.parse(localStorage.getItem(PREFIX + id));
@@ -25,7 +25,7 @@ export const readChat = id => unstored.get(id) ?? readStored(id);
 
 function titleOf({ turns }) {
   const line = turns[0].content.split("\n").find(text => text.trim()) ?? "";
-  return visible(line.trim().slice(0, 80)) || "Untitled";
+  return escapeInvisible(line.trim().slice(0, 80)) || "Untitled";
 }
 
 function note(id, chat, changed = chat?.changed) {
@@ -51,7 +51,8 @@ export function noteChange(key) {
 
 export const chatList = () => [...entries.values()].sort((a, b) => b.changed - a.changed);
 
-// Store a chat; return the error if the browser does not. One that another tab changed stays, and this one gets a new id.
+// Store a chat; return the error if the browser does not. If another tab changed it, keep that version and store this
+// chat under a new id.
 export function storeChat(chat) {
   const stored = readStored(chat.id);
   if (stored && stored.changed !== chat.changed) chat.id = newChat().id;

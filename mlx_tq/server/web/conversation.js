@@ -1,5 +1,5 @@
 // The list of messages. A message is built once; while an answer grows, only its last elements change.
-import { $, button, element, fit, number, percent, tokens, visible } from "./elements.js";
+import { $, button, element, escapeInvisible, fitHeight, formatNumber, formatPercent, formatTokens } from "./elements.js";
 import { showMarkdown } from "./markdown.js";
 
 const LEAST_DELAY = 30, SHARE = 4;  // milliseconds between two renderings, of which one takes at most a quarter of the time
@@ -27,7 +27,7 @@ function itemOf(turn) {
   item.append(element("h2", isUser ? "You" : "Assistant"), content, actions);
   items.set(turn, item);
   if (isUser) {
-    content.textContent = visible(turn.content);
+    content.textContent = escapeInvisible(turn.content);
     actions.append(button("Edit", "plain last-only", "edit"));
     if (turn.content.length > 1200 || turn.content.split("\n").length > 12) fold(item, actions);
   } else {
@@ -47,7 +47,7 @@ function showText(turn) {
     reasoning.append(element("summary", "Reasoning"), element("p"));
     content.before(reasoning);
   }
-  item.querySelector(".reasoning p").textContent = visible(turn.reasoning);
+  item.querySelector(".reasoning p").textContent = escapeInvisible(turn.reasoning);
 }
 
 // Return functions that show a growing answer: after each part of it, and once at its end.
@@ -103,9 +103,9 @@ export function editMessage(turn, send) {
   form.append(input, buttons);
   content.hidden = actions.hidden = true;
   content.before(form);
-  fit(input);
+  fitHeight(input);
   input.focus();
-  input.oninput = () => fit(input);
+  input.oninput = () => fitHeight(input);
   cancel.onclick = close;
   form.onkeydown = event => {
     if (event.key === "Escape") close();
@@ -131,11 +131,11 @@ function details(turn) {
   if (!session?.rescued) return nodes;
   const quotation = element("details"), quotes = element("ul", "", "quotes");
   for (const { start, stop, text } of session.quoted) {
-    const quote = element("li", visible(text));
-    quote.prepend(element("small", `tokens ${number(start)} to ${number(stop)}`));
+    const quote = element("li", escapeInvisible(text));
+    quote.prepend(element("small", `tokens ${formatNumber(start)} to ${formatNumber(stop)}`));
     quotes.append(quote);
   }
-  quotation.append(element("summary", `Quoted: ${tokens(session.rescued)}`), quotes);
+  quotation.append(element("summary", `Quoted: ${formatTokens(session.rescued)}`), quotes);
   return [...nodes, quotation];
 }
 
@@ -143,7 +143,7 @@ function factsOf({ usage, session, finish, stopped, speed, firstToken }) {
   const facts = [];
   if (usage) {
     const { prompt_tokens: prompt, prompt_tokens_details: { cached_tokens: cached } } = usage;
-    facts.push(`prompt ${tokens(prompt)} (${percent(cached / prompt)} cached)`, `generated ${number(usage.completion_tokens)}`);
+    facts.push(`prompt ${formatTokens(prompt)} (${formatPercent(cached / prompt)} cached)`, `generated ${formatNumber(usage.completion_tokens)}`);
   }
   if (speed) facts.push(`${speed.toFixed(1)} tokens/s`);
   if (firstToken) facts.push(`first token after ${firstToken.toFixed(firstToken < 10 ? 2 : 0)} s`);
@@ -151,7 +151,7 @@ function factsOf({ usage, session, finish, stopped, speed, firstToken }) {
   if (stopped) facts.push("stopped");
   if (session?.recalled) {
     const bySearch = session.recalled_by_search;
-    facts.push(`recalled ${tokens(session.recalled)}${bySearch ? ` (${number(bySearch)} by search)` : ""} in ${number(session.recall_ms)} ms`);
+    facts.push(`recalled ${formatTokens(session.recalled)}${bySearch ? ` (${formatNumber(bySearch)} by search)` : ""} in ${formatNumber(session.recall_ms)} ms`);
     if (session.recall_partial) facts.push("partial: a recalled sentence is incomplete");
   }
   return facts;

@@ -1,7 +1,7 @@
 // Markdown to elements. HTML in a text stays text, and what the renderer writes is sanitized all the same.
 import { Lexer, Marked } from "./vendor/marked.esm.js";
 import "./vendor/purify.min.js";  // sets globalThis.DOMPurify
-import { button, element, visible } from "./elements.js";
+import { button, element, escapeInvisible } from "./elements.js";
 
 const ADDRESS = /^(?:https?|mailto):/i;  // what a link may open
 const MAX_INLINE = 8000;  // characters of one paragraph; the renderer takes quadratic time for some texts
@@ -101,14 +101,14 @@ function nodeOf(block) {
   return node;
 }
 
-// What cannot be rendered is shown as it was written; deep nesting is no error of ours.
+// What cannot be rendered is shown as it was written; deep nesting (RangeError) is expected and not logged.
 function note(error) {
   if (!(error instanceof RangeError)) console.error(error);
 }
 
 // Show `text` in `container`. Only blocks that changed are made again, and a code block that only grew keeps its elements.
 export function showMarkdown(container, text) {
-  const blocks = blocksOf(visible(text));
+  const blocks = blocksOf(escapeInvisible(text));
   blocks.forEach(({ block, key }, place) => {
     const old = container.children[place];
     if (old?.markdown === key) return;

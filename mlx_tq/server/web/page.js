@@ -2,11 +2,11 @@
 import { deleteChat, hasUnstoredChats, loadChats, newChat, noteChange, readChat, storeChat } from "./chats.js";
 import { showContext, showLayout } from "./context.js";
 import { editMessage, growingAnswer, showChat, showTurns, submitOnEnter } from "./conversation.js";
-import { $, fit, number, visible } from "./elements.js";
+import { $, escapeInvisible, fitHeight, formatNumber } from "./elements.js";
 import { showEnd } from "./scrolling.js";
 import { answerEvents, dropSession, fetchPlan } from "./server.js";
-import { openSettings, readTab, watchSettings, writeTab } from "./settings.js";
-import { isSidebarOpen, showChats, toggleSidebar, watchSidebar } from "./sidebar.js";
+import { onSettingsChange, openSettings, readTab, writeTab } from "./settings.js";
+import { isSidebarOpen, onSidebarChoice, showChats, toggleSidebar } from "./sidebar.js";
 
 let chat = newChat(), plan = null;
 let running = null;  // the AbortController of the current request
@@ -17,7 +17,7 @@ const usesSession = () => plan?.sessions > 0 && Boolean(plan.plan?.eviction || p
 async function connect() {
   try {
     plan = await fetchPlan();
-    $("model").textContent = visible(plan.model);
+    $("model").textContent = escapeInvisible(plan.model);
     $("temperature").placeholder = plan.temperature;
     $("max-tokens").placeholder = plan.max_tokens ?? "no limit";
     showLayout(plan);
@@ -31,7 +31,7 @@ async function connect() {
   }
 }
 
-// An answer
+// Generation
 
 // Send a message as the turn `index`; later turns are dropped once an answer has begun.
 async function send(text, index = chat.turns.length) {
@@ -53,7 +53,7 @@ async function send(text, index = chat.turns.length) {
     if (error.status === 401) openSettings("key");
   }
   view.finish();
-  if (isEmpty(answer)) {  // all is as before, and the message in the input
+  if (isEmpty(answer)) {  // restore the previous turns and put the message back into the input
     chat.turns.splice(index, 2, ...replaced);
     showTurns(replaced, index);
     if (replaced[0]?.content !== text) returnToInput(text);
@@ -97,7 +97,7 @@ async function generate(answer, started, grow) {
   }
 }
 
-// What goes on
+// Status line
 
 function setBusy(busy) {
   running = busy ? new AbortController() : null;
@@ -113,7 +113,7 @@ function showPrefill(done, total) {
   const share = Math.floor(100 * done / total);
   $("prefill").hidden = false;
   $("prefill").value = share;
-  $("activity-text").textContent = `Prefill ${share}% of ${number(total)} tokens`;
+  $("activity-text").textContent = `Prefill ${share}% of ${formatNumber(total)} tokens`;
 }
 
 function showSpeed({ firstToken, parts }, started) {
@@ -127,7 +127,7 @@ function announce(text) {
 }
 
 function showError(text) {
-  $("error").textContent = visible(text);
+  $("error").textContent = escapeInvisible(text);
 }
 
 // Chats
@@ -136,7 +136,7 @@ function save() {
   const fault = chat.turns.length ? storeChat(chat) : null;
   const isFull = fault?.name === "QuotaExceededError";
   const why = isFull ? "its storage for this page is full. Delete other chats to make room" : "it refuses to store anything for this page";
-  $("unsaved").textContent = fault ? `The browser cannot keep this chat: ${why}. The chat ends with this tab.` : "";
+  $("unsaved").textContent = fault ? `The browser cannot keep this chat: ${why}. This chat is lost when you close the tab.` : "";
   writeTab("chat", chat.id);
   showChats(chat.id, Boolean(running));
 }
@@ -154,7 +154,7 @@ function open(opened) {
 
 function returnToInput(text) {
   $("message").value = [text, $("message").value].filter(Boolean).join("\n");
-  fit($("message"));
+  fitHeight($("message"));
 }
 
 function confirmDeletion(id, title) {
@@ -196,21 +196,21 @@ async function copy(button, text) {
 $("messages").addEventListener("click", ({ target }) => {
   const item = target.closest("#messages > li"), index = [...$("messages").children].indexOf(item), turn = chat.turns[index];
   const actions = {
-    "copy": () => copy(target, visible(turn.content)),
+    "copy": () => copy(target, escapeInvisible(turn.content)),
     "copy-code": () => copy(target, target.closest(".code").querySelector("pre").textContent),
     "edit": () => editMessage(turn, text => send(text, index)),
     "regenerate": () => send(chat.turns[index - 1].content, index - 1),
   };
   if (!running || target.dataset.action?.startsWith("copy")) actions[target.dataset.action]?.();
 });
-$("message").oninput = () => fit($("message"));
+$("message").oninput = () => fitHeight($("message"));
 $("message").onkeydown = submitOnEnter;
 $("composer").onsubmit = event => {
   event.preventDefault();
   const text = $("message").value;
   if (running || !text.trim()) return;
   $("message").value = "";
-  fit($("message"));
+  fitHeight($("message"));
   send(text);
 };
 $("stop").onclick = () => { running?.abort(); $("message").focus(); };
@@ -223,8 +223,8 @@ document.addEventListener("keydown", event => {
     running?.abort();
   }
 });
-watchSettings(connect);
-watchSidebar(id => {
+onSettingsChange(connect);
+onSidebarChoice(id => {
   toggleSidebar(false);
   const chosen = id === null ? newChat() : readChat(id);
   if (chosen) open(chosen);

@@ -24,7 +24,7 @@ export function openSettings(field) {
 }
 
 // Call `onChange` when the user has changed the settings.
-export function watchSettings(onChange) {
+export function onSettingsChange(onChange) {
   $("open-settings").onclick = () => openSettings("system");
   $("settings").onclose = () => {
     if ($("settings").returnValue === "done") {

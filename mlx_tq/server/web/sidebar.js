@@ -28,7 +28,7 @@ export function toggleSidebar(isOpen) {
 export const isSidebarOpen = () => $("sidebar").classList.contains("open");
 
 // Call `open` or `remove` with the id of the chat that the user chooses; an id of null is a new chat.
-export function watchSidebar(open, remove) {
+export function onSidebarChoice(open, remove) {
   $("open-sidebar").onclick = () => toggleSidebar(true);
   $("new-chat").onclick = () => open(null);
   $("chats").onclick = ({ target }) => {

@@ -1,4 +1,4 @@
-"""Shapes of conversations that some chat templates refuse, and how each is changed for those templates."""
+"""`TemplateFix`: conversations that some chat templates reject, and how each is rewritten for those templates."""
 
 import hashlib
 import json
@@ -7,18 +7,18 @@ from typing import NamedTuple
 
 from mlx_tq.server.system_messages import Message
 
-_SHORT_ID = 9  # characters, the only length that Mistral's templates take
+_SHORT_ID = 9  # characters, the only length that Mistral's templates accept
 
 
-class Shape(NamedTuple):
-    """`example` is a conversation of this shape; `convert` changes that part of any conversation."""
+class TemplateFix(NamedTuple):
+    """`example` is a conversation that templates may reject; `convert` rewrites that part of any conversation."""
 
     example: list[Message]
     convert: Callable[[Sequence[Message]], list[Message]]
 
 
 def join_users(messages: Sequence[Message]) -> list[Message]:
-    """Return messages in which user messages in a row are one."""
+    """Return messages in which consecutive user messages are one."""
     joined: list[Message] = []
     for message in messages:
         if message["role"] == "user" and joined and joined[-1]["role"] == "user":
@@ -87,9 +87,9 @@ def _example(call_id: str, *more: Message) -> list[Message]:
 
 _USER = {"role": "user", "content": "hi"}
 # In this order: each example is converted as those before it, if the template needs that.
-SHAPES = (
-    Shape(_example("abcdef123"), write_arguments),
-    Shape(_example("call_0123456789abcdef"), shorten_ids),
-    Shape([_USER, _USER], join_users),
-    Shape(_example("abcdef123", _USER), fold_into_results),
+TEMPLATE_FIXES = (
+    TemplateFix(_example("abcdef123"), write_arguments),
+    TemplateFix(_example("call_0123456789abcdef"), shorten_ids),
+    TemplateFix([_USER, _USER], join_users),
+    TemplateFix(_example("abcdef123", _USER), fold_into_results),
 )
