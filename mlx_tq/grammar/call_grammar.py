@@ -87,6 +87,8 @@ def write_grammar(
             names.append(rules.add(shape.write(rules, tool.name, make_argument_schema(tool.parameters))))
         except GrammarError as error:
             raise ToolError(str(error), tool, error.path) from error
+        except (TypeError, AttributeError) as error:  # a schema of a shape that no check has foreseen
+            raise ToolError(f"the schema cannot be read: {error}", tool) from error
     call = rules.add(" | ".join(names))
     if shape.between is not None and not one_call:
         call = f"{call} ({rules.text(shape.between)} {call})*"

@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import copy
@@ -22,7 +22,7 @@ from mlx_tq.grammar.sandbox import STACK_BYTES, GrammarChecker, compile_grammar,
 
 log = logging.getLogger(__name__)
 
-_MAX_CACHED = 256  # results of checks; each key is up to 64 kB
+_MAX_CACHED = 256  # results of checks; each key is up to 256k characters
 _MAX_KEPT, _MAX_KEPT_BYTES = 8, 2**25  # compiled grammars for later requests, and the size of one
 # Time budget for masks: a base and an allowance per token. A typical mask takes 0.2 ms.
 _BASE_BUDGET_S, _BUDGET_PER_TOKEN_S = 0.25, 0.005
@@ -47,6 +47,7 @@ class AnswerMarks:
     think_end: str
     decode: Callable[[list[int]], str]
     tokenizer: LLTokenizer
+    token_ids: Mapping[str, int]  # of marks that are tokens of their own
 
 
 class Constraint:
@@ -55,6 +56,8 @@ class Constraint:
     The grammar applies to the whole answer. If the prompt has opened the model's reasoning, it applies after that. With
     `call_start`, the grammar applies from each marker after the reasoning until the grammar is complete; other text is
     unconstrained. If a call cannot match the grammar, the rest of the answer is unconstrained.
+    A marker that is a token of its own counts only as that token. Others may be mentioned: the token after them is
+    free, and the grammar applies only if it allows that token.
 
     `param` is the request's argument that the grammar came from. Copies share the time budget of the grammar.
     """
@@ -80,6 +83,7 @@ class Constraint:
         self._recent: list[int] = []  # the last tokens, while a mark is awaited
         self._awaited = self._marks.think_end if self._thinks else self._call_start  # else the grammar applies
         self._ended = False
+        self._is_next_free = False  # whether the next token may show that a mark was only mentioned
         self.error: str | None = None
 
     def copy(self) -> "Constraint":
@@ -92,7 +96,7 @@ class Constraint:
         """Set the logits [1, V] of tokens that may not follow `tokens` [N] to -inf."""
         mx.async_eval(logits)  # type: ignore[no-untyped-call] # the model computes while the mask is made
         self._read(tokens)
-        if self._ended or self._awaited or self.error is not None:
+        if self._ended or self._awaited or self._is_next_free or self.error is not None:
             return logits
         grammar, started = self._grammar, time.perf_counter()
         mask = self._matcher.compute_bitmask()
@@ -131,12 +135,20 @@ class Constraint:
             self._ended = True
         elif self.error is None and self._awaited:
             self._await(token)
+        elif self._is_next_free and not self._matcher.try_consume_tokens([token]):
+            self._restart_search()
+            self._await(token)
         elif self.error is None:
-            self._matcher.consume_token(token)
+            if not self._is_next_free:
+                self._matcher.consume_token(token)
+            self._is_next_free = False
             self._take_error()
             if self._call_start and self._matcher.is_stopped():
-                self._matcher.reset()
-                self._awaited = self._call_start
+                self._restart_search()
+
+    def _restart_search(self) -> None:
+        self._matcher.reset()
+        self._awaited, self._is_next_free = self._call_start, False
 
     def _await(self, token: int) -> None:
         """Look for the awaited mark at the end of the text; what follows it in the same token is read, too."""
@@ -147,17 +159,22 @@ class Constraint:
         if is_beginning and marks.think_start and text.lstrip().startswith(marks.think_start):
             self._awaited, self._recent = marks.think_end, []
             return
+        if awaited == self._call_start and awaited in marks.token_ids:
+            if token == marks.token_ids[awaited]:
+                self._awaited, self._recent = "", []
+            return
         _, mark, rest = text.partition(awaited)
         if not mark:
             return
         self._recent = []
         self._awaited = self._call_start if awaited == marks.think_end else ""
         following = marks.tokenizer.tokenize_str(rest.lstrip())
-        if self._awaited or self._matcher.try_consume_tokens(following) == len(following):
+        if self._awaited:
             return
-        if self._call_start:  # the mark was only mentioned
-            self._matcher.reset()
-            self._awaited = self._call_start
+        if self._matcher.try_consume_tokens(following) == len(following):
+            self._is_next_free = bool(self._call_start) and not following
+        elif self._call_start:  # the mark was only mentioned
+            self._restart_search()
         else:
             self.error = f"{rest[:20]!r} after the reasoning does not match the grammar"
 
@@ -192,7 +209,8 @@ class Grammars:
             text, eos_ids = str(backend.to_str()), frozenset(tokenizer.eos_token_ids)  # with the added tokens
             vocabulary = LLTokenizer(text, eos_token=sorted(eos_ids))
             think_start, think_end = tokenizer.think_start or "", tokenizer.think_end or ""
-            self._marks = AnswerMarks(eos_ids, think_start, think_end, tokenizer.decode, vocabulary)
+            token_ids = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
+            self._marks = AnswerMarks(eos_ids, think_start, think_end, tokenizer.decode, vocabulary, token_ids)
             self._checker = GrammarChecker(text, sorted(eos_ids))
 
     async def compile(self, source: GrammarSource) -> CompiledGrammar:

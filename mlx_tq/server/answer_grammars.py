@@ -1,6 +1,9 @@
 """`AnswerGrammars`: what the answer to a request has to follow, by its `response_format` and its tools."""
 
 import logging
+import math
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +15,8 @@ from mlx_tq.grammar.argument_schema import make_argument_schema
 from mlx_tq.grammar.call_grammar import CallForm, Tool, ToolError, write_grammar
 from mlx_tq.grammar.constraint import CompiledGrammar
 from mlx_tq.grammar.grammar_source import GrammarError, GrammarSource, Syntax
-from mlx_tq.server.api_errors import InvalidRequestError, QueueFullError
+from mlx_tq.grammar.sandbox import GrammarLimitError
+from mlx_tq.server.api_errors import ApiError, InvalidRequestError
 from mlx_tq.server.grammar_queue import GrammarQueue
 from mlx_tq.server.schemas import ChatRequest, GrammarFormat, ObjectFormat, SchemaFormat, TextFormat
 from mlx_tq.server.tool_choice import ToolChoice
@@ -24,6 +28,7 @@ _PREFILL = "{} cannot be combined with a partial assistant message at the end; r
 _THOUGHT = "{} cannot be combined with reasoning at the end; end with a user message or a tool result, or remove one"
 _MAX_KEY = 100  # characters of a schema's key or a tool's name that an error repeats
 _MAX_FAILED = 256  # messages in the log, and grammars that are not tried again
+_RETRY_S = 60.0  # after which a grammar that exceeded a limit is tried again
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class AnswerGrammars:
     ) -> None:
         self._queue, self._find_form, self._special, self._allow_lark = queue, find_form, special, allow_lark
         self._logged: set[str] = set()
-        self._failed: set[GrammarSource] = set()
+        self._failed: OrderedDict[int, float] = OrderedDict()  # hashes of sources, and when each may be tried again
 
     async def compile(self, request: ChatRequest, client: str) -> AnswerGrammar | None:
         """Compile the grammar of a request from the address `client`; return None if any text is allowed.
@@ -110,10 +115,11 @@ class AnswerGrammars:
         if is_opened and choice.names is None:
             compiled = await self._compile_optional(write, tools, client)
             return None if compiled is None else AnswerGrammar(compiled, form.start, _TOOLS)
+        param = _CHOICE if response_format is None else _FORMAT
+        source = await run_in_threadpool(_write, write, param)
         try:
-            compiled = await self._queue.compile(await run_in_threadpool(write), client)
+            compiled = await self._queue.compile(source, client)
         except GrammarError as error:
-            param = _CHOICE if response_format is None else _FORMAT
             raise await self._call_error(error, tools, client, param) from error
         return AnswerGrammar(compiled, form.start if is_opened else "", _TOOLS)
 
@@ -121,27 +127,32 @@ class AnswerGrammars:
         self, write: Callable[[], GrammarSource], tools: list[Tool], client: str
     ) -> CompiledGrammar | None:
         """Compile the grammar of optional calls; if that fails, log the reason once."""
-        source: GrammarSource | None = None
         try:
-            source = await run_in_threadpool(write)
-            if source in self._failed:
+            source = await run_in_threadpool(_write, write, _TOOLS)
+            if self._failed.get(hash(source), 0.0) > time.monotonic():
                 return None
-            return await self._queue.compile(source, client)
-        except QueueFullError as error:
+            return await self._compile_tools(source, tools, client)
+        except (ApiError, RuntimeError) as error:  # the latter if the sandbox does not start
             reason = str(error)
-        except GrammarError as error:
-            reason = str(await self._call_error(error, tools, client, _TOOLS))
-            if source is not None and len(self._failed) < _MAX_FAILED:
-                self._failed.add(source)
         if reason not in self._logged and len(self._logged) < _MAX_FAILED:
             self._logged.add(reason)
             log.warning("tool calls are not constrained: %s", reason)
         return None
 
+    async def _compile_tools(self, source: GrammarSource, tools: list[Tool], client: str) -> CompiledGrammar:
+        """Compile the grammar of `tools`, and remember if that fails."""
+        try:
+            return await self._queue.compile(source, client)
+        except GrammarError as error:
+            may_pass = isinstance(error, GrammarLimitError)  # on a less busy machine
+            self._failed[hash(source)] = time.monotonic() + _RETRY_S if may_pass else math.inf
+            self._failed.move_to_end(hash(source))
+            if len(self._failed) > _MAX_FAILED:
+                self._failed.popitem(last=False)
+            raise await self._call_error(error, tools, client, _TOOLS) from error
+
     async def _call_error(self, error: GrammarError, tools: list[Tool], client: str, param: str) -> InvalidRequestError:
         """Return an error that names the tool at fault, or `param` if none is."""
-        if isinstance(error, ToolError):
-            return _tool_error(error.tool, error)
         for tool in tools:
             try:
                 await self._queue.compile(GrammarSource.of_schema(make_argument_schema(tool.parameters)), client)
@@ -159,6 +170,16 @@ def _check_end(request: ChatRequest, param: str) -> None:
 def _tool_of(function: dict[str, Any]) -> Tool:
     parameters = function.get("parameters")
     return Tool(str(function.get("name", "")), parameters if isinstance(parameters, dict) else None)
+
+
+def _write(write: Callable[[], GrammarSource], param: str) -> GrammarSource:
+    """Write a grammar of calls; raise `InvalidRequestError`, which names the tool at fault, or `param` if none is."""
+    try:
+        return write()
+    except ToolError as error:
+        raise _tool_error(error.tool, error) from error
+    except GrammarError as error:
+        raise InvalidRequestError(f"{param}: {error}", param) from error
 
 
 def _tool_error(tool: Tool, error: GrammarError) -> InvalidRequestError:

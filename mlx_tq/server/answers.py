@@ -25,6 +25,7 @@ _ITEM_PREFIXES = {
     "custom_tool_call": "ctc",
     "compaction": "cmp",
 }  # of the ids of items in responses
+_CONSTRAINED = "constrained"  # the state in which text has no marks
 # Characters. Some models' parsers take quadratic time: at this length, about as long as generating the text.
 _MAX_CALL = 2**16
 
@@ -46,9 +47,9 @@ class Choice:
 
     Without `tokenizer`, all text is content. `state` is "reasoning" where the prompt ended inside the model's
     reasoning; else an answer may begin with reasoning. If the answer is `constrained` to a grammar, all text after the
-    reasoning is content. Calls are parsed only if the request has `tools`, and not in the reasoning. A call that is not
-    valid is content with its marks, as are marks that the content only mentions. With `one_call`, the answer ends after
-    its first call.
+    reasoning is content, unless it begins with a call. Calls are parsed only if the request has `tools`, and not in the
+    reasoning. A call that is not valid, or of none of the tools in `names`, is content with its marks, as are marks
+    that the content only mentions. With `one_call`, the answer ends after its first call.
     """
 
     def __init__(
@@ -58,13 +59,24 @@ class Choice:
         tools: Sequence[Object] = (),
         *,
         form: CallForm = GENERIC_FORM,
+        names: Sequence[str] | None = None,
         constrained: bool = False,
         one_call: bool = False,
     ) -> None:
         self._tokenizer, self._tools, self._form, self._one_call = tokenizer, list(tools), form, one_call
+        self._names = names
         transitions: Transitions = {}
         if tokenizer is not None:
             transitions = _transitions(tokenizer, form if tools else None)
+        # Of a constrained answer, text that may still become the mark before its calls; None once that is decided.
+        self._start = "" if constrained and tools else None
+        if self._start is not None:
+            transitions = {
+                source: [(mark, _CONSTRAINED if source == "reasoning" else target) for mark, target in edges]
+                for source, edges in transitions.items()
+            }
+            transitions[_CONSTRAINED] = []
+            state = _CONSTRAINED if state == "normal" else state
         self._machine = TextStateMachine(transitions)
         self._state = self._machine.make_state(state)
         may_reason = "reasoning" in transitions and state == "normal" and not constrained
@@ -152,9 +164,25 @@ class Choice:
                 self._state, text = self._machine.make_state("reasoning"), start.removeprefix(mark)
         segments: list[tuple[str, str]]
         self._state, segments = TextStateMachine.split(self._state, text)
+        if self._start is not None and self._state[0] == _CONSTRAINED:
+            segments += self._split_start(segments.pop()[1], is_last=is_last)
         if is_last:
             self._state, rest, state = TextStateMachine.flush(self._state)
             segments.append((state, rest))
+        return segments
+
+    def _split_start(self, text: str, *, is_last: bool) -> list[tuple[str, str]]:
+        """Return the parts of a constrained answer's text, which has calls only if it begins with their mark."""
+        text = (self._start or "") + text
+        start, mark = text.lstrip(), self._form.start
+        if mark.startswith(start) and start != mark and not is_last:
+            self._start = text
+            return []
+        self._start = None
+        if start.startswith(mark):
+            self._state, text = self._machine.make_state("tool"), start.removeprefix(mark)
+        segments: list[tuple[str, str]]
+        self._state, segments = TextStateMachine.split(self._state, text)
         return segments
 
     def _end_call(self, delta: Delta, finish_reason: str | None = None) -> None:
@@ -202,6 +230,8 @@ class Choice:
             calls = [_call_object(call, index) for index, call in enumerate(parsed, first_index)]
             json.dumps(calls, ensure_ascii=False).encode()  # which lone surrogates prevent
         except Exception:  # noqa: BLE001 - whatever the parsers of many models raise
+            return []
+        if self._names is not None and any(call["function"]["name"] not in self._names for call in calls):
             return []
         return calls
 

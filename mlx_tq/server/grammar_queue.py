@@ -31,7 +31,9 @@ class GrammarQueue:
         self._pending[client] += 1
         try:
             async with client_slots, self._slots:
-                if sum(grammar.nbytes for grammar in self._live) > _MAX_MEMORY:
+                # Requests of the same tools share a matcher, and copies of one take little.
+                nbytes = {id(grammar.matcher): grammar.nbytes for grammar in self._live}
+                if sum(nbytes.values()) > _MAX_MEMORY:
                     raise QueueFullError("the grammars of other requests fill the memory; try again later")
                 grammar = await self._grammars.compile(source)
                 self._live.add(grammar)

@@ -125,6 +125,7 @@ class ModelService:
                 prompt.state,
                 request.callable_tools,
                 form=self._prompt_builder.call_form,
+                names=request.tool_choice.names if request.tool_choice else None,
                 constrained=grammar is not None and not grammar.call_start,
                 one_call=request.has_one_call,
             )

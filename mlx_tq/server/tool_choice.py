@@ -54,7 +54,8 @@ def _name(tool: Any) -> str | None:
     """Return the name in {"function": {"name": ...}}, or in {"name": ...}, which may have a namespace."""
     if not isinstance(tool, dict):
         return None
-    parts = inner if isinstance(inner := tool.get(tool.get("type", "function")), dict) else tool
+    kind = tool.get("type", "function")
+    parts = inner if isinstance(kind, str) and isinstance(inner := tool.get(kind), dict) else tool
     name, namespace = parts.get("name"), parts.get("namespace")
     if not isinstance(name, str) or not name:
         return None

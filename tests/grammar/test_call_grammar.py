@@ -150,6 +150,7 @@ def test_mistral_without_control_tokens_for_arguments(accepts):
         ("json_tools", Tool("f", {"type": "array"}), "must be 'object'"),
         ("pythonic", Tool("a-b", None), "must be an identifier"),
         ("qwen3_coder", Tool("f", {"anyOf": [{"type": "object"}]}), "anyOf"),
+        ("qwen3_coder", Tool("f", {"properties": {"a": {"enum": {1}}}}), "the schema cannot be read: .* set"),
     ],
 )
 def test_calls_without_a_grammar(parser, tool, words):
@@ -185,10 +186,56 @@ NESTED = {"properties": {"a": {"$ref": "#/$defs/x", "$defs": {"x": {"type": "str
             },
         ),
         ({"propertyNames": {"pattern": "a"}}, {"type": "object", "propertyNames": {"pattern": "a"}}),
+        (
+            {"type": None, "required": None, "anyOf": None, "properties": {"a": {"const": None, "format": None}}},
+            {"type": "object", "properties": {"a": {"const": None}}, "additionalProperties": False},
+        ),
     ],
-    ids=["none", "any", "annotations", "definitions", "parts", "names"],
+    ids=["none", "any", "annotations", "definitions", "parts", "names", "nulls"],
 )  # fmt: skip
 def test_schemas_of_arguments(parameters, expected):
     schema = make_argument_schema(parameters)
     del schema["x-guidance"]
     assert schema == expected
+
+
+@pytest.mark.parametrize("parser", ["json_tools", "pythonic", "qwen3_coder"])
+@pytest.mark.parametrize(
+    ("keyword", "value"),
+    [("format", []), ("type", 1), ("type", [{}]), ("properties", []), ("required", [[]]), ("anyOf", {}), ("$ref", [])],
+)
+def test_keywords_of_a_wrong_type(parser, keyword, value):
+    with pytest.raises(GrammarError, match=r"must be|may contain") as refused:
+        write_grammar(form_of(parser), [Tool("f", {"properties": {"a": {keyword: value}}})], {})
+    assert refused.value.path == ("properties", "a", keyword)
+
+
+@pytest.mark.parametrize("keyword", ["required", "properties", "type", "anyOf"])
+def test_null_keywords_are_absent(keyword):
+    for parser in ("json_tools", "pythonic", "qwen3_coder"):
+        write_grammar(form_of(parser), [Tool("f", {"properties": {"a": {keyword: None}}, keyword: None})], {})
+
+
+A = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
+B = {"properties": {"b": {"type": "integer"}}, "required": ["b"]}
+REFERENCE, DEFINITIONS = {"$ref": "#/$defs/A"}, {"$defs": {"A": A}}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"allOf": [REFERENCE, B], **DEFINITIONS},
+        {**REFERENCE, **B, **DEFINITIONS},
+        {"allOf": [{"anyOf": [REFERENCE, {"type": "object"}]}, B], **DEFINITIONS},
+        {"allOf": [{"$ref": "#/$defs/C"}, B], "$defs": {"A": A, "C": REFERENCE}},
+    ],
+    ids=["parts", "siblings", "nested", "chain"],
+)
+def test_definitions_next_to_other_properties(accepts, parameters):
+    source = write_grammar(form_of("json_tools"), [Tool("f", parameters)], {})
+    assert accepts(source, '<tool_call>{"name": "f", "arguments": {"a": 1, "b": 2}}</tool_call>')
+
+
+def test_definitions_of_whole_objects_are_closed():
+    schema = make_argument_schema({"properties": {"x": REFERENCE}, **DEFINITIONS})
+    assert schema["$defs"]["A"]["additionalProperties"] is False

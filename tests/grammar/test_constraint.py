@@ -114,11 +114,41 @@ def test_what_a_mark_opens(tokenizer, grammars):
         constraint.check()
         return len(found)
 
-    digits = count_allowed("[call]")
+    digits = count_allowed("[call]|1")
     assert 0 < digits < 50
-    for text in ("Hi [|call]", "<think>[call]</think>[call]", "[call]12! and [call]", "x<think>[call]", "[call"):
-        assert count_allowed(text) == (4200 if text == "[call" else digits), text
-    for text in ("Hi", "<think>[call]", "[call]12!", "[call]12! and", "[call] or so", "[call]x"):
+    for text in (
+        "Hi [|call]|1",
+        "<think>[call]</think>[call]|1",
+        "[call]12! and [call]|1",
+        "x<think>[call]|1",
+        "[call]|[call]|1",
+    ):
+        assert count_allowed(text) == digits, text
+    for text in (
+        "Hi",
+        "<think>[call]",
+        "[call",
+        "[call]",
+        "[call]12!",
+        "[call]12! and",
+        "[call]| or so",
+        "[call]|x",
+        "[call]|`",
+    ):
         assert count_allowed(text) == 4200, text
-    assert count_allowed("[call]", thinks=True) == 4200
-    assert count_allowed("Hm. [call]</think>[call]", thinks=True) == digits
+    assert count_allowed("[call]|1", thinks=True) == 4200
+    assert count_allowed("Hm. [call]</think>[call]|1", thinks=True) == digits
+
+
+def test_a_mark_that_is_a_token(tokenizer, grammars):
+    """It opens a call at once; other tokens that spell it do not. (`</think>` is a token of this tokenizer.)"""
+    grammar = asyncio.run(grammars.compile(GrammarSource("regex", "[0-9]{2}!")))
+    mark = tokenizer.convert_tokens_to_ids("</think>")
+    spelled = [*tokenizer.encode("<"), *tokenizer.encode("/think>")]
+    digit = tokenizer.encode("1")[-1]
+    constraint = grammars.constraint(grammar, call_start="</think>")
+    assert tokenizer.decode(spelled) == "</think>"
+    for count in range(len(spelled) + 1):
+        assert len(allowed(constraint, *spelled[:count])) == 4200
+    assert len(allowed(constraint, *spelled, digit)) == 4200
+    assert 0 < len(allowed(constraint, *spelled, digit, mark)) < 50

@@ -2,23 +2,28 @@
 
 import asyncio
 import json
+import sys
 
 import jsonschema_rs
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import gemma4, json_tools
 
-from mlx_tq.grammar.call_grammar import CallForm
+from mlx_tq.grammar.call_grammar import GENERIC_FORM, CallForm
 from mlx_tq.grammar.constraint import Grammars
+from mlx_tq.grammar.sandbox import CompileLimits, GrammarChecker
 from mlx_tq.models import load
+from mlx_tq.server import answer_grammars
 from mlx_tq.server.answer_grammars import AnswerGrammars
+from mlx_tq.server.answers import Choice
 from mlx_tq.server.api_errors import InvalidRequestError
 from mlx_tq.server.grammar_queue import GrammarQueue
+from mlx_tq.server.job import Piece
 from mlx_tq.server.messages_schemas import MessagesRequest
 from mlx_tq.server.prompt_builder import PromptBuilder
 from mlx_tq.server.schemas import ChatRequest, ResponseRequest, parse
 
-from .test_messages import CALL, prompt_of, tokenizer  # noqa: F401 - a fixture
+from .test_messages import CALL, TOOL, prompt_of, tokenizer  # noqa: F401 - a fixture
 from .test_response_formats import CODE, schema_format
 from .test_tool_calls import events_of, read_chat, read_response, scripted_server
 
@@ -42,6 +47,7 @@ FUNCTIONS = [{"name": name, "parameters": parameters} for name, parameters in PA
 TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
 ASKED = [{"role": "user", "content": "Red or green?"}]
 ONE = {"parallel_tool_calls": False}
+GEMMA = CallForm("gemma4", gemma4.tool_call_start, gemma4.tool_call_end, gemma4.parse_tool_call)
 NOT_STRICT = {"type": "function", "function": {"name": "odd", "parameters": {"properties": {"a": {"not": {}}}}}}
 
 
@@ -154,7 +160,7 @@ def test_calls_and_results_as_text(tokenizer, monkeypatch):  # noqa: F811
 
 def test_a_call_that_the_model_opens_ends_as_a_valid_one(scripted):
     for stream in (False, True):
-        scripted.script("<think>A <tool_call> mark.</think>I see. <tool_call>color red")
+        scripted.script('<think>A <tool_call> mark.</think>I see. <tool_call>{"color red')
         body = {"messages": ASKED, "tools": TOOLS, "stream": stream, **ONE}
         sent = scripted.client.post("/v1/chat/completions", json=body)
         reasoning, content, ((name, arguments),), is_call = read_chat(events_of(sent.text) if stream else sent.json())
@@ -175,6 +181,36 @@ def test_allowed_tools_are_the_only_ones(scripted):
     answer = scripted.answer(text, messages=ASKED, tools=TOOLS, tool_choice=choice, **ONE)
     (call,) = answer["choices"][0]["message"]["tool_calls"]
     assert call["function"]["name"] == "paint"
+
+
+def test_a_mark_that_is_mentioned(scripted):
+    text = "The mark `<tool_call>` opens a call."
+    message = scripted.answer(text, messages=ASKED, tools=TOOLS)["choices"][0]["message"]
+    assert (message["content"], message.get("tool_calls")) == (text, None)
+
+
+def test_allowed_tools_without_a_grammar(tokenizer):  # noqa: F811
+    """A call of another tool stays content."""
+    for names, is_call in ((["pick"], False), (["add"], True), (None, True)):
+        choice = Choice(tokenizer, tools=[TOOL], names=names)
+        message = choice.add(Piece(CALL, finish_reason="stop"))
+        assert (message.content, len(message.tool_calls)) == (("", 1) if is_call else (CALL, 0))
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize("state", ["normal", "reasoning"])
+def test_a_mark_inside_of_a_format(tokenizer, size, state):  # noqa: F811
+    """Only an answer that begins with the mark has calls."""
+    reasoning = "Hm.</think>" if state == "reasoning" else ""
+    for text, content, calls in ((f'{{"a": "{CALL}"}}', f'{{"a": "{CALL}"}}', 0), (f"\n{CALL}\n{CALL}", "", 2)):
+        choice = Choice(tokenizer, state, [TOOL], constrained=True)
+        answer = reasoning + text
+        for start in range(0, len(answer), size):
+            choice.add(Piece(answer[start : start + size]))
+        choice.add(Piece("", finish_reason="stop"))
+        message = choice.message
+        assert (message.content, len(message.tool_calls)) == (content, calls)
+        assert message.reasoning == reasoning.removesuffix("</think>")
 
 
 @pytest.mark.parametrize("starts_call", [False, True])
@@ -203,16 +239,8 @@ def test_a_tool_without_a_grammar(calling):
 
 def test_a_form_without_a_grammar(tokenizer):  # noqa: F811
     """Gemma 4's calls: required ones are refused, others are free."""
-    form, grammars = (
-        CallForm("gemma4", gemma4.tool_call_start, gemma4.tool_call_end, gemma4.parse_tool_call),
-        Grammars(tokenizer),
-    )
-    made = AnswerGrammars(GrammarQueue(grammars, 4), lambda: form, {}, allow_lark=False)
-
-    def compile_for(**fields):
-        body = json.dumps({"messages": ASKED, "tools": TOOLS, **fields}).encode()
-        return asyncio.run(made.compile(parse(ChatRequest, body), "client"))
-
+    grammars = Grammars(tokenizer)
+    compile_for = compiler(grammars, GEMMA)
     try:
         assert compile_for() is compile_for(tool_choice="auto") is None
         for fields, param in (
@@ -223,6 +251,47 @@ def test_a_form_without_a_grammar(tokenizer):  # noqa: F811
                 compile_for(**fields)
             assert refused.value.param == param
     finally:
+        grammars.close()
+
+
+def compiler(grammars, form=GENERIC_FORM):
+    """Return a function that compiles the grammar of a request with tools."""
+    made = AnswerGrammars(GrammarQueue(grammars, 4), lambda: form, {}, allow_lark=False)
+
+    def compile_for(**fields):
+        body = json.dumps({"messages": ASKED, "tools": TOOLS, **fields}).encode()
+        return asyncio.run(made.compile(parse(ChatRequest, body), "client"))
+
+    return compile_for
+
+
+def test_a_sandbox_that_does_not_start(tokenizer, monkeypatch):  # noqa: F811
+    """Calls that the model may make go on without a grammar; a form without one is refused without compiling."""
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    grammars = Grammars(tokenizer)
+    try:
+        assert compiler(grammars)() is None
+        with pytest.raises(RuntimeError, match="the process that checks grammars"):
+            compiler(grammars)(tool_choice="required")
+        with pytest.raises(InvalidRequestError, match="parser gemma4"):
+            compiler(grammars, GEMMA)(tool_choice="required")
+    finally:
+        grammars.close()
+
+
+def test_a_limit_that_was_exceeded_once(tokenizer, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(answer_grammars, "_RETRY_S", 0.0)
+    grammars = Grammars(tokenizer)
+    text = str(tokenizer._tokenizer.backend_tokenizer.to_str())
+    limited = GrammarChecker(text, [2], CompileLimits(seconds=0.0))
+    compile_for = compiler(grammars)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(grammars, "_checker", limited)
+            assert compile_for() is None
+        assert compile_for() is not None
+    finally:
+        limited.close()
         grammars.close()
 
 
@@ -272,6 +341,13 @@ def test_choices_of_other_apis():
         ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "should be 'none', 'auto', 'required'"),
         ({"tool_choice": {"type": "web_search"}, "tools": TOOLS}, "should be 'none', 'auto', 'required'"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}, "tools": TOOLS}, "should be 'none'"),
+        (
+            {
+                "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": [], "name": "f"}]},
+                "tools": TOOLS,
+            },
+            "'f' is not one of the tools",
+        ),
         ({"tool_choice": "required"}, "tool_choice: needs tools, but the request has none"),
         ({"tool_choice": FUNCTION, "tools": TOOLS[1:]}, "'pick' is not one of the tools: paint"),
     ],
