@@ -14,7 +14,10 @@ FOLDER = ROOT / "docs" / "reference"
 PAGES = runpy.run_path(str(FOLDER / "generate.py"))["PAGES"]
 
 
-@pytest.mark.parametrize("page", PAGES)
+SLOW = {"architectures.md"}  # of a model of each architecture; tests/test_zoo.py sees files without one
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.full] * (page in SLOW)) for page in PAGES])
 def test_a_generated_page_is_current(page):
     text = (FOLDER / page).read_text(encoding="utf-8")
     assert "generated" in text.splitlines()[0]

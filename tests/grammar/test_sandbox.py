@@ -88,7 +88,9 @@ SLOW_MASKS = r"32 token masks takes more than 0\.25 s"  # forced bytes are follo
 @pytest.mark.parametrize(
     ("limits", "source", "message"),
     [
-        ({"nbytes": 2**25, "seconds": 60}, source_of({"allOf": regexes(15)}), "memory"),  # compiling takes 50 MB
+        pytest.param(  # compiling takes 50 MB
+            *({"nbytes": 2**25, "seconds": 60}, source_of({"allOf": regexes(15)}), "memory"), marks=pytest.mark.full
+        ),
         ({"seconds": 0.5}, source_of(SLOW), r"compiling takes more than 0\.5 s"),
         ({}, GrammarSource("regex", "a?" * 10_000), "100 MB of memory when compiled"),
         ({}, GrammarSource("regex", "a{60000}"), SLOW_MASKS),

@@ -37,8 +37,7 @@ def alone(folder, profile):
     ("name", "profile"),
     [
         ("llama4", "balanced"),
-        ("jamba", "off"),
-        *(pytest.param(name, "off", marks=pytest.mark.full) for name in SAYS if name != "jamba"),
+        *(pytest.param(name, "off", marks=pytest.mark.full) for name in SAYS),
         pytest.param("bailing_moe_linear", "balanced", marks=pytest.mark.full),
         pytest.param("afm7", "balanced", marks=pytest.mark.full),
     ],

@@ -33,6 +33,7 @@ def titles(page):
     return page.locator("#chats .title")
 
 
+@pytest.mark.full
 def test_chats_are_listed_opened_and_deleted(site, open_page):
     page = open_page(site)
     ask(site, page, "\nFirst question\nwith a second line", "One.")
@@ -189,6 +190,7 @@ def test_nothing_is_lost_if_the_server_cannot_be_reached(site, browser):
     context.close()
 
 
+@pytest.mark.full
 def test_full_storage_is_said_and_a_deleted_chat_makes_room(site, open_page):
     page = open_page(site)
     page.evaluate(stored_chat("large", "x" * 5_000_000, "y"))

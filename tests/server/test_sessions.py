@@ -294,8 +294,8 @@ def test_names_and_routes(narrow):
 
 
 def test_requests_outside_do_not_continue_from_what_a_session_evicted(evicting):
-    message = user(long_text())
+    message = user(f"This text differs from those of other sessions. {long_text()}")
     answer, said = ask(evicting, "evicts", message)
     assert answer.model_extra["session"]["evicted"]
     outside = evicting.chat(message, said, user("Go on."), max_tokens=2)
-    assert counts(outside)[1] == 0
+    assert counts(outside)[1] < 10  # what the template begins with

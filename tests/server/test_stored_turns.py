@@ -35,7 +35,7 @@ def next_turn(events, ids):
 
 @pytest.mark.parametrize(
     "name",
-    ["embedded", "qwen3_next", *(pytest.param(name, marks=pytest.mark.full) for name in ("llama", "gemma3_text"))],
+    ["qwen3_next", *(pytest.param(name, marks=pytest.mark.full) for name in ("embedded", "llama", "gemma3_text"))],
 )
 def test_the_next_turn_continues_after_the_answer(name, loaded, store, tmp_path):
     """In a new engine as in the one that gave the answer."""
@@ -134,7 +134,7 @@ def wait_until_idle(server):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("name", ["embedded", "qwen3_next"])
+@pytest.mark.parametrize("name", [pytest.param("embedded", marks=pytest.mark.full), "qwen3_next"])
 def test_the_next_prompt_is_prefilled_ahead(name, start, folder, tmp_path):
     """Also by a model with states, which cannot go back to where a prompt diverges."""
     model = folder if name == "embedded" else zoo_model(tmp_path / name, name)

@@ -87,7 +87,7 @@ def test_sessions_of_one_model_answer_side_by_side(exact):
 
 
 def test_a_seed_makes_the_same_answers(exact):
-    options = {"max_tokens": 12, "sampler": make_sampler(2.0)}
+    options = {"max_tokens": 12, "sampler": make_sampler(20.0)}  # at 2, many answers are "OK"
     answers = [say(Session(*exact, SMALL, seed=seed, **options), "Hello") for seed in (7, 7, 8, None, None)]
     assert answers[0] == answers[1]
     assert len(set(answers)) == 4
