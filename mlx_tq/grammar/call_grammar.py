@@ -65,7 +65,7 @@ def write_grammar(
     one_call: bool = False,
     response_format: GrammarSource | None = None,
 ) -> GrammarSource:
-    """Return the grammar of answers that consist of calls; raise `GrammarError` if the form has none.
+    """Return the grammar of answers that consist of calls; raise `GrammarError` if the form cannot be constrained.
 
     With `is_opened`, it describes what follows the start mark of one or more calls up to their end mark. With
     `response_format`, an answer may match that instead.

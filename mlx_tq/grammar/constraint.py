@@ -40,7 +40,7 @@ class CompiledGrammar:
 
 @dataclass(frozen=True)
 class AnswerMarks:
-    """What a constraint needs to know about the model: reasoning markers, EOS ids, decoding and tokenizing."""
+    """The reasoning marks, EOS ids and tokenizer of a model, which its constraints need."""
 
     eos_ids: frozenset[int]
     think_start: str

@@ -38,7 +38,8 @@ _is_probing = ContextVar("is_probing", default=False)  # by thread
 def batch_facts(model: Any, make_caches: Callable[[], list[Any]] | None = None) -> BatchFacts:
     """Return the facts of a model's batches on caches of `make_caches`, by default the model's own.
 
-    A model is probed once for its own caches and once for compressed ones. An outline computes nothing: it has none.
+    A model is probed once for its own caches and once for compressed ones. An outline computes
+    nothing and has no refusals.
     """
     key = id(model), make_caches is not None
     with _lock:
@@ -163,13 +164,13 @@ def _states(caches: list[Any]) -> list[mx.array]:
 
 def _differ(model: Any, first: Sequence[mx.array], second: Sequence[mx.array]) -> bool:
     """Return whether arrays of equal shapes differ by more than rounding, on any rank."""
-    found = False
+    is_different = False
     for a, b in zip(first, second, strict=True):
         if a.shape == b.shape and a.size and mx.issubdtype(a.dtype, mx.floating):
             finite = mx.isfinite(a) & mx.isfinite(b)
             x, y = mx.where(finite, a, 0).astype(mx.float32), mx.where(finite, b, 0).astype(mx.float32)
-            found = found or bool(mx.abs(x - y).mean() > _TOLERANCE * mx.abs(x - x.mean()).mean())
-    return bool(ranks_of(model).any([found])[0])
+            is_different = is_different or bool(mx.abs(x - y).mean() > _TOLERANCE * mx.abs(x - x.mean()).mean())
+    return bool(ranks_of(model).any([is_different])[0])
 
 
 def _first_line(error: Exception) -> str:

@@ -12,6 +12,7 @@ from mlx_lm.generate import TextStateMachine
 from mlx_tq.grammar.call_grammar import GENERIC_FORM, CallForm
 from mlx_tq.server.api_errors import ApiError
 from mlx_tq.server.job import Event, Piece, Quoted, Started, TokenLogprob
+from mlx_tq.server.opening_mark import OpeningMark
 from mlx_tq.server.schemas import ResponseRequest, use_response_names
 from mlx_tq.session.transcript import to_ranges
 
@@ -68,9 +69,9 @@ class Choice:
         transitions: Transitions = {}
         if tokenizer is not None:
             transitions = _transitions(tokenizer, form if tools else None)
-        # Of a constrained answer, text that may still become the mark before its calls; None once that is decided.
-        self._start = "" if constrained and tools else None
-        if self._start is not None:
+        # Each is None once it is certain whether the answer begins with it.
+        self._first_call = OpeningMark(form.start) if constrained and tools else None
+        if self._first_call is not None:
             transitions = {
                 source: [(mark, _CONSTRAINED if source == "reasoning" else target) for mark, target in edges]
                 for source, edges in transitions.items()
@@ -80,7 +81,7 @@ class Choice:
         self._machine = TextStateMachine(transitions)
         self._state = self._machine.make_state(state)
         may_reason = "reasoning" in transitions and state == "normal" and not constrained
-        self._opening = "" if may_reason else None  # text that may still become the mark before the reasoning
+        self._first_thought = OpeningMark(tokenizer.think_start) if may_reason else None
         self._call_text: str | None = None  # of a call that is not complete
         # Space at the start or after a call, which is content only if more follows; None inside other content.
         self._space = "" if tools else None
@@ -153,34 +154,33 @@ class Choice:
 
     def _split(self, text: str, *, is_last: bool) -> list[tuple[str, str]]:
         """Return the states that the text passes through, each with its part of the text, as far as it is certain."""
-        if self._opening is not None:
-            text = self._opening + text
-            start, mark = text.lstrip(), self._tokenizer.think_start
-            if mark.startswith(start) and start != mark and not is_last:
-                self._opening = text
+        if self._first_thought is not None:
+            opening = self._first_thought.add(text, is_last=is_last)
+            if opening is None:
                 return []
-            self._opening = None
-            if start.startswith(mark):
-                self._state, text = self._machine.make_state("reasoning"), start.removeprefix(mark)
+            self._first_thought, text = None, self._enter("reasoning", self._tokenizer.think_start, *opening)
         segments: list[tuple[str, str]]
         self._state, segments = TextStateMachine.split(self._state, text)
-        if self._start is not None and self._state[0] == _CONSTRAINED:
-            segments += self._split_start(segments.pop()[1], is_last=is_last)
+        if self._first_call is not None and self._state[0] == _CONSTRAINED:
+            segments += self._split_start(self._first_call, segments.pop()[1], is_last=is_last)
         if is_last:
             self._state, rest, state = TextStateMachine.flush(self._state)
             segments.append((state, rest))
         return segments
 
-    def _split_start(self, text: str, *, is_last: bool) -> list[tuple[str, str]]:
+    def _enter(self, state: str, mark: str, is_opened: bool, text: str) -> str:
+        """Enter a state if a text begins with its mark; return the text that is not processed."""
+        if not is_opened:
+            return text
+        self._state = self._machine.make_state(state)
+        return text.lstrip().removeprefix(mark)
+
+    def _split_start(self, first_call: OpeningMark, text: str, *, is_last: bool) -> list[tuple[str, str]]:
         """Return the parts of a constrained answer's text, which has calls only if it begins with their mark."""
-        text = (self._start or "") + text
-        start, mark = text.lstrip(), self._form.start
-        if mark.startswith(start) and start != mark and not is_last:
-            self._start = text
+        opening = first_call.add(text, is_last=is_last)
+        if opening is None:
             return []
-        self._start = None
-        if start.startswith(mark):
-            self._state, text = self._machine.make_state("tool"), start.removeprefix(mark)
+        self._first_call, text = None, self._enter("tool", self._form.start, *opening)
         segments: list[tuple[str, str]]
         self._state, segments = TextStateMachine.split(self._state, text)
         return segments

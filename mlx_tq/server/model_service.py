@@ -119,16 +119,7 @@ class ModelService:
             if self._tokenizer.has_thinking:
                 thinking = (self._tokenizer.think_start, self._tokenizer.think_end)
             logprobs = (request.top_logprobs or 0) if request.logprobs else None
-            make_choice = partial(
-                Choice,
-                self._tokenizer,
-                prompt.state,
-                request.callable_tools,
-                form=self._prompt_builder.call_form,
-                names=request.tool_choice.names if request.tool_choice else None,
-                constrained=grammar is not None and not grammar.call_start,
-                one_call=request.has_one_call,
-            )
+            make_choice = partial(self._make_choice, request, prompt, grammar)
             if grammar is not None:
                 constraint = self._grammars.constraint(
                     grammar.compiled,
@@ -168,6 +159,17 @@ class ModelService:
         answer = make_answer(self.name, choices, prompt_tokens, self._tokenizer.decode, None if turn is None else 0)
         answer.usage_scale = self.usage_scale
         return jobs, answer, turn
+
+    def _make_choice(self, request: ChatRequest, prompt: Prompt, grammar: AnswerGrammar | None) -> Choice:
+        return Choice(
+            self._tokenizer,
+            prompt.state,
+            request.callable_tools,
+            form=self._prompt_builder.call_form,
+            names=request.tool_choice.names if request.tool_choice else None,
+            constrained=grammar is not None and not grammar.call_start,
+            one_call=request.has_one_call,
+        )
 
     def _thinking_budget(self, request: AnyRequest, prompt: Prompt, max_tokens: int) -> list[ThinkingBudget]:
         """Return the logits processor that ends the reasoning of an answer, unless the model does not reason."""

@@ -5,6 +5,8 @@ from typing import Any
 
 from mlx_lm.generate import TextStateMachine
 
+from mlx_tq.server.opening_mark import OpeningMark
+
 
 class StopStrings:
     """Withhold text that may still become a stop string.
@@ -15,9 +17,9 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str], thinking: tuple[str, str] | None = None, *, is_thinking: bool) -> None:
         self._stops = stops
-        self._start, self._end = thinking if thinking is not None and stops else ("", "")
+        start, self._end = thinking if thinking is not None and stops else ("", "")
         self._is_thinking = is_thinking and self._end != ""
-        self._beginning = "" if self._start and not is_thinking else None  # text that may become the first mark
+        self._opening = OpeningMark(start) if start and not is_thinking else None
         self._tail = ""  # of the reasoning, which may be a part of the mark after it
         # A stop string leads to the state that is its index.
         ends: dict[Any, Any] = {index: [] for index in range(len(stops))}
@@ -27,13 +29,11 @@ class StopStrings:
 
     def add(self, text: str, *, is_last: bool) -> tuple[str, str | None]:
         """Add text; return the text that is certain, and the stop string that ended it, if one did."""
-        if self._beginning is not None:
-            text = self._beginning + text
-            start = text.lstrip()
-            if self._start.startswith(start) and start != self._start and not is_last:
-                self._beginning = text
+        if self._opening is not None:
+            opening = self._opening.add(text, is_last=is_last)
+            if opening is None:
                 return "", None
-            self._beginning, self._is_thinking = None, start.startswith(self._start)
+            self._opening, (self._is_thinking, text) = None, opening
         certain = ""
         if self._is_thinking:
             index = (self._tail + text).find(self._end)

@@ -74,7 +74,7 @@ class StoredPrompts:
     def _longest_in_session(self, ids: list[int]) -> tuple[SessionCaches, int] | None:
         """Return the caches of the session that has the longest prefix of a prompt, and its length.
 
-        Sessions that evicted tokens have none: other answers would depend on what these evicted.
+        Sessions that evicted tokens are skipped: other answers would depend on what these evicted.
         """
         tokens = np.array(ids, np.int64)
         lengths = [

@@ -39,7 +39,7 @@ class DraftGate:
         self._weights[rows] = 1.0
 
     def acceptance(self, agreement: int) -> float:
-        """Return the expected share of right predictions after so many tokens that agree.
+        """Return the expected share of right predictions after `agreement` tokens that agree.
 
         Without predictions in a class of agreement, that is the share in the class below.
         """
@@ -60,7 +60,7 @@ class DraftGate:
         return (weight * (1 + per_row * (rows - 1)) + _COST_PRIOR * assumed) / (weight + _COST_PRIOR)
 
     def best_length(self, agreement: int, limit: int) -> int:
-        """Return how many tokens to draft after so many that agree, at most `limit`; 0 if plain steps are faster."""
+        """Return how many tokens, up to `limit`, to draft after `agreement` equal ones; 0 if plain steps are faster."""
         most = min(limit, MAX_ROWS - 1 if self._pass_s else _FIRST_ROWS - 1)
         best, best_gain = 0, _LEAST_GAIN
         expected, chance = 1.0, 1.0

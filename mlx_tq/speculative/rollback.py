@@ -1,4 +1,4 @@
-"""Which caches can drop the rows of rejected drafts."""
+"""Tells which caches can drop the rows of rejected drafts."""
 
 from typing import Any
 

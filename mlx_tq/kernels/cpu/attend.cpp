@@ -118,7 +118,7 @@ class Call {
  private:
   // Where the rows of a sequence are in the blocks of its prefix.
   struct Place {
-    const Prefix* prefix;  // null if it has none
+    const Prefix* prefix;  // null without a prefix
     size_t first_block;
     int64_t first_row;
   };
