@@ -288,6 +288,7 @@ class ModelService:
             cacheable = bisect_right(range(1, servable + 1), limits.prompt_cache_bytes, key=need.caches_nbytes)
         most = None if servable is None else max(1, servable - _LEAST_ANSWER)
         return {
+            "max_model_len": servable,
             "max_input_tokens": most,
             "max_output_tokens": None if servable is None else servable - 1,
             "servable_tokens": servable,
