@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 
 from mlx_tq.cache.layer import CompressedKVCache, cache_parts
 from mlx_tq.errors import UnsupportedModelError
+from mlx_tq.integration.module_families import family_of, model_arguments, preserved_attributes, run_for_logits
 from mlx_tq.integration.patches import patch_attention, patch_rope
 from mlx_tq.integration.probe import architecture_name, model_facts, native_caches, spread_tokens
 from mlx_tq.models import config_value, is_outline, ranks_of
@@ -50,7 +51,7 @@ def batch_facts(model: Any, make_caches: Callable[[], list[Any]] | None = None) 
         return BatchFacts()
     token = _is_probing.set(True)
     try:
-        with patch_attention(), patch_rope(model):
+        with preserved_attributes(model), patch_attention(), patch_rope(model):
             facts = _probe(model, make_caches or (lambda: native_caches(model)))
     finally:
         _is_probing.reset(token)
@@ -90,35 +91,37 @@ def _is_padded(part: Any) -> bool:
 
 
 def _probe(model: Any, make: Callable[[], list[Any]]) -> BatchFacts:
-    name = architecture_name(model)
+    name, title = architecture_name(model), family_of(model).title
     if _counts_keys(model):
-        return BatchFacts(f"mlx-lm's {name} takes positions from the number of keys, which padding changes")
-    if config_value(getattr(model, "args", None), "index_block_size"):  # felt only beyond thousands of tokens
-        return BatchFacts(f"{name} selects blocks of keys, and mlx-lm moves their borders by the padding of a batch")
+        return BatchFacts(f"{title}'s {name} takes positions from the number of keys, which padding changes")
+    if config_value(model_arguments(model), "index_block_size"):  # felt only beyond thousands of tokens
+        return BatchFacts(f"{name} selects blocks of keys, and {title} moves their borders by the padding of a batch")
     prompts = [spread_tokens(model, length, start=length) for length in _LENGTHS]
     step = mx.concatenate([spread_tokens(model, 1, start=length) for length in _LENGTHS])
     rows = [make() for _ in prompts]
     for prompt, caches in zip(prompts, rows, strict=True):
-        mx.eval(model(prompt, cache=caches))
+        mx.eval(run_for_logits(model, prompt, caches))
     unmergeable = sorted({type(part).__name__ for part in cache_parts(rows[0]) if not hasattr(part, "merge")})
     if unmergeable:
-        return BatchFacts(f"mlx-lm cannot batch {name}: its {' and '.join(unmergeable)} has no merge")
+        return BatchFacts(f"{title} cannot batch {name}: its {' and '.join(unmergeable)} has no merge")
     try:
-        together = model(step, cache=_merge(rows))[:, -1]
+        together = run_for_logits(model, step, _merge(rows))[:, -1]
         mx.eval(together)
     except Exception as error:  # noqa: BLE001  of any operation in the model
-        return BatchFacts(f"mlx-lm's {name} cannot run a batch ({_first_line(error)})")
+        return BatchFacts(f"{title}'s {name} cannot run a batch ({_first_line(error)})")
     alone_states = _states(rows[0])
-    alone = mx.concatenate([model(step[i : i + 1], cache=caches)[:, -1] for i, caches in enumerate(rows)])
+    alone = mx.concatenate(
+        [run_for_logits(model, step[i : i + 1], caches)[:, -1] for i, caches in enumerate(rows)]
+    )
     if _differ(model, [together], [alone]):
-        return BatchFacts(f"mlx-lm's {name} computes other logits in a batch than alone")
+        return BatchFacts(f"{title}'s {name} computes other logits in a batch than alone")
     try:
         states, logits = _run_padded(model, make, prompts, step)
     except Exception as error:  # noqa: BLE001
-        return BatchFacts(padding_refusal=f"mlx-lm's {name} cannot run a padded batch ({_first_line(error)})")
+        return BatchFacts(padding_refusal=f"{title}'s {name} cannot run a padded batch ({_first_line(error)})")
     if _differ(model, [*states, logits], [*alone_states, alone]):
         return BatchFacts(
-            padding_refusal=f"mlx-lm's {name} computes with the padding of a batch whose prompts differ in length"
+            padding_refusal=f"{title}'s {name} computes with the padding of a batch whose prompts differ in length"
         )
     return BatchFacts()
 
@@ -146,11 +149,11 @@ def _run_padded(
     caches = _merge([make() for _ in prompts])
     for cache in caches:
         cache.prepare(lengths=lengths, right_padding=padding)
-    mx.eval(model(tokens, cache=caches))
+    mx.eval(run_for_logits(model, tokens, caches))
     for cache in caches:
         cache.finalize()
     states = _states([cache.extract(0) for cache in caches])
-    logits = model(step, cache=caches)[:, -1]
+    logits = run_for_logits(model, step, caches)[:, -1]
     mx.eval(logits)
     return states, logits
 

@@ -1,4 +1,4 @@
-"""The patches that let models of mlx-lm run on compressed caches: attention, RoPE, forward pass and cache factory.
+"""The patches that let models run on compressed caches: attention, RoPE, forward pass and cache factory.
 
 Each `patch_...` is a context. Contexts nest, and may end in any order and on any thread; after the last one every
 binding is as it was.
@@ -10,19 +10,18 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.models import base
-from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_tq.cache.batch import BatchCompressedKVCache
 from mlx_tq.cache.layer import CompressedKVCache, cache_parts
 from mlx_tq.cache.view import Handle
 from mlx_tq.errors import ConfigError, UnsupportedModelError
+from mlx_tq.integration.module_families import MLX_LM, ModuleFamily, family_of, loaded_families
 from mlx_tq.kernels import backend
 from mlx_tq.kernels.mlx_attention import attend_in_full_precision, attention
 from mlx_tq.kernels.regions import Mask
@@ -79,46 +78,73 @@ def _replace_attribute(owner: Any, name: str, value: Any) -> Undo:
     return restore
 
 
-def replace_function(original: Callable[..., Any], replacement: Callable[..., Any], _: Any) -> Undo:
-    """Replace a function in all modules of mlx-lm, which import functions by name."""
+def replace_function(
+    original: Callable[..., Any], replacement: Callable[..., Any], _: Any, package: str = MLX_LM.package
+) -> Undo:
+    """Replace a function in all modules of a package, which import functions by name."""
 
     def rebind(old: Callable[..., Any], new: Callable[..., Any]) -> None:
         for name, module in list(sys.modules.items()):
-            if name.partition(".")[0] == "mlx_lm" and vars(module).get(old.__name__) is old:
+            if name.partition(".")[0] == package and vars(module).get(old.__name__) is old:
                 setattr(module, old.__name__, new)
 
     rebind(original, replacement)
     return lambda: rebind(replacement, original)  # modules that were imported meanwhile included
 
 
-_mlx_lm_attention = base.scaled_dot_product_attention
-_mlx_lm_make_prompt_cache = mlx_lm_cache.make_prompt_cache
 _in_compressed_pass = ContextVar("in_compressed_pass", default=False)  # by thread
 
 
-def scaled_dot_product_attention(
-    queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Mask, sinks: mx.array | None = None
-) -> mx.array:
-    """Run mlx-lm's attention, where keys and values may be handles of a compressed cache."""
-    if isinstance(keys, mx.array):
-        run = attend_in_full_precision if _in_compressed_pass.get() or backend.is_chosen("cpu") else attention
-        return run(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-    if not isinstance(keys, Handle):  # of mlx-lm's quantized cache
-        return _mlx_lm_attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)  # type: ignore[no-any-return]
-    view = keys.view
-    if view.wants_queries:
-        call = find_call(queries)
-        if call is None:
-            raise UnsupportedModelError(
-                "eviction is calibrated on queries before RoPE, and those of this layer came from no RoPE module that "
-                "could be followed. Use another policy, such as knorm."
-            )
-        view = view.notify_before_rope(call.source, call.module)
-    return view.attend(queries, scale, mask, sinks)
+def _make_attention(family: ModuleFamily, original: Callable[..., Any]) -> Callable[..., Any]:
+    def scaled_dot_product_attention(
+        queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Mask, sinks: mx.array | None = None
+    ) -> mx.array:
+        """Run the family's attention, where keys and values may be handles of a compressed cache."""
+        if isinstance(keys, mx.array):
+            if _in_compressed_pass.get() or (family is MLX_LM and backend.is_chosen("cpu")):
+                return attend_in_full_precision(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+            if family is MLX_LM:
+                return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+        if not isinstance(keys, Handle):  # of a quantized cache, or of a vision tower
+            return original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)  # type: ignore[no-any-return]
+        view = keys.view
+        if view.wants_queries:
+            call = find_call(queries)
+            if call is None:
+                raise UnsupportedModelError(
+                    "eviction is calibrated on queries before RoPE, and those of this layer came from no RoPE module "
+                    "that could be followed. Use another policy, such as knorm."
+                )
+            view = view.notify_before_rope(call.source, call.module)
+        return view.attend(queries, scale, mask, sinks)
+
+    return scaled_dot_product_attention
 
 
-_attention = Patched(partial(replace_function, _mlx_lm_attention, scaled_dot_product_attention))
-patch_attention = partial(_attention.open, base)
+class _FamilyFunction:
+    """What replaces a function of a family while contexts are open."""
+
+    def __init__(self, family: ModuleFamily, original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+        self.replacement = replacement
+        self.patched = Patched(partial(replace_function, original, replacement, package=family.package))
+
+
+@cache
+def _attention_of(family: ModuleFamily) -> _FamilyFunction:
+    original = family.base.scaled_dot_product_attention
+    return _FamilyFunction(family, original, _make_attention(family, original))
+
+
+scaled_dot_product_attention = _attention_of(MLX_LM).replacement
+
+
+@contextmanager
+def patch_attention() -> Iterator[None]:
+    """Let the attention of all loaded families read compressed caches."""
+    with ExitStack() as stack:
+        for family in loaded_families():
+            stack.enter_context(_attention_of(family).patched.open(family.base))
+        yield
 
 
 # Queries before RoPE: RoPE modules record what goes in, and it is found by the identity of what comes out. The order of
@@ -163,7 +189,7 @@ class _RecordingRope:
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         output: mx.array = self.module(x, *args, **kwargs)
-        if (calls := _recorded.get()) is not None:
+        if isinstance(output, mx.array) and (calls := _recorded.get()) is not None:  # some return cosines and sines
             calls.append(RopeCall(output, x, self.module))
         return output
 
@@ -207,9 +233,10 @@ def _wrap_call(model_class: Any) -> Undo:
         before = _before_forward.newest(model)
         if before is None:
             return call(model, *args, **kwargs)
-        arguments = signature.bind(model, *args, **kwargs).arguments
-        caches, tokens = arguments.get("cache"), list(arguments.values())[1]
-        wants_queries = caches is not None and before(caches, tokens.shape[1])
+        bound = signature.bind(model, *args, **kwargs)
+        arguments = bound.arguments | bound.kwargs  # those of **kwargs too
+        caches = arguments.get("cache")
+        wants_queries = caches is not None and before(caches, _count_tokens(arguments))
         token = _in_compressed_pass.set(_has_compressed(caches))
         try:
             with capture_queries() if wants_queries else nullcontext():
@@ -223,15 +250,23 @@ def _wrap_call(model_class: Any) -> Undo:
     return _replace_attribute(model_class, "__call__", wrapper)
 
 
+def _count_tokens(arguments: dict[str, Any]) -> int:
+    """Return the tokens of a pass; where there are embeddings, an image may have many for one token."""
+    embeddings, tokens = arguments.get("inputs_embeds"), list(arguments.values())[1]
+    return int((tokens if embeddings is None else embeddings).shape[1])
+
+
 def _refuse_other_attention(model: Any, error: TypeError) -> None:
     """Raise UnsupportedModelError if another function than ours got the keys of a compressed cache."""
     if Handle.__name__ not in str(error):
         return
-    for module in (sys.modules.get(type(model).__module__, base), base):
-        function = vars(module).get(_mlx_lm_attention.__name__, scaled_dot_product_attention)
-        if function is not scaled_dot_product_attention:
+    family = family_of(model)
+    attend = _attention_of(family).replacement
+    for module in (sys.modules.get(type(model).__module__, family.base), family.base):
+        function = vars(module).get(attend.__name__, attend)
+        if function is not attend:
             raise UnsupportedModelError(
-                f"{function.__module__} has replaced {module.__name__}.{_mlx_lm_attention.__name__}, and cannot read a "
+                f"{function.__module__} has replaced {module.__name__}.{attend.__name__}, and cannot read a "
                 "compressed cache. Load it before `mlx_tq.compressed(model)`, or do without one of them."
             ) from error
 
@@ -246,22 +281,28 @@ _before_forward = Patched(lambda model: lambda: None)  # patches nothing, only h
 
 @contextmanager
 def patch_make_cache(model: Any, make_cache: Callable[[], list[Any]]) -> Iterator[None]:
-    """Let mlx-lm get its caches for `model` from `make_cache`."""
-    with _make_prompt_cache.open(mlx_lm_cache), _make_cache.open(model, make_cache):
+    """Let the model's family get its caches for `model` from `make_cache`."""
+    family = family_of(model)
+    with _cache_factory_of(family).patched.open(family.cache), _make_cache.open(model, make_cache):
         yield
 
 
-def make_prompt_cache(model: Any, max_kv_size: int | None = None) -> list[Any]:
-    """Make caches as mlx-lm does, but refuse a size that it would ignore for compressed caches."""
-    if max_kv_size is not None and _make_cache.newest(model) is not None:
-        raise ConfigError(
-            f"max_kv_size is {max_kv_size}, and compressed caches have no such limit. Drop it, or evict tokens with "
-            f"KVConfig(evict=EvictConfig(budget={max_kv_size}))."
-        )
-    return _mlx_lm_make_prompt_cache(model, max_kv_size)  # type: ignore[no-any-return]
+@cache
+def _cache_factory_of(family: ModuleFamily) -> _FamilyFunction:
+    original = family.cache.make_prompt_cache
+
+    def make_prompt_cache(model: Any, max_kv_size: int | None = None) -> list[Any]:
+        """Make caches as the family does, but refuse a size that it would ignore for compressed caches."""
+        if max_kv_size is not None and _make_cache.newest(model) is not None:
+            raise ConfigError(
+                f"max_kv_size is {max_kv_size}, and compressed caches have no such limit. Drop it, or evict tokens "
+                f"with KVConfig(evict=EvictConfig(budget={max_kv_size}))."
+            )
+        return original(model, max_kv_size)  # type: ignore[no-any-return]
+
+    return _FamilyFunction(family, original, make_prompt_cache)
 
 
-_make_prompt_cache = Patched(partial(replace_function, _mlx_lm_make_prompt_cache, make_prompt_cache))
 _make_cache: Patched = Patched(
     lambda model: _replace_attribute(model, "make_cache", lambda: _make_cache.newest(model)())
 )

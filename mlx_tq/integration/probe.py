@@ -19,13 +19,19 @@ from mlx_tq.cache.view import Handle, make_handles
 from mlx_tq.codec.formats.base import dtype_name, dtype_of
 from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import UnsupportedModelError
+from mlx_tq.integration.module_families import (
+    ModuleFamily,
+    family_of,
+    model_arguments,
+    preserved_attributes,
+    run_for_logits,
+)
 from mlx_tq.integration.patches import capture_queries, find_call, patch_attention, patch_rope, recorded_calls
 from mlx_tq.kernels.gpu import gpu_backend
 from mlx_tq.kernels.mlx_attention import probe_vector_queries
 from mlx_tq.kernels.regions import Mask
 from mlx_tq.models import config_value, is_outline, loaded_name, ranks_of
 
-_MODELS = ("mlx_lm", "models")  # folders of mlx-lm's model files
 _TOKENS = 64
 _STRIDE = 7919  # a prime, so that the tokens are spread over any vocabulary
 
@@ -84,13 +90,13 @@ def model_facts(model: Any) -> ModelFacts:
 
 def native_caches(model: Any) -> list[Any]:
     """Return new caches of the model's own, even if another `make_cache` is installed on the instance."""
-    make = getattr(type(model), "make_cache", None)
-    return list(make(model)) if make else [KVCache() for _ in model.layers]
+    make, plain = getattr(type(model), "make_cache", None), family_of(model).cache.KVCache
+    return list(make(model)) if make else [plain() for _ in model.layers]
 
 
 def position_limit(model: Any) -> int | None:
     """Return how many tokens the model was made for, if its configuration says."""
-    return config_value(getattr(model, "args", None), "max_position_embeddings")  # type: ignore[no-any-return]
+    return config_value(model_arguments(model), "max_position_embeddings")  # type: ignore[no-any-return]
 
 
 class _ProbeView:
@@ -157,6 +163,10 @@ class _ProbeCache(KVCache):  # type: ignore[misc]
         self.views.append(view)
         return make_handles(view, keys.dtype)
 
+    @property
+    def state(self) -> tuple[mx.array, mx.array]:
+        raise UnsupportedModelError("a layer reads the state of another layer's cache")
+
     def facts(self, index: int, part: int | None, model: Any) -> SlotFacts:
         keys, values = super().keys_and_values()
         norm = 1.0
@@ -179,29 +189,30 @@ class _ProbeCache(KVCache):  # type: ignore[misc]
 
 def _run(model: Any, tokens: mx.array, caches: list[Any]) -> None:
     """Run a model; of an outline, whose shapes are known without it, nothing is evaluated."""
-    logits = model(tokens, cache=caches)
-    if not is_outline(model):
-        mx.eval(logits)
+    with preserved_attributes(model):
+        logits = run_for_logits(model, tokens, caches)
+        if not is_outline(model):
+            mx.eval(logits)
 
 
 def architecture_name(model: Any) -> str:
-    return getattr(getattr(model, "args", None), "model_type", None) or type(model).__module__.rpartition(".")[2]
+    return getattr(model_arguments(model), "model_type", None) or type(model).__module__.rpartition(".")[2]
 
 
 def spread_tokens(model: Any, count: int, start: int = 0) -> mx.array:
     """Return tokens [1, count] that are spread over the vocabulary."""
-    vocabulary = int(config_value(getattr(model, "args", None), "vocab_size") or _TOKENS)
+    vocabulary = int(config_value(model_arguments(model), "vocab_size") or _TOKENS)
     return mx.array([[(start + i) * _STRIDE % vocabulary for i in range(count)]])
 
 
 def _probe(model: Any) -> ModelFacts:
-    name = architecture_name(model)
+    name, family = architecture_name(model), family_of(model)
     native, probes = native_caches(model), dict[tuple[int, int | None], _ProbeCache]()
 
     def replace(cache: Any, index: int, part: int | None = None) -> Any:
         if type(cache) is CacheList:
             return CacheList(*(replace(inner, index, part) for part, inner in enumerate(cache.caches)))
-        if type(cache) is KVCache:
+        if type(cache) is family.cache.KVCache:
             cache = probes[index, part] = _ProbeCache()
         return cache
 
@@ -220,7 +231,8 @@ def _probe(model: Any) -> ModelFacts:
         _run(model, tokens, native)  # a model that fails on its own caches raises its own error
         raise UnsupportedModelError(
             f"{name} cannot run on a compressed cache: it computes with the keys and values that it fetched, instead "
-            f"of handing them to mlx-lm's scaled_dot_product_attention ({_find_line(error)}). Use --kv-profile off."
+            f"of handing them to {family.title}'s scaled_dot_product_attention ({_find_line(error, family)}). Use "
+            "--kv-profile off."
         ) from error
     unattended = [index for (index, _), probe in probes.items() if not any(view.is_attended for view in probe.views)]
     if unattended:
@@ -245,11 +257,10 @@ def _probe(model: Any) -> ModelFacts:
     )
 
 
-def _find_line(error: Exception) -> str:
-    """Return the innermost line of mlx-lm's model that raised an error, or else the error."""
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parts[-3:-1] == _MODELS
-    ]
+def _find_line(error: Exception, family: ModuleFamily) -> str:
+    """Return the innermost line of the family's model that raised an error, or else the error."""
+    folder = Path(family.base.__file__).parent
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if folder in Path(frame.filename).parents]
     if frames and frames[-1].line:
         return f"{Path(frames[-1].filename).name}: {frames[-1].line}"
     lines = str(error).strip().splitlines() or ["no message"]
@@ -258,5 +269,5 @@ def _find_line(error: Exception) -> str:
 
 def _count_activations(model: Any) -> int:
     """Count the residual stream, its norm and a layer's input and output, and gate, input and product of its MLP."""
-    hidden, inner = (config_value(getattr(model, "args", None), f"{name}_size") for name in ("hidden", "intermediate"))
+    hidden, inner = (config_value(model_arguments(model), f"{name}_size") for name in ("hidden", "intermediate"))
     return 4 * (hidden if isinstance(hidden, int) else 0) + 3 * (inner if isinstance(inner, int) else 0)

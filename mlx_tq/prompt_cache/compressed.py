@@ -15,6 +15,7 @@ from mlx_tq.cache.layer import CompressedKVCache, cache_parts
 from mlx_tq.config import DEFAULT_PROFILE, KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError, UncalibratedWarning
 from mlx_tq.integration.batch_probe import check_batch, count_rows
+from mlx_tq.integration.module_families import MLX_LM, family_of, language_model
 from mlx_tq.integration.patches import patch_attention, patch_forward, patch_make_cache, patch_rope
 from mlx_tq.integration.probe import SlotFacts, model_facts, native_caches
 from mlx_tq.integration.speculative import patch_speculative
@@ -36,10 +37,11 @@ def compressed(
 
     Every cache that mlx-lm makes for the model meanwhile (in its generate, batch generation, speculative decoding and
     server) is compressed. Caches that you pass in, of `make_prompt_cache` or `load_prompt_cache`, keep their own
-    configuration. Contexts nest, also across threads.
+    configuration. Contexts nest, also across threads. Of a model of mlx-vlm, the caches that mlx-vlm's generate makes
+    for its language model are compressed; mlx-vlm has to be imported before.
 
     Args:
-        model: model of mlx-lm.
+        model: model of mlx-lm or mlx-vlm.
         config: how its caches are stored, in place of `profile` and `settings`.
         profile: profile such as "small"; by default "balanced".
         settings: fields of `KVConfig` that replace the profile's: `compressed(model, key="q8", value="tq3")`.
@@ -54,9 +56,11 @@ def compressed(
         if config.is_off:
             yield
             return
-        plan = plan_caches(model, config)
+        text_model = language_model(model)
+        plan = plan_caches(text_model, config)
         warn_uncalibrated(plan, stacklevel=4)  # above the context manager
-        with patch_make_cache(model, partial(build_caches, plan)):
+        make = partial(build_caches, plan)
+        with patch_make_cache(text_model, make), patch_make_cache(model, make):
             yield
 
 
@@ -68,11 +72,12 @@ def compressed_attention(model: Any) -> Iterator[None]:
     threads.
 
     Args:
-        model: model of mlx-lm.
+        model: model of mlx-lm or mlx-vlm.
 
     Raises:
         ConfigError: `model` is not a model.
     """
+    model = language_model(model)
     _check_model(model)
     guard = _PassGuard(model)
     with patch_attention(), patch_rope(model), patch_forward(model, guard.begin_pass), patch_speculative():
@@ -82,7 +87,7 @@ def compressed_attention(model: Any) -> Iterator[None]:
 def make_prompt_cache(
     model: Any, config: KVConfig | None = None, *, profile: str | None = None, **settings: Any
 ) -> list[Any]:
-    """Make a compressed prompt cache for `model`: one entry per mlx-lm cache.
+    """Make a compressed prompt cache for `model`: one entry per cache of mlx-lm or mlx-vlm.
 
     Use it inside `compressed(model)` or `compressed_attention(model)`. `config`, or `profile` and `settings`, say how
     it is stored, as in `compressed`.
@@ -91,7 +96,7 @@ def make_prompt_cache(
         UnsupportedModelError: the model cannot run on compressed caches; the message names it and the reason.
         ConfigError: a head size that the configured formats do not support, or a wrong argument.
     """
-    config = _choose_config(config, profile, settings)
+    config, model = _choose_config(config, profile, settings), language_model(model)
     _check_model(model)
     if config.is_off:
         return native_caches(model)
@@ -129,7 +134,9 @@ def _choose_config(config: KVConfig | None, profile: str | None, settings: dict[
 
 def _check_model(model: Any) -> None:
     if not hasattr(model, "layers"):
-        raise ConfigError(f"model is {model!r}; it must be a model of mlx-lm, as `mlx_tq.load()` returns it.")
+        raise ConfigError(
+            f"model is {model!r}; it must be a model of mlx-lm, as `mlx_tq.load()` returns it, or of mlx-vlm."
+        )
 
 
 def plan_caches(model: Any, config: KVConfig) -> Plan:
@@ -199,7 +206,8 @@ class _PassGuard:
         if count_rows(caches) > 1:
             is_compressed = any(isinstance(part, BatchCompressedKVCache) for part in cache_parts(caches))
             make = partial(empty_rows, partial(native_caches, self._model), caches) if is_compressed else None
-            check_batch(self._model, caches, make)
+            if is_compressed or family_of(self._model) is MLX_LM:
+                check_batch(self._model, caches, make)
         return begin_pass(caches, count)
 
 
