@@ -33,7 +33,7 @@ from mlx_tq.cache.view import Handle, QueryListener, StepView, check_attention_i
 from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.config import BLOCK
-from mlx_tq.errors import CacheFormatError, ConfigError, NonFiniteError
+from mlx_tq.errors import CacheFormatError, ConfigError, NonFiniteError, UnsupportedModelError
 from mlx_tq.kernels.encode import compact, encode
 from mlx_tq.kernels.regions import Regions, refuse_different_heads
 
@@ -180,6 +180,13 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
     def merge(cls, caches: list["CompressedKVCache"]) -> Any:
         """Return a batch of copies of `caches`."""
         return BatchCompressedKVCache.merge(caches)
+
+    def to_batch(self, left_padding: list[int]) -> Any:
+        """Refuse prompts that mlx-vlm prefills together."""
+        raise UnsupportedModelError(
+            f"mlx-vlm prefills {len(left_padding)} prompts together and pads them on the left, which a compressed cache "
+            "cannot store. Prefill one at a time, as with BatchGenerator(..., prefill_batch_size=1)."
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompressedKVCache":
         twin = self.fork()

@@ -96,6 +96,8 @@ def _probe(model: Any, make: Callable[[], list[Any]]) -> BatchFacts:
         return BatchFacts(f"{title}'s {name} takes positions from the number of keys, which padding changes")
     if config_value(model_arguments(model), "index_block_size"):  # felt only beyond thousands of tokens
         return BatchFacts(f"{name} selects blocks of keys, and {title} moves their borders by the padding of a batch")
+    if hasattr(model, "_rope_deltas"):  # of mlx-vlm
+        return BatchFacts(f"{title}'s {name} keeps positions of its last prompt, so that batches cannot be probed")
     prompts = [spread_tokens(model, length, start=length) for length in _LENGTHS]
     step = mx.concatenate([spread_tokens(model, 1, start=length) for length in _LENGTHS])
     rows = [make() for _ in prompts]

@@ -1,6 +1,7 @@
 """Models of mlx-vlm on compressed caches, through mlx-vlm's own generate functions."""
 
 import sys
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
@@ -10,6 +11,7 @@ pytest.importorskip("mlx_vlm", reason="mlx-vlm is not installed; make test-vlm r
 from mlx_vlm.generate import BatchGenerator, generate_step
 from mlx_vlm.models import base
 from mlx_vlm.models import cache as native
+from mlx_vlm.utils import StoppingCriteria
 from tiny_vlms import FAMILIES, IMAGE, IMAGE_START, build
 from zoo import build as build_mlx_lm
 
@@ -99,7 +101,7 @@ def test_a_family(name):
     [("phi3_v", r"phi3_v\.py: output = mx\.fast\.scaled_dot"), ("gemma3n", r"language\.py: state = cache\.state")],
 )
 def test_a_family_that_reads_keys_itself_is_refused(name, line):
-    model = build(name)
+    model = build(name, spread=False)
     tokens, _ = generate(model)
     with pytest.raises(UnsupportedModelError, match=line), mlx_tq.compressed(model, sized("q8")):
         raise AssertionError
@@ -156,12 +158,35 @@ def test_eviction():
     assert all(cache.offset >= 4 * len(TOKENS) > 2 * cache.size() for cache in caches)
 
 
-def test_what_is_not_supported_is_refused():
+def decode_together(model, **options):
+    """Return what mlx-vlm's batch generator answers to two prompts."""
+    tokenizer, prompts = SimpleNamespace(stopping_criteria=StoppingCriteria([])), [TOKENS, TOKENS[:90]]
+    batch = BatchGenerator(model.language_model, tokenizer, max_tokens=COUNT, **options)
+    features = [model.get_input_embeddings(mx.array([prompt]), None).to_dict() for prompt in prompts]
+    inputs = [{name: value for name, value in parts.items() if value is not None} for parts in features]
+    answers = {uid: [] for uid in batch.insert(prompts, prompt_kwargs=inputs)}
+    while batch.has_work:
+        for response in batch.next()[1]:
+            answers[response.uid].append(int(response.token))
+    return list(answers.values())
+
+
+def test_a_batch_gives_each_prompt_what_it_gets_alone_or_is_refused():
     model = build("llava")
     with mlx_tq.compressed(model, sized("q8")):
-        with pytest.raises(ConfigError, match="max_kv_size is 64"):
-            generate(model, max_kv_size=64)
-        batch = BatchGenerator(model.language_model, None, max_tokens=4)
-        batch.insert([TOKENS, TOKENS[:90]])
-        with pytest.raises(ValueError, match="does not yet support batching"):
-            batch.next()
+        alone = [generate(model, tokens)[0] for tokens in (TOKENS, TOKENS[:90])]
+        assert decode_together(model, prefill_batch_size=1) == alone
+        with pytest.raises(UnsupportedModelError, match=r"prefills 2 prompts together .* prefill_batch_size=1"):
+            decode_together(model)
+    stateful = build("qwen2_vl")
+    plain = decode_together(stateful)
+    with mlx_tq.compressed(stateful, sized("q8")), pytest.raises(UnsupportedModelError, match="positions of its last"):
+        decode_together(stateful, prefill_batch_size=1)
+    with mlx_tq.compressed(stateful, profile="off"):
+        assert decode_together(stateful) == plain
+
+
+def test_a_size_that_mlx_vlm_would_ignore_is_refused():
+    model = build("llava")
+    with mlx_tq.compressed(model, sized("q8")), pytest.raises(ConfigError, match="max_kv_size is 64"):
+        generate(model, max_kv_size=64)

@@ -72,8 +72,11 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def build(name):
-    """Return a model of mlx-vlm whose weights are random, and such that the logits depend on all of the context."""
+def build(name, *, spread=True):
+    """Return a model of mlx-vlm with random weights, with `spread` such that its logits depend on all of the context.
+
+    Without it, what is not used is not computed: the vision towers of some families have one size.
+    """
     text, vision, _ = FAMILIES[name]
     text, vision = {**_TEXT, **text}, {**_VISION, **vision}
     config = {
@@ -103,7 +106,8 @@ def build(name):
         # Gemma 4 does not divide scores by the root of the head size.
         return weight / 64**0.5 if name == "gemma4" and path.endswith("q_norm.weight") else weight
 
-    model.update(tree_map_with_path(randomize, model.parameters()))
+    if spread:
+        model.update(tree_map_with_path(randomize, model.parameters()))
     model.set_dtype(mx.float32)
     model.eval()
     return model
