@@ -19,7 +19,7 @@ one_thread = $(if $(openblas),OMP_NUM_THREADS=1)
 # With .pyc files, also where PYTHONDONTWRITEBYTECODE is set: else every command that a test starts compiles all of mlx_tq.
 pytest = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(workers)
 
-.PHONY: demo mutants rescue postgres smollm2 test test-kernels test-full check format bench plot browser minilm neon clean
+.PHONY: demo mutants rescue postgres smollm2 test test-kernels test-vlm test-full check format bench plot browser minilm neon clean
 
 # `make demo MODEL=smollm2` runs it with SmolLM2-135M-Instruct, MODEL=FOLDER with a model of your own.
 demo: $(VENV)/rescue $(filter smollm2,$(MODEL))
@@ -45,6 +45,10 @@ test: $(VENV)/dev
 # compiled. Their errors are measured against mlx's own BLAS.
 test-kernels: $(VENV)/dev
 	$(pytest) -m "not full" metal_sim $(simulated) $(compiled)
+
+# Models of mlx-vlm, which brings OpenCV and pyarrow: half a GB, in an environment of its own.
+test-vlm: $(VENV)/vlm/ready
+	MLX_DISABLE_COMPILE=1 $(VENV)/vlm/bin/python -m pytest -m "not full" tests/vlm
 
 test-full: $(VENV)/dev
 	$(fast_blas) $(one_thread) $(pytest) tests --ignore $(simulated)
@@ -103,6 +107,11 @@ $(VENV)/core: pyproject.toml | $(VENV)/bin/python
 $(VENV)/dev: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable '.[$(if $(extra),$(extra)$(comma))dev]'
 	touch $@ $(VENV)/core
+
+$(VENV)/vlm/ready: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m venv $(VENV)/vlm
+	$(VENV)/vlm/bin/python -m pip install --quiet --editable '.[$(if $(extra),$(extra)$(comma))vlm]' pytest hypothesis
+	touch $@
 
 $(VENV)/rescue: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable '.[$(if $(extra),$(extra)$(comma))rescue]'

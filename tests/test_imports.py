@@ -102,6 +102,7 @@ def test_low_layers_need_little_and_the_service_no_models():
         used = {target.split(".")[0] for target, _ in targets} - {package} - sys.stdlib_module_names
         if package == "mlx_tq" and layer and layer[0] in ONLY:
             assert used <= ONLY[layer[0]], name
+        assert "mlx_vlm" not in used, name
         if package == "rescue_svc":
             assert not used & {"mlx", "mlx_lm"}, name
             assert "torch" not in used or name in TORCH, name

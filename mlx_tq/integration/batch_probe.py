@@ -112,9 +112,7 @@ def _probe(model: Any, make: Callable[[], list[Any]]) -> BatchFacts:
     except Exception as error:  # noqa: BLE001  of any operation in the model
         return BatchFacts(f"{title}'s {name} cannot run a batch ({_first_line(error)})")
     alone_states = _states(rows[0])
-    alone = mx.concatenate(
-        [run_for_logits(model, step[i : i + 1], caches)[:, -1] for i, caches in enumerate(rows)]
-    )
+    alone = mx.concatenate([run_for_logits(model, step[i : i + 1], caches)[:, -1] for i, caches in enumerate(rows)])
     if _differ(model, [together], [alone]):
         return BatchFacts(f"{title}'s {name} computes other logits in a batch than alone")
     try:

@@ -33,12 +33,24 @@ _MROPE = {"rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}}
 _PATCHES = {"depth": 1, "embed_dim": 64, "num_heads": 2, "mlp_ratio": 2.0, "out_hidden_size": 128}  # of Qwen's vision
 _GEMMA4 = {"num_hidden_layers": 6, "num_kv_shared_layers": 2, "global_head_dim": 64, "hidden_size_per_layer_input": 0}
 _CONV = {"layer_types": ["conv", "full_attention"], "block_dim": 128, "conv_dim": 128, "conv_dim_out": 128}
+_GATED = {
+    "num_hidden_layers": 4, "full_attention_interval": 2,
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "type": "default", "mrope_section": [3, 3, 2], "rope_theta": 10000.0, "partial_rotary_factor": 0.25,
+    },
+}  # fmt: skip
 
 # By the name of its module in mlx-vlm: what the text and vision parts have besides `_TEXT` and `_VISION`, and a letter
 # for each cache: K is plain, and compressed; R is a sliding window, A holds arrays.
 FAMILIES = {
     "llava": ({"model_type": "llama"}, {"model_type": "clip_vision_model"}, "KK"),
-    "qwen2_vl": ({"model_type": "qwen2_vl", **_MROPE}, {"model_type": "qwen2_vl", **_PATCHES, "hidden_size": 128}, "KK"),
+    "qwen2_vl": (
+        {"model_type": "qwen2_vl", **_MROPE},
+        {"model_type": "qwen2_vl", **_PATCHES, "hidden_size": 128},
+        "KK",
+    ),
     "qwen2_5_vl": ({"model_type": "qwen2_5_vl", **_MROPE}, {"model_type": "qwen2_5_vl", **_PATCHES}, "KK"),
     "qwen3_vl": ({"model_type": "qwen3_vl_text", **_MROPE}, {"model_type": "qwen3_vl", **_PATCHES}, "KK"),
     "gemma3": (
@@ -57,6 +69,7 @@ FAMILIES = {
     "pixtral": ({"model_type": "mistral"}, {"model_type": "pixtral"}, "KK"),
     "mistral3": ({"model_type": "mistral"}, {"model_type": "pixtral"}, "KK"),
     "lfm2_vl": ({"model_type": "lfm2", **_CONV}, {"model_type": "lfm2_vl"}, "AK"),
+    "qwen3_5": ({"model_type": "qwen3_5_text", **_GATED}, {"model_type": "qwen3_5", **_PATCHES}, "AKAK"),
     # Refused.
     "phi3_v": ({"model_type": "phi3_v"}, {"model_type": "phi3_v"}, "KK"),
     "gemma3n": (
