@@ -184,8 +184,8 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
     def to_batch(self, left_padding: list[int]) -> Any:
         """Refuse prompts that mlx-vlm prefills together."""
         raise UnsupportedModelError(
-            f"mlx-vlm prefills {len(left_padding)} prompts together, padded on the left, which a compressed cache cannot "
-            "store. Prefill one at a time, as with BatchGenerator(..., prefill_batch_size=1)."
+            f"mlx-vlm prefills {len(left_padding)} prompts together, padded on the left, which a compressed cache "
+            "cannot store. Prefill one at a time, as with BatchGenerator(..., prefill_batch_size=1)."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompressedKVCache":

@@ -56,9 +56,9 @@ def model_arguments(model: Any) -> Any:
 
 
 def run_for_logits(model: Any, tokens: mx.array, caches: list[Any]) -> mx.array:
-    """Run a model on tokens [B, L] and return its logits; mlx-vlm's are a field of an output."""
+    """Run a model on tokens [B, L] and return its logits, which most models of mlx-vlm return as a field."""
     output = model(tokens, cache=caches)
-    return output.logits if family_of(model) is MLX_VLM else output  # type: ignore[no-any-return]
+    return getattr(output, "logits", output)  # type: ignore[no-any-return]
 
 
 @contextmanager

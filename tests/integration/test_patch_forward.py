@@ -60,6 +60,20 @@ def test_generation():
     assert recorder.counts == [64, 55, 1, 1, 1, 1, 1, 1]
 
 
+def test_tokens_are_counted_by_their_embeddings():
+    """Models of mlx-vlm may have many embeddings for the token of an image, and take caches as `**kwargs`."""
+
+    class Model(nn.Module):
+        def __call__(self, inputs, inputs_embeds=None, **options):
+            return inputs
+
+    model, counts = Model(), []
+    with patch_forward(model, lambda caches, count: bool(counts.append(count))):
+        model(mx.zeros((1, 3)), inputs_embeds=mx.zeros((1, 7, 4)), cache=[])
+        model(inputs=mx.zeros((1, 3)), cache=[])
+    assert counts == [7, 3]
+
+
 def test_batch_generation():
     """Each pass has a cache for every layer, with a row for every prompt that is not done."""
     model, rows = build("llama"), []
