@@ -8,9 +8,10 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache as mlx_lm_caches
 
 pytest.importorskip("mlx_vlm", reason="mlx-vlm is not installed; make test-vlm runs this in an environment of its own")
-from mlx_vlm.generate import BatchGenerator, generate_step
+from mlx_vlm.generate import BatchGenerator, PromptCacheState, generate_step, stream_generate
 from mlx_vlm.models import base
 from mlx_vlm.models import cache as native
+from mlx_vlm.tokenizer_utils import NaiveStreamingDetokenizer
 from mlx_vlm.utils import StoppingCriteria
 from tiny_vlms import FAMILIES, IMAGE, IMAGE_START, build
 from zoo import build as build_mlx_lm
@@ -156,6 +157,30 @@ def test_eviction():
         tokens, _ = generate(model, TOKENS * 4, prompt_cache=caches)
     assert len(tokens) == COUNT
     assert all(cache.offset >= 4 * len(TOKENS) > 2 * cache.size() for cache in caches)
+
+
+def converse(model):
+    """Return the tokens and cached tokens of two turns over one cache; the second drops the end of the first answer."""
+    tokenizer = SimpleNamespace(stopping_criteria=StoppingCriteria([]), decode=str)
+    processor = SimpleNamespace(tokenizer=tokenizer, detokenizer=NaiveStreamingDetokenizer(tokenizer))
+    state, prompt, turns = PromptCacheState(), TOKENS, []
+    for _ in range(2):
+        inputs = {"input_ids": mx.array([prompt]), "prompt_cache_state": state, "max_tokens": COUNT}
+        *_, last = stream_generate(model, processor, "", temperature=0.0, **inputs)
+        turns.append((last.token_ids, last.cached_tokens))
+        prompt = [*prompt, *last.token_ids[:8], *TOKENS[:20]]
+    return turns
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+def test_a_conversation_over_one_cache(name):
+    model = build(name)
+    plain = converse(model)
+    assert plain[1][1] > len(TOKENS)
+    with mlx_tq.compressed(model, KVConfig(key="q8", value="q8", sinks=4, window=400)):  # all in full precision
+        assert converse(model) == plain
+    with mlx_tq.compressed(model, sized("q8")):
+        assert [cached for _, cached in converse(model)] == [cached for _, cached in plain]
 
 
 def decode_together(model, **options):
