@@ -11,7 +11,7 @@ from typing import Any
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_tq.cli.inputs import read_share
-from mlx_tq.cli.loading import apply_cache_source, join_ranks, load_model, open_prefix_folder
+from mlx_tq.cli.loading import apply_cache_source, join_ranks, load_model, open_prefix_folder, state_storage
 from mlx_tq.cli.options import PENALTIES, RESCUE_FIELDS, SAMPLING, Option, Request, name_of
 from mlx_tq.cli.runner import DONE, INTERRUPTED
 from mlx_tq.cli.sampling_settings import choose_sampling, make_processors, parse_setting
@@ -104,6 +104,7 @@ def run_chat(request: Request) -> int:
         prefill_step_size=args.prefill_step_size,
         seed=args.seed,
         prefix_cache=open_prefix_folder(request, ranks),
+        states=state_storage(request),
         shadow=request.shadow,
         prompt_lookup=args.prompt_lookup,
         on_full=args.on_full,
