@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from mlx_tq.cache.layer import cache_parts
@@ -24,6 +25,7 @@ class StateHistory:
             self._caches, self._states = caches, {}
         states = [StoredStates(part, self._format) for part in _states_of(caches)]
         if states:
+            mx.eval([entry.state for entry in states])  # else they keep what they are encoded from
             self._states[length] = states
             for oldest in [*self._states][:-_TURNS]:
                 del self._states[oldest]
@@ -35,6 +37,7 @@ class StateHistory:
         """Give the caches their states after `length` tokens again, and forget the later ones."""
         for part, states in zip(_states_of(self._caches), self._states[length], strict=True):
             part.cache = states.unpack().cache
+        mx.eval([part.state for part in _states_of(self._caches)])  # other threads may read them
         self._states = {tokens: states for tokens, states in self._states.items() if tokens <= length}
 
 

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from zoo import build
 
-from mlx_tq.cache.recurrent_states import DEFAULT_STATES
+from mlx_tq.cache.recurrent_states import StateStorage
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.models import load
 from mlx_tq.prefix_cache.folder import Folder
@@ -21,6 +21,7 @@ from mlx_tq.prompt_cache.capacity import with_trimmed_windows
 from mlx_tq.prompt_cache.compressed import compressed_attention, plan_caches
 
 STEP, LENGTH = 200, 560
+EACH_STEP = StateStorage(step=STEP)
 SMALL = KVConfig(key="q8", value="tq4", sinks=16, window=32)
 EVICTS = KVConfig(
     key="q8", sinks=16, window=32, evict=EvictConfig("triattention:warmup=64:trigger=16:granularity=1", 300, "off")
@@ -61,7 +62,7 @@ def digest(caches):
     return hashed.hexdigest()
 
 
-def run_prompt(model, config, ids, folder=None, states=DEFAULT_STATES, max_tokens=8):
+def run_prompt(model, config, ids, folder=None, states=EACH_STEP, max_tokens=8):
     """Return the tokens restored, those of the answer, and digests of the caches before and after the answer."""
     plan = plan_caches(model, config)
     caches = build_caches(plan)

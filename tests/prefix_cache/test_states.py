@@ -75,7 +75,7 @@ def lengths_of(folder):
 
 def test_prompts_are_stored_on_the_grid_and_at_their_end(tmp_path):
     longer = [*PROMPT[:450], *random_tokens(80, seed=4)]
-    for step, stored, restored in ((2048, [LENGTH - 1], 0), (400, [400, LENGTH - 1], 400)):
+    for step, stored, restored in ((StateStorage().step, [LENGTH - 1], 0), (400, [400, LENGTH - 1], 400)):
         folder, states = tmp_path / str(step), StateStorage(step=step)
         run_prompt(QWEN, SMALL, PROMPT, folder, states)
         assert lengths_of(folder) == stored
