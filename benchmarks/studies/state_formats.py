@@ -165,9 +165,10 @@ def main() -> None:
     if args.model == RANDOM:
         model = random_model()
     nbytes = {name: state_nbytes(model, name) for name in (EXACT, Q8)}
-    command = f"python -m benchmarks.studies.state_formats --model {args.model} --prompts {args.prompts} --length {args.length} --json {args.json}"
-    sizes = {"prompts": args.prompts, "length": args.length, "answer": args.answer, "state_bytes": nbytes}
-    save(args.json, command, **sizes, rows=measure(model, ids, args))
+    sizes = f"--prompts {args.prompts} --length {args.length} --answer {args.answer}"
+    command = f"python -m benchmarks.studies.state_formats --model {args.model} {sizes} --json {args.json}"
+    about = {"prompts": args.prompts, "length": args.length, "answer": args.answer, "state_bytes": nbytes}
+    save(args.json, command, **about, rows=measure(model, ids, args))
 
 
 if __name__ == "__main__":

@@ -89,6 +89,12 @@ def parse_penalty(text: str) -> float:
     return penalty
 
 
+def parse_state_format(text: str) -> str:
+    if text not in STATE_FORMATS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {' or '.join(STATE_FORMATS)}")
+    return text
+
+
 def given_models(args: argparse.Namespace) -> list[str | None]:
     """Return the models of --model, of which a server may have several; None is the default."""
     return args.model if isinstance(args.model, list) else [args.model]
@@ -199,7 +205,7 @@ RECALL = (
 PREFIX_CACHE = (
     Option("--prefix-cache", "DIR|auto|off", str, f"{_PREFIX_CACHE} (default: off)"),
     Option("--prefix-cache-limit", "SIZE", parse_size, "maximum size of the prefix cache (default: 50GB)"),
-    Option("--state-format", "FORMAT", str, f"{_STATE_FORMAT} (default: exact)"),
+    Option("--state-format", "exact|q8", parse_state_format, f"{_STATE_FORMAT} (default: exact)"),
     Option("--state-step", "N", int, f"{_STATE_STEP} (default: 2048)"),
 )
 SHADOW = (Option("--kv-shadow", "N", int, f"{_SHADOW} (default: off)"),)
