@@ -89,6 +89,7 @@ def run_chat(request: Request) -> int:
     rescue = request.rescue if ranks.is_first else RescueConfig(service=OFF)  # the first one searches for all
     if args.load is not None:
         apply_cache_source(args, args.load)
+    states = state_storage(request)
     model, tokenizer = load_model(args, config, ranks=ranks)
     settings, sampling_line = choose_sampling(args, args.model)
     settings |= {"max_tokens": args.max_tokens, "seed": args.seed}
@@ -104,7 +105,8 @@ def run_chat(request: Request) -> int:
         prefill_step_size=args.prefill_step_size,
         seed=args.seed,
         prefix_cache=open_prefix_folder(request, ranks),
-        states=state_storage(request),
+        state_format=states.format,
+        state_step=states.step,
         shadow=request.shadow,
         prompt_lookup=args.prompt_lookup,
         on_full=args.on_full,

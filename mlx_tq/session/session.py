@@ -70,7 +70,9 @@ class Session:
         template: options of the chat template.
         prefix_cache: where the first prompt of a conversation is cached: a folder, "auto" for one in the user's cache
             folder, "off", or a `Folder` with a limit.
-        states: how the recurrent states of a model that has them are stored, for `undo` and in the prefix cache.
+        state_format: how the recurrent states of a model that has them are kept for `undo` and in the prefix cache:
+            "exact", or "q8" for 8 bits.
+        state_step: tokens of a prompt after which its states are stored in the prefix cache.
         shadow: let the model's own cache answer, and compare the compressed one with it every `shadow` tokens.
         prompt_lookup: speculative decoding with drafts copied from the conversation. "auto" drafts when that is
             expected to be faster, "on" whenever text repeats, and "off" never. With caches that cannot be rolled back,
@@ -107,7 +109,8 @@ class Session:
         prefill_step_size: int = 512,
         template: dict[str, Any] | None = None,
         prefix_cache: str | Folder | None = None,
-        states: StateStorage = DEFAULT_STATES,
+        state_format: str = DEFAULT_STATES.format,
+        state_step: int = DEFAULT_STATES.step,
         shadow: int | None = None,
         prompt_lookup: str = OFF,
         on_full: str = STOP,
@@ -143,7 +146,7 @@ class Session:
             warn_uncalibrated(self.plan, stacklevel=3)
         self._prefix_folder, self._shadow_every = open_folder(prefix_cache, ranks=ranks_of(model)), shadow
         self._prefix_cache: PrefixCache | None = None
-        self._states, self._history = states, StateHistory(states.format)
+        self._states, self._history = StateStorage(state_format, state_step), StateHistory(state_format)
         self.client = open_client(self.rescue.service)
         caches = self._worker.run(self._make_caches)
         self.lookup_mode.check(model, caches)

@@ -15,7 +15,7 @@ from rescue.harness import Server
 from zoo import ARCHITECTURES
 
 from mlx_tq import EvictConfig, KVConfig, Session, save_prompt_cache
-from mlx_tq.cache.recurrent_states import EXACT, Q8, StateStorage
+from mlx_tq.cache.recurrent_states import EXACT, Q8
 from mlx_tq.cli.inputs import load_text
 from mlx_tq.config import PROFILES, RescueConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
@@ -597,7 +597,7 @@ def hybrid(tmp_path_factory):
 @pytest.mark.parametrize("state_format", [EXACT, Q8])
 def test_undo_goes_back_to_the_states_of_a_turn(chat, hybrid, state_format):
     """Of one that was stopped before its answer, too; nothing is prefilled again."""
-    options = {"loaded": hybrid, "max_tokens": 8, "prefill_step_size": 32, "states": StateStorage(state_format)}
+    options = {"loaded": hybrid, "max_tokens": 8, "prefill_step_size": 32, "state_format": state_format}
     session, other = chat(SMALL, **options), chat(SMALL, **options)
     for each in (session, other):
         say(each, FACT)
