@@ -12,6 +12,7 @@ import argparse
 import copy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -166,7 +167,7 @@ def main() -> None:
         model = random_model()
     nbytes = {name: state_nbytes(model, name) for name in (EXACT, Q8)}
     sizes = f"--prompts {args.prompts} --length {args.length} --answer {args.answer}"
-    command = f"python -m benchmarks.studies.state_formats --model {args.model} {sizes} --json {args.json}"
+    command = f"python -m benchmarks.studies.state_formats --model {Path(args.model).name} {sizes} --json {args.json}"
     about = {"prompts": args.prompts, "length": args.length, "answer": args.answer, "state_bytes": nbytes}
     save(args.json, command, **about, rows=measure(model, ids, args))
 

@@ -9,6 +9,7 @@ such a repeat, and computes the tokens per time of a plain step, by the share of
 
 import argparse
 import time
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -71,7 +72,7 @@ def main() -> None:
     gains = [
         {"rows": rows, "right": share, "gain": gain(medians, rows, share)} for rows in ROWS[1:] for share in SHARES
     ]
-    command = f"python -m benchmarks.studies.state_rollback --model {args.model} --json {args.json}"
+    command = f"python -m benchmarks.studies.state_rollback --model {Path(args.model).name} --json {args.json}"
     save(args.json, command, seconds=medians, gains=gains)
     for row in gains:
         print(row)
