@@ -117,8 +117,25 @@ def scaled_dot_product_attention(
     return view.attend(queries, scale, mask, sinks)
 
 
-_attention = Patched(partial(replace_function, _mlx_lm_attention, scaled_dot_product_attention))
-patch_attention = partial(_attention.open, base)
+_mlx_take_along_axis = mx.take_along_axis
+
+
+def take_along_axis(a: Any, indices: mx.array, axis: int | None = None, **options: Any) -> mx.array:
+    """Run mlx's `take_along_axis`, where the array may be a handle of latents whose tokens an indexer selects."""
+    if isinstance(a, Handle) and axis == 2:
+        return a.take(indices[..., 0])
+    return _mlx_take_along_axis(a, indices, axis, **options)
+
+
+def _patch_attention(_: Any) -> Undo:
+    undo = [
+        replace_function(_mlx_lm_attention, scaled_dot_product_attention, _),
+        _replace_attribute(mx, "take_along_axis", take_along_axis),
+    ]
+    return lambda: [restore() for restore in undo] and None
+
+
+patch_attention = partial(Patched(_patch_attention).open, base)
 
 
 # Queries before RoPE: RoPE modules record what goes in, and it is found by the identity of what comes out. The order of

@@ -6,6 +6,7 @@ Lists of model names would go stale.
 import threading
 import traceback
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ class SlotFacts:
     no_rope: str = ""  # why there is none
     query_heads: int = 0  # 0 if not known
     nearby_rope: Any = None  # the RoPE module of this or an earlier layer that rotates vectors of this size
+    latent: bool = False  # keys are the latents of MLA, and values the part of keys that RoPE rotates
+    expanded: int = 0  # numbers that the model computes from a latent in passes of several tokens: keys and values
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,10 @@ class _ProbeView:
         self.is_counted = True
         return self._values.shape
 
+    def take(self, index: mx.array) -> mx.array:
+        self.is_attended = True
+        return mx.take_along_axis(self._keys, index[..., None], axis=2)
+
     def notify_before_rope(self, queries: mx.array, rope: Any) -> "_ProbeView":
         return self
 
@@ -177,6 +184,43 @@ class _ProbeCache(KVCache):  # type: ignore[misc]
         )
 
 
+class _LatentProbeCache(KVCache):  # type: ignore[misc]
+    """Returns the latents of MLA, which it stores as keys, as a handle in passes of one token, else as arrays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.views: list[_ProbeView] = []
+        self.is_index = False  # whether it stores keys without values, for an indexer
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        self.is_index = self.is_index or values is keys or not values.shape[3]
+        latents, rotated = super().update_and_fetch(keys, values)
+        if keys.shape[2] > 1 or self.is_index:
+            return latents, rotated
+        self.views.append(_ProbeView(latents, latents))
+        return Handle(self.views[-1], latents.dtype, is_key=True), rotated
+
+    def facts(self, index: int, part: int | None, model: Any) -> SlotFacts:
+        latents, rotated = super().keys_and_values()
+        args = getattr(model, "args", None)
+        heads = max((view.query_heads for view in self.views), default=0) or config_value(args, "num_attention_heads")
+        dims = [config_value(args, name) for name in ("qk_nope_head_dim", "v_head_dim")]
+        return SlotFacts(
+            index=index,
+            part=part,
+            heads=latents.shape[1],
+            key_dim=latents.shape[3],
+            value_dim=rotated.shape[3],
+            dtype=dtype_name(latents.dtype),
+            key_norm=1.0,  # a norm precedes every latent
+            shared=False,
+            no_rope="it caches the latents of MLA, whose queries no policy can see",
+            query_heads=heads or 0,
+            latent=True,
+            expanded=(heads or 0) * sum(dim for dim in dims if isinstance(dim, int)),
+        )
+
+
 def _run(model: Any, tokens: mx.array, caches: list[Any]) -> None:
     """Run a model; of an outline, whose shapes are known without it, nothing is evaluated."""
     logits = model(tokens, cache=caches)
@@ -196,17 +240,9 @@ def spread_tokens(model: Any, count: int, start: int = 0) -> mx.array:
 
 def _probe(model: Any) -> ModelFacts:
     name = architecture_name(model)
-    native, probes = native_caches(model), dict[tuple[int, int | None], _ProbeCache]()
-
-    def replace(cache: Any, index: int, part: int | None = None) -> Any:
-        if type(cache) is CacheList:
-            return CacheList(*(replace(inner, index, part) for part, inner in enumerate(cache.caches)))
-        if type(cache) is KVCache:
-            cache = probes[index, part] = _ProbeCache()
-        return cache
-
-    caches = [replace(cache, index) for index, cache in enumerate(native)]
+    native = native_caches(model)
     classes = [type(cache).__name__ for cache in native]
+    caches, probes = _replace_plain(native, _ProbeCache)
     if not probes:
         raise UnsupportedModelError(
             f"{name} keeps no plain KV cache (its caches are {', '.join(sorted(set(classes)))}), so there is nothing "
@@ -218,10 +254,13 @@ def _probe(model: Any) -> ModelFacts:
             _run(model, tokens, caches)
     except Exception as error:
         _run(model, tokens, native)  # a model that fails on its own caches raises its own error
-        raise UnsupportedModelError(
-            f"{name} cannot run on a compressed cache: it computes with the keys and values that it fetched, instead "
-            f"of handing them to mlx-lm's scaled_dot_product_attention ({_find_line(error)}). Use --kv-profile off."
-        ) from error
+        probes = _probe_latents(model, tokens)
+        if not probes:
+            raise UnsupportedModelError(
+                f"{name} cannot run on a compressed cache: it computes with the keys and values that it fetched, "
+                "instead of handing them to mlx-lm's scaled_dot_product_attention "
+                f"({_find_line(error)}). Use --kv-profile off."
+            ) from error
     unattended = [index for (index, _), probe in probes.items() if not any(view.is_attended for view in probe.views)]
     if unattended:
         raise UnsupportedModelError(
@@ -243,6 +282,32 @@ def _probe(model: Any) -> ModelFacts:
         ranks_of(model),
         _count_activations(model),
     )
+
+
+def _replace_plain(native: list[Any], make: Callable[[], Any]) -> tuple[list[Any], dict[tuple[int, int | None], Any]]:
+    """Return a model's caches with new ones for its plain KV caches, and the new ones by index and part."""
+    replaced: dict[tuple[int, int | None], Any] = {}
+
+    def replace(cache: Any, index: int, part: int | None = None) -> Any:
+        if type(cache) is CacheList:
+            return CacheList(*(replace(inner, index, part) for part, inner in enumerate(cache.caches)))
+        if type(cache) is KVCache:
+            cache = replaced[index, part] = make()
+        return cache
+
+    return [replace(cache, index) for index, cache in enumerate(native)], replaced
+
+
+def _probe_latents(model: Any, tokens: mx.array) -> dict[tuple[int, int | None], Any]:
+    """Return the caches of latents that MLA attends to in place, by index and part; none if the model has others."""
+    caches, probes = _replace_plain(native_caches(model), _LatentProbeCache)
+    try:
+        with patch_attention():
+            _run(model, tokens, caches)
+            _run(model, tokens[:, :1], caches)
+    except Exception:  # noqa: BLE001  of any operation in the model
+        return {}
+    return {place: probe for place, probe in probes.items() if not probe.is_index}
 
 
 def _find_line(error: Exception) -> str:

@@ -36,6 +36,7 @@ from mlx_tq.prompt_cache.measurements import HeadScores
 from mlx_tq.prompt_cache.transient import activation_nbytes, attention_nbytes, compression_nbytes
 
 _PROMOTED = "q8"  # the least format of layers where low-bit keys would hurt
+_LATENT_NOTE = "latents in the format of keys; of values, the keys that RoPE rotates"
 
 
 @dataclass(frozen=True)
@@ -233,13 +234,19 @@ def make_plan(
     layers = []
     for number, slot in enumerate(facts.slots):
         key, value, note = choose_formats(config, number, count, slot.key_norm, typical)
+        if slot.latent:
+            value, note = _promote(value), "; ".join(filter(None, [note, _LATENT_NOTE]))
         spectral = any(get_format(part).keys_only for part in key.split(COLD))
         pairs = _rope_pairs(facts, slot) if spectral else None
-        if config.normalize and get_format(key.split(COLD)[0]).bits < 16 and not spectral:
+        if config.normalize and get_format(key.split(COLD)[0]).bits < 16 and not spectral and not slot.latent:
             pairs, why = _weighting_pairs(slot)
             note = "; ".join(filter(None, [note, why]))
-        spec = CacheSpec.for_layer(config, slot.index, key, value, shared=slot.shared, pairs=pairs)
+        spec = CacheSpec.for_layer(
+            config, slot.index, key, value, shared=slot.shared, latent=slot.latent, pairs=pairs
+        )
         try:
+            if slot.latent and spec.cold:
+                raise ConfigError(f"its latents are stored in one format, and the key {key} names two. Use {spec.key}.")
             layer_layout(slot, spec)
             if spec.cold:
                 cold_layout(slot, spec)
