@@ -27,9 +27,10 @@ class Arch:
 
     name: str
     config: dict
-    layers: str = "KK"  # of `LETTERS`, for each cache
+    layers: str = "KK"  # of `LETTERS`, for each cache; "k" is a plain one that mlx_tq leaves to mlx-lm
     dims: tuple[int, int] = (64, 64)  # key and value dim
     shared: int = 0  # later layers that attend, with cache=None, to the pair which an earlier layer fetched
+    latent: bool = False  # the pairs are latents of MLA
     why: str = ""  # reason why mlx_tq cannot serve it
     note: str = ""  # about mlx-lm's source
     buildable: bool = True
