@@ -16,9 +16,9 @@ import numpy as np
 from mlx_tq.cache.batch import BatchCompressedKVCache, BatchView
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.packed_rows import Pair
+from mlx_tq.cache.region_map import SHORT_PASS
 from mlx_tq.cache.view import Handle, StepView, check_attention_is_patched
 from mlx_tq.codec.rows import LatentLayout, RowLayout
-from mlx_tq.errors import CacheFormatError
 from mlx_tq.kernels.regions import Mask, Regions
 
 
@@ -53,13 +53,22 @@ class LatentView(StepView):
         return mx.where(((index >= sinks) & (index < sinks + packed))[..., None], decoded, full)
 
 
-def _fetch(view: LatentView, length: int) -> tuple[Handle | mx.array, mx.array]:
-    """Return latents and rotated parts as the model computes with them in a pass of `length` tokens."""
-    dtype = view.regions.full_keys.dtype
+def _fetch(view: LatentView, length: int) -> tuple[Any, mx.array]:
+    """Return latents and rotated parts as the model computes with them in a pass of `length` tokens.
+
+    If a block is packed in the middle of the pass, its tokens follow the others once more, in full precision: see
+    `visible_tokens`.
+    """
+    regions = view.regions
     if length == 1:
-        return Handle(view, dtype, is_key=True), view.regions.decode_values()
-    latents, rotated = mx.depends(list(view.regions.decode()), list(view.pending))
-    return latents, rotated
+        return Handle(view, regions.full_keys.dtype, is_key=True), regions.decode_values()
+    latents, rotated = mx.depends(list(regions.decode()), list(view.pending))
+    if view.earlier is None:
+        return latents, rotated
+    before = view.earlier[1].regions
+    start, count = before.sink_tokens, regions.packed_tokens - before.packed_tokens
+    block = (full[:, :, start : start + count] for full in (before.keys, before.values))
+    return tuple(mx.concatenate(pair, axis=2) for pair in zip((latents, rotated), block, strict=True))  # type: ignore[return-value]
 
 
 class LatentKVCache(CompressedKVCache):
@@ -76,30 +85,38 @@ class LatentKVCache(CompressedKVCache):
         check_attention_is_patched()
         return _fetch(self.append(keys, values), keys.shape[2])
 
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
+        if window_size is not None or self._packed_in_pass(N) is None:
+            return super().make_mask(N, return_array, window_size)
+        return mx.array(self.visible_tokens(N))
+
+    def visible_tokens(self, count: int) -> np.ndarray:
+        """Return which tokens each of the next `count` tokens sees, bool [count, S].
+
+        If a block is packed in the middle of their pass, each sees it as it would alone: the first ones in full
+        precision, in the last columns.
+        """
+        stored = self.size()
+        visible: np.ndarray = np.arange(stored + count) <= stored + np.arange(count)[:, None]
+        block = self._packed_in_pass(count)
+        if block is None:
+            return visible
+        queries, start, stop = block
+        before = np.repeat(np.arange(count)[:, None] < queries, stop - start, axis=1)
+        visible[:, start:stop] &= ~before
+        return np.concatenate([visible, before], axis=1)
+
+    def _packed_in_pass(self, count: int) -> tuple[int, int, int] | None:
+        """Return the tokens of a short pass before which a block is packed, and the columns of that block."""
+        first, target = self._packed(self.offset + 1), self._packed(self.offset + count)
+        if self.spec.indexed or not 1 < count <= SHORT_PASS or target <= first:
+            return None
+        queries = target + self.spec.window - 1 - self.offset
+        return queries, self.spec.sinks + self._row(first), self.spec.sinks + self._row(target)
+
     def _short_view(self, full: Pair, before: int, packed: int, target: int) -> StepView:
-        """Return the view of a short pass, all of whose tokens see the same latents."""
-        if self.offset - before == 1:
-            return super()._short_view(full, before, packed, target)
-        view = self._long_view(full, packed, self.offset)
-        self._retain(full, packed, target)
-        return view
-
-    @property
-    def keys(self) -> mx.array:
-        """The latents in full precision; mlx-lm's models let them depend on what a pass must compute."""
-        if self._full is None:
-            raise CacheFormatError("the cache is empty; run the model on a prompt first.")
-        return self._full[0]
-
-    @keys.setter
-    def keys(self, keys: mx.array) -> None:
-        self._full = keys, self.values
-
-    @property
-    def values(self) -> mx.array:
-        if self._full is None:
-            raise CacheFormatError("the cache is empty; run the model on a prompt first.")
-        return self._full[1]
+        view = super()._short_view(full, before, packed, target)
+        return replace(view, earlier=None) if self.spec.indexed else view
 
     @classmethod
     def merge(cls, caches: list["CompressedKVCache"]) -> "BatchLatentKVCache":
@@ -142,16 +159,18 @@ class BatchLatentKVCache(BatchCompressedKVCache):
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """Make the mask [B, 1, N, S] of the next N tokens, if rows differ in length or an array is asked for."""
         plain = super().make_mask(N, return_array, window_size)
-        stored, counts = np.array([row.size() for row in self.rows]), np.array(self.counts(N))
-        ends = stored + counts
-        if len(set(ends)) == len(set(counts)) == 1 and (plain is None or not return_array):
+        rows = [row.visible_tokens(count) for row, count in zip(self.rows, self.counts(N), strict=True)]
+        if plain is None and len({row.shape for row in rows}) == 1:
             return plain
-        visible = np.arange(ends.max()) <= (stored[:, None] + np.arange(N))[..., None]
-        return mx.array(visible[:, None])
+        visible = np.zeros((len(rows), 1, N, max(row.shape[1] for row in rows)), bool)
+        visible[..., 0] = True  # to padding too: attention to nothing would not be a number
+        for i, row in enumerate(rows):
+            visible[i, 0, : len(row), : row.shape[1]] = row
+        return mx.array(visible)
 
 
 def _stack(parts: Sequence[mx.array | None], like: mx.array) -> mx.array:
     """Return arrays [1, H, n, D] as one [B, H, S, D], padded on the right with zeros; None is an empty one."""
-    parts = [like[:1, :, :0] if part is None else part for part in parts]
-    longest = max(part.shape[2] for part in parts)
-    return mx.concatenate([mx.pad(part, [(0, 0), (0, 0), (0, longest - part.shape[2]), (0, 0)]) for part in parts])
+    arrays = [like[:1, :, :0] if part is None else part for part in parts]
+    longest = max(array.shape[2] for array in arrays)
+    return mx.concatenate([mx.pad(array, [(0, 0), (0, 0), (0, longest - array.shape[2]), (0, 0)]) for array in arrays])

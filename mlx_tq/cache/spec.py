@@ -30,6 +30,7 @@ class CacheSpec(RegionSizes):
     head_sinks: int = 0
     head_window: int = 0
     latent: bool = False  # keys are the latents of MLA, and values the part of keys that RoPE rotates
+    indexed: bool = False  # an indexer numbers the tokens of each pass
 
     @classmethod
     def for_layer(
@@ -41,6 +42,7 @@ class CacheSpec(RegionSizes):
         *,
         shared: bool = False,
         latent: bool = False,
+        indexed: bool = False,
         pairs: tuple[tuple[int, int], ...] | None = None,
     ) -> "CacheSpec":
         """Return the storage of layer number `layer`; its seed is `config.seed + 1000 layer`, one more for values.
@@ -63,6 +65,7 @@ class CacheSpec(RegionSizes):
             recent=config.recent if cold else 0,
             normalize=config.normalize and get_format(key).bits < 16 and not latent,
             latent=latent,
+            indexed=indexed,
         )
 
     @classmethod

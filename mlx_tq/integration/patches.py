@@ -127,15 +127,18 @@ def take_along_axis(a: Any, indices: mx.array, axis: int | None = None, **option
     return _mlx_take_along_axis(a, indices, axis, **options)
 
 
-def _patch_attention(_: Any) -> Undo:
-    undo = [
-        replace_function(_mlx_lm_attention, scaled_dot_product_attention, _),
-        _replace_attribute(mx, "take_along_axis", take_along_axis),
-    ]
-    return lambda: [restore() for restore in undo] and None
+def _replace_attention(_: Any) -> Undo:
+    undo_attention = replace_function(_mlx_lm_attention, scaled_dot_product_attention, None)
+    undo_take = _replace_attribute(mx, "take_along_axis", take_along_axis)
+
+    def restore() -> None:
+        undo_attention()
+        undo_take()
+
+    return restore
 
 
-patch_attention = partial(Patched(_patch_attention).open, base)
+patch_attention = partial(Patched(_replace_attention).open, base)
 
 
 # Queries before RoPE: RoPE modules record what goes in, and it is found by the identity of what comes out. The order of

@@ -6,7 +6,7 @@ Lists of model names would go stale.
 import threading
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ _MODELS = ("mlx_lm", "models")  # folders of mlx-lm's model files
 _TOKENS = 64
 _STRIDE = 7919  # a prime, so that the tokens are spread over any vocabulary
 
+Place = tuple[int, int | None]  # of a cache: its index in the model's list, and its number inside a CacheList
+
 
 @dataclass(frozen=True)
 class SlotFacts:
@@ -52,6 +54,16 @@ class SlotFacts:
 
 
 @dataclass(frozen=True)
+class UncompressedPart:
+    """A plain KV cache inside a CacheList that stays mlx-lm's own, as the model does more with it than attend."""
+
+    index: int  # of the CacheList in the model's list
+    part: int
+    reason: str
+    token_nbytes: int  # of a token's keys and values
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """Result of probing a model."""
 
@@ -63,6 +75,7 @@ class ModelFacts:
     positions: int | None = None  # that the model allows, if its configuration says
     ranks: Ranks = ALONE  # each has its own heads
     activations: int = 0  # numbers that a token's pass through one layer keeps at once, as far as the model says
+    uncompressed: tuple[UncompressedPart, ...] = ()
 
 
 # By id of a model: the model, the shapes and types of its weights at the time, and its facts.
@@ -190,7 +203,7 @@ class _LatentProbeCache(KVCache):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.views: list[_ProbeView] = []
-        self.is_index = False  # whether it stores keys without values, for an indexer
+        self.is_index = False  # whether it stores keys without values of their own, for an indexer
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         self.is_index = self.is_index or values is keys or not values.shape[3]
@@ -214,7 +227,7 @@ class _LatentProbeCache(KVCache):  # type: ignore[misc]
             dtype=dtype_name(latents.dtype),
             key_norm=1.0,  # a norm precedes every latent
             shared=False,
-            no_rope="it caches the latents of MLA, whose queries no policy can see",
+            no_rope="it caches the latents of MLA, whose queries no policy sees",
             query_heads=heads or 0,
             latent=True,
             expanded=(heads or 0) * sum(dim for dim in dims if isinstance(dim, int)),
@@ -239,75 +252,141 @@ def spread_tokens(model: Any, count: int, start: int = 0) -> mx.array:
 
 
 def _probe(model: Any) -> ModelFacts:
-    name = architecture_name(model)
-    native = native_caches(model)
+    name, native = architecture_name(model), native_caches(model)
     classes = [type(cache).__name__ for cache in native]
-    caches, probes = _replace_plain(native, _ProbeCache)
-    if not probes:
+    places = _plain_places(native)
+    if not places:
         raise UnsupportedModelError(
             f"{name} keeps no plain KV cache (its caches are {', '.join(sorted(set(classes)))}), so there is nothing "
             "to compress. Use --kv-profile off."
         )
-    tokens = spread_tokens(model, _TOKENS)
-    try:
-        with patch_attention(), patch_rope(model), capture_queries():
-            _run(model, tokens, caches)
-    except Exception as error:
-        _run(model, tokens, native)  # a model that fails on its own caches raises its own error
-        probes = _probe_latents(model, tokens)
-        if not probes:
-            raise UnsupportedModelError(
-                f"{name} cannot run on a compressed cache: it computes with the keys and values that it fetched, "
-                "instead of handing them to mlx-lm's scaled_dot_product_attention "
-                f"({_find_line(error)}). Use --kv-profile off."
-            ) from error
-    unattended = [index for (index, _), probe in probes.items() if not any(view.is_attended for view in probe.views)]
-    if unattended:
+    trial = _Trial(model, places)
+    reasons: dict[int, str] = {}  # why a part of every CacheList cannot be compressed
+    if trial.refusal:
+        reasons = _refused_parts(model, places)
+        rest = [place for place in places if place[1] not in reasons]
+        if len(rest) < len(places):
+            trial = _Trial(model, rest)
+    latents = _LatentTrial(model, places) if trial.refusal else None
+    if latents is not None and not latents.refusal:
+        trial, reasons = latents, latents.reasons
+    if trial.refusal:
         raise UnsupportedModelError(
-            f"{name} cannot run on a compressed cache: its layers {unattended} fetch keys and values, but attention "
-            "never sees them. Use --kv-profile off."
-        )
-    slots = [probe.facts(index, part, model) for (index, part), probe in probes.items()]
+            f"{name} cannot run on a compressed cache: {trial.refusal}. Use --kv-profile off."
+        ) from trial.error
+    slots = [probe.facts(index, part, model) for (index, part), probe in trial.probes.items()]
     if gpu_backend() == "metal" and not is_outline(model):
         for dims in {(slot.key_dim, slot.value_dim, slot.query_heads // slot.heads, slot.dtype) for slot in slots}:
             probe_vector_queries(*dims[:3], dtype_of(dims[3]))
-    counts_keys = any(view.is_counted for probe in probes.values() for view in probe.views)
+    uncompressed = tuple(
+        UncompressedPart(index, part, reasons[part], _token_nbytes(trial.caches[index].caches[part]))
+        for index, part in places
+        if part in reasons
+    )
     return ModelFacts(
         name,
         loaded_name(model),
         classes,
         slots,
-        counts_keys,
+        trial.counts_keys,
         position_limit(model),
         ranks_of(model),
         _count_activations(model),
+        uncompressed,
     )
 
 
-def _replace_plain(native: list[Any], make: Callable[[], Any]) -> tuple[list[Any], dict[tuple[int, int | None], Any]]:
-    """Return a model's caches with new ones for its plain KV caches, and the new ones by index and part."""
-    replaced: dict[tuple[int, int | None], Any] = {}
+def _plain_places(caches: list[Any]) -> list[Place]:
+    """Return the places of plain KV caches."""
+    return [
+        (index, part)
+        for index, cache in enumerate(caches)
+        for part, inner in (enumerate(cache.caches) if type(cache) is CacheList else [(None, cache)])
+        if type(inner) is KVCache
+    ]
 
-    def replace(cache: Any, index: int, part: int | None = None) -> Any:
+
+def _refused_parts(model: Any, places: list[Place]) -> dict[int, str]:
+    """Try the parts of CacheLists by their number; return those that cannot be compressed, and why.
+
+    The number says what a part is for: a model builds its CacheLists alike.
+    """
+    numbers = sorted({part for _, part in places if part is not None})
+    trials = {number: _Trial(model, [place for place in places if place[1] in (None, number)]) for number in numbers}
+    reasons = {number: trial.part_reason for number, trial in trials.items() if trial.refusal}
+    return reasons if len(reasons) < len(numbers) else {}
+
+
+class _Trial:
+    """A run of a model in which the plain KV caches at some places return handles."""
+
+    def __init__(self, model: Any, places: Collection[Place]) -> None:
+        self.probes: dict[Place, Any] = {place: self._make_probe() for place in places}
+        self.caches = [self._replace(cache, index) for index, cache in enumerate(native_caches(model))]
+        self.error: Exception | None = None
+        tokens = spread_tokens(model, _TOKENS)
+        try:
+            with patch_attention(), patch_rope(model), capture_queries():
+                self._run(model, tokens)
+        except Exception as error:  # noqa: BLE001  of any operation in the model
+            _run(model, tokens, native_caches(model))  # a model that fails on its own caches raises its own error
+            self.error = error
+
+    def _make_probe(self) -> Any:
+        return _ProbeCache()
+
+    def _run(self, model: Any, tokens: mx.array) -> None:
+        _run(model, tokens, self.caches)
+
+    def _replace(self, cache: Any, index: int) -> Any:
         if type(cache) is CacheList:
-            return CacheList(*(replace(inner, index, part) for part, inner in enumerate(cache.caches)))
-        if type(cache) is KVCache:
-            cache = replaced[index, part] = make()
-        return cache
+            return CacheList(*(self.probes.get((index, part), inner) for part, inner in enumerate(cache.caches)))
+        return self.probes.get((index, None), cache)
 
-    return [replace(cache, index) for index, cache in enumerate(native)], replaced
+    @property
+    def refusal(self) -> str:
+        """Why these caches cannot be compressed, or ""."""
+        if self.error is not None:
+            return (
+                "it computes with the keys and values that it fetched, instead of handing them to mlx-lm's "
+                f"scaled_dot_product_attention ({_find_line(self.error)})"
+            )
+        unattended = sorted(
+            {index for (index, _), probe in self.probes.items() if not any(view.is_attended for view in probe.views)}
+        )
+        return f"its layers {unattended} fetch keys and values, but attention never sees them" if unattended else ""
+
+    @property
+    def part_reason(self) -> str:
+        """Why one part of each CacheList cannot be compressed."""
+        if self.error is None:
+            return "attention never sees its keys"
+        return f"the model computes with its keys ({_find_line(self.error)})"
+
+    @property
+    def counts_keys(self) -> bool:
+        return any(view.is_counted for probe in self.probes.values() for view in probe.views)
 
 
-def _probe_latents(model: Any, tokens: mx.array) -> dict[tuple[int, int | None], Any]:
-    """Return the caches of latents that MLA attends to in place, by index and part; none if the model has others."""
-    caches, probes = _replace_plain(native_caches(model), _LatentProbeCache)
-    try:
-        with patch_attention():
-            _run(model, tokens, caches)
-            _run(model, tokens[:, :1], caches)
-    except Exception:  # noqa: BLE001  of any operation in the model
-        return {}
-    return {place: probe for place, probe in probes.items() if not probe.is_index}
+class _LatentTrial(_Trial):
+    """A run in which the plain KV caches hold the latents of MLA, to which only passes of one token attend."""
+
+    def __init__(self, model: Any, places: Collection[Place]) -> None:
+        super().__init__(model, places)
+        indexers = [place for place, probe in self.probes.items() if probe.is_index]
+        self.probes = {place: probe for place, probe in self.probes.items() if not probe.is_index}
+        self.reasons = {part: "an indexer computes with its keys" for _, part in indexers if part is not None}
+
+    def _make_probe(self) -> Any:
+        return _LatentProbeCache()
+
+    def _run(self, model: Any, tokens: mx.array) -> None:
+        _run(model, tokens, self.caches)
+        _run(model, tokens[:, :1], self.caches)
+
+
+def _token_nbytes(cache: KVCache) -> int:
+    return sum(array.shape[1] * array.shape[3] * array.dtype.size for array in (cache.keys, cache.values))
 
 
 def _find_line(error: Exception) -> str:

@@ -10,6 +10,7 @@ from mlx_lm.generate import speculative_generate_step as _mlx_lm_speculative
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
+from mlx_tq.cache.latent import LatentKVCache
 from mlx_tq.cache.layer import cache_parts
 from mlx_tq.errors import UnsupportedModelError
 from mlx_tq.integration.patches import Patched, replace_function
@@ -76,6 +77,12 @@ def check_rollback(model: Any, caches: Sequence[Any]) -> None:
         raise UnsupportedModelError(
             f"speculative decoding is not supported for {architecture_name(model)}: its block-sparse attention gives "
             "several tokens other logits than one at a time. Drop the draft model."
+        )
+    if any(isinstance(part, LatentKVCache) and part.spec.indexed for part in cache_parts(caches)):
+        raise UnsupportedModelError(
+            f"speculative decoding is not supported for {architecture_name(model)} on a compressed cache: a block of "
+            "latents that is packed in the middle of a pass has one form for all of its tokens, which its indexer "
+            "numbers. Drop the draft model."
         )
     stuck = [part for part in cache_parts(caches) if not (type(part) is RotatingKVCache or part.is_trimmable())]
     stuck += [part for part in cache_parts(caches) if type(part) is RotatingKVCache and part.keep]

@@ -147,8 +147,13 @@ def sequence_bytes(model: Any, config: KVConfig, others: Bytes, step: int = 1) -
     `others` comes from `other_bytes`.
     """
     if config.is_off:
-        slots = model_facts(model).slots
-        return lambda tokens: others(tokens) + sum(native_cache_bytes(slot, tokens) for slot in slots)
+        facts = model_facts(model)
+        rest = sum(part.token_nbytes for part in facts.uncompressed)
+        return lambda tokens: (
+            others(tokens)
+            + rest * native_capacity(tokens)
+            + sum(native_cache_bytes(slot, tokens) for slot in facts.slots)
+        )
     plan = plan_caches(model, config)
     return lambda tokens: others(tokens) + plan.cache_peak_nbytes(tokens, step)
 
@@ -170,16 +175,17 @@ def transient_bytes(model: Any, config: KVConfig, step: int) -> Bytes:
 
 
 def other_bytes(model: Any) -> Bytes:
-    """Return the bytes of caches that are not compressed: a window of tokens, or a state of fixed size.
+    """Return the bytes of caches that do not grow with the tokens: a window of tokens, or a state of fixed size.
 
     If there are such caches, the model is called on a few tokens, and nothing is evaluated.
     """
-    slots = {(slot.index, slot.part) for slot in model_facts(model).slots}
+    facts = model_facts(model)
+    growing = {(cache.index, cache.part) for cache in (*facts.slots, *facts.uncompressed)}
     caches = native_caches(model)
     others = []
     for index, cache in enumerate(caches):
         parts = enumerate(cache.caches) if hasattr(cache, "caches") else [(None, cache)]
-        others += [part for number, part in parts if (index, number) not in slots]
+        others += [part for number, part in parts if (index, number) not in growing]
     if others:
         model(mx.zeros((1, _PROBE_TOKENS), mx.int32), cache=caches)
     fixed, windows = 0, []

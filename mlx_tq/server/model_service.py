@@ -5,7 +5,7 @@ import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
@@ -264,6 +264,7 @@ class ModelService:
         report["plan"] = {
             "layers": [{"count": len(list(layers)), "key": key, "value": value} for (key, value), layers in groups],
             "other_layers": len(plan.classes) - len({layer.slot.index for layer in plan.layers}),
+            "uncompressed": [asdict(part) for part in plan.uncompressed],
             "sinks": spec.sinks,
             "window": spec.window,
             "dtype": str(plan.layers[0].slot.dtype),

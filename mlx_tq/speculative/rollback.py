@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from mlx_tq.cache.latent import LatentKVCache
 from mlx_tq.cache.layer import cache_parts
 from mlx_tq.models import ranks_of
 
@@ -13,6 +14,8 @@ def lookup_blocker(model: Any, caches: list[Any]) -> str | None:
         return "several processes may time passes differently, and would draft different tokens"
     if any(getattr(row, "evicts", False) for part in parts for row in getattr(part, "rows", [part])):
         return "an eviction round cannot be undone when a draft is rejected"
+    if any(isinstance(part, LatentKVCache) and part.spec.indexed for part in parts):
+        return "the model's indexer numbers the latents of a pass, so that its tokens see other ones than alone"
     if any(not part.is_trimmable() and window_of(part) is None for part in parts):
         kinds = ", ".join(sorted({type(part).__name__ for part in parts if not part.is_trimmable()}))
         return f"the model's recurrent states ({kinds}) cannot drop a rejected draft"

@@ -27,6 +27,7 @@ SERVED = [
 # The others that are; muse_spark computes in bfloat16, whatever the dtype.
 OTHERS = [name for name, arch in ARCHITECTURES.items() if arch.servable and name not in [*SERVED, "muse_spark"]]
 CLASSES = {letter: getattr(native, name, None) for name, letter in LETTERS.items()}
+CLASSES |= {"k": native.KVCache}  # of a part that stays uncompressed
 CHUNKS = [166, 40, 1, 5, 8, 1]  # the first one packs as soon as attention has told what keys are weighted by
 TOKENS = [(7 * i * i + 3 * i) % 160 for i in range(sum(CHUNKS))]
 
@@ -70,12 +71,12 @@ def test_a_served_architecture(name, monkeypatch):
     # The first chunk sees only itself; of the others one is a prefill and four are short, of which a block divides one.
     layers = arch.plain_layers + arch.shared
     if arch.latent:  # only steps of one token attend to latents, or select some of them
-        assert calls == ({} if "k" in arch.layers else {"attend": 2 * layers})
+        assert calls == ({} if arch.uncompressed_part else {"attend": 2 * layers})
     else:
         assert calls == {"prefill": layers, "attend": 5 * layers}
     assert all(cache.packed_tokens > 90 for cache in compressed_caches(caches))
     found = [[type(part) for part in cache_parts([cache])] for cache in caches]
-    classes = CLASSES | {"K": LatentKVCache if arch.latent else CompressedKVCache, "k": native.KVCache}
+    classes = CLASSES | {"K": LatentKVCache if arch.latent else CompressedKVCache}
     assert found == [[classes[letter] for letter in letters.strip("()")] for letters in arch.caches]
     for cache, other in zip(caches, again, strict=True):
         assert cache is not other
