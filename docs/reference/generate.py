@@ -268,7 +268,7 @@ def architecture_cells(arch: Arch) -> list[str]:
     if not arch.buildable:
         return ["", "", "refused", "", "", f"{arch.why}"]
     model = build(arch.name)
-    why, compressed = "", ""
+    why, compressed, is_indexed = "", "", False
     letters = "".join(map(cache_letters, make_prompt_cache(model)))
     others = {name for name, letter in LETTERS.items() if letter in letters}
     try:
@@ -280,10 +280,12 @@ def architecture_cells(arch: Arch) -> list[str]:
     else:
         plan = plan_caches(model, KVConfig(key="q8", value="tq4"))
         batches = batch_facts(model, partial(build_caches, plan))
+        is_indexed = any(layer.spec.indexed for layer in plan.layers)
         status = "partly supported" if batches.refusal else "supported"
         compressed, others = f"{len(facts.slots)} of {len(re.findall(r'[A-Z]', letters))}", others - {"KVCache"}
         why = batches.refusal or batches.padding_refusal
-    drafts = "no" if others & {"ArraysCache", "LayerCache"} or arch.file in ("plamo3", "phi3small") else "yes"
+    cannot_go_back = others & {"ArraysCache", "LayerCache"} or arch.file in ("plamo3", "phi3small") or is_indexed
+    drafts = "no" if cannot_go_back else "yes"
     return [compressed, ", ".join(sorted(others)), status, batch_cell(batches), drafts, why.replace("|", "\\|")]
 
 

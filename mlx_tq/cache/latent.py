@@ -62,13 +62,13 @@ def _fetch(view: LatentView, length: int) -> tuple[Any, mx.array]:
     regions = view.regions
     if length == 1:
         return Handle(view, regions.full_keys.dtype, is_key=True), regions.decode_values()
-    latents, rotated = mx.depends(list(regions.decode()), list(view.pending))
+    latents, rotated = mx.depends([*regions.decode()], [*view.pending])
     if view.earlier is None:
         return latents, rotated
     before = view.earlier[1].regions
     start, count = before.sink_tokens, regions.packed_tokens - before.packed_tokens
-    block = (full[:, :, start : start + count] for full in (before.keys, before.values))
-    return tuple(mx.concatenate(pair, axis=2) for pair in zip((latents, rotated), block, strict=True))  # type: ignore[return-value]
+    keys, values = (full[:, :, start : start + count] for full in (before.keys, before.values))
+    return mx.concatenate([latents, keys], axis=2), mx.concatenate([rotated, values], axis=2)
 
 
 class LatentKVCache(CompressedKVCache):

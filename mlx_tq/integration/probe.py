@@ -377,6 +377,10 @@ class _LatentTrial(_Trial):
         self.probes = {place: probe for place, probe in self.probes.items() if not probe.is_index}
         self.reasons = {part: "an indexer computes with its keys" for _, part in indexers if part is not None}
 
+    @property
+    def counts_keys(self) -> bool:
+        return False  # indexers read the shape of latents, but take positions from the cache
+
     def _make_probe(self) -> Any:
         return _LatentProbeCache()
 

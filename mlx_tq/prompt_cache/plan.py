@@ -364,6 +364,11 @@ def _with_eviction(
         ]
         plan = replace(plan, layers=layers)
     if isinstance(policy, Heads):
+        if any(layer.slot.latent for layer in plan.layers):
+            raise UnsupportedModelError(
+                f"{name} caches latents, which all heads share, and the policy {policy} keeps different tokens by "
+                "head. Use another policy, such as --kv-evict knorm, or --kv-evict none."
+            )
         plan = _divide_heads(plan, policy, parse_budget(config.budget), facts.positions, head_scores)
         assert plan.division is not None  # noqa: S101 - tells the type checker: it was made in the line above
         budget = Budget(tokens=plan.division.first + plan.division.window - policy.trigger)

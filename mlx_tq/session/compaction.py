@@ -99,6 +99,11 @@ def _check(model: Any, layers: list[CompressedKVCache], tokens: int) -> None:
         raise ConfigError("compaction needs the rows of all tokens, and --kv-evict keeps some of them. Drop it.")
     if any(type(layer) is CompactedKVCache for layer in layers):
         raise ConfigError("the caches are compacted already. Prefill the document again.")
+    if any(layer.spec.latent for layer in layers):
+        raise ConfigError(
+            "compaction ranks the rows of each KV head by its queries, and MLA caches latents, which all heads share. "
+            "Do without --compact."
+        )
     if any(type(layer) is not CompressedKVCache or layer.spec.shared for layer in layers):
         raise ConfigError(
             "compaction needs caches of one sequence with one key format, which no other layer reads. Use --kv-key q8, "
