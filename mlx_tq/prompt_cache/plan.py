@@ -249,7 +249,8 @@ def make_plan(
         if config.normalize and get_format(key.split(COLD)[0]).bits < 16 and not spectral and not slot.latent:
             pairs, why = _weighting_pairs(slot)
             note = "; ".join(filter(None, [note, why]))
-        spec = CacheSpec.for_layer(config, slot.index, key, value, shared=slot.shared, latent=slot.latent, pairs=pairs)
+        kinds = {"shared": slot.shared, "latent": slot.latent, "indexed": slot.latent and slot.index in indexed}
+        spec = CacheSpec.for_layer(config, slot.index, key, value, pairs=pairs, **kinds)
         try:
             if slot.latent and spec.cold:
                 raise ConfigError(f"its latents are stored in one format, and the key {key} names two. Use {spec.key}.")

@@ -192,12 +192,12 @@ def test_what_latents_cannot_do_is_refused_with_the_reason():
     with pytest.raises(UnsupportedModelError, match=r"deepseek_v3 caches latents, which all.* Use another policy"):
         plan(policy="heads", budget="50%@400")
     with pytest.raises(
-        UnsupportedModelError, match="deepseek_v32 has a part .* an indexer computes .* --kv-evict none"
+        UnsupportedModelError, match=r"deepseek_v32 has a part .* an indexer computes .* --kv-evict none"
     ):
         plan(build("deepseek_v32"))
     with pytest.raises(ConfigError, match=r"layer 0 .*its latents are stored in one format.* names two\. Use q8"):
         plan(budget=800, key="q8~tq3")
-    with pytest.raises(ConfigError, match="shadow mode .* MLA caches latents"):
+    with pytest.raises(ConfigError, match=r"shadow mode .* MLA caches latents"):
         build_caches(plan_caches(MODEL, KVConfig()), shadow=True)
     with compressed_attention(MODEL):
         caches = make_prompt_cache(MODEL, KVConfig(**REGIONS))
