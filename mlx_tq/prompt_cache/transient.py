@@ -20,6 +20,8 @@ _GROWN_COPIES = 2
 _DECODED_COPIES, _ENCODED_COPIES = 1, 2
 _REFERENCE_DECODED_COPIES, _REFERENCE_ENCODED_COPIES = 3, 4
 _FP32_BYTES = 4
+# Copies of the keys and values of all heads that a model of MLA makes from latents, and of the scores of rotated parts.
+_EXPANDED_COPIES, _ROTATED_SCORES_COPIES = 3, 2
 
 
 def attention_nbytes(slot: SlotFacts, tokens: int, step: int, rows: int = 1, *, compressed: bool) -> int:
@@ -34,7 +36,18 @@ def attention_nbytes(slot: SlotFacts, tokens: int, step: int, rows: int = 1, *, 
     in_kernel = compressed and backend.current() == "cpu"
     shape = AttentionShape(1, slot.query_heads, slot.heads, queries, tokens, *dims, causal)
     projected = rows * queries * (slot.query_heads + slot.heads) * head_dims * dtype.size
-    return (0 if in_kernel else scores_nbytes(shape)) + _PROJECTED_COPIES * projected
+    return (
+        (0 if in_kernel else scores_nbytes(shape)) + _PROJECTED_COPIES * projected + expanded_nbytes(slot, tokens, step)
+    )
+
+
+def expanded_nbytes(slot: SlotFacts, tokens: int, step: int) -> int:
+    """Return the bytes that a model of MLA makes from the latents of `tokens` tokens in a pass of several."""
+    queries = min(step, tokens)
+    if not slot.latent or queries == 1:
+        return 0
+    numbers = _EXPANDED_COPIES * slot.expanded + _ROTATED_SCORES_COPIES * slot.query_heads * queries
+    return tokens * numbers * dtype_of(slot.dtype).size
 
 
 def growth_nbytes(slot: SlotFacts, tokens: int) -> int:

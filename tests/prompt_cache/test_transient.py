@@ -5,6 +5,7 @@ import gc
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
+from zoo import build
 
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.cli.inputs import load_text
@@ -61,6 +62,20 @@ def test_a_prefill_of_the_embedded_model_takes_what_was_said(embedded, profile, 
     prefill(model, config, ids[:300], step)  # what is made once: rotations, tables, codebooks
     needed = needed_by(model, config, tokens, step)
     assert 0.5 * needed <= peak_of(lambda: prefill(model, config, ids, step)) <= needed
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("profile", ["balanced", "off"])
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_a_prefill_of_latents_takes_what_was_said(name, profile):
+    """A model of MLA makes keys and values of 16 heads from them, and scores of rotated parts."""
+    model = build("deepseek_v3", num_attention_heads=16, num_key_value_heads=16, kv_lora_rank=256)
+    ids, config = [(7 * i * i + 3 * i) % 160 for i in range(3000)], PROFILES[profile]
+    with backend.using(name):
+        prefill(model, config, ids[:300], 256)
+        for step in (256, 1024):
+            needed = needed_by(model, config, len(ids), step)
+            assert 0.4 * needed <= peak_of(lambda step=step: prefill(model, config, ids, step)) <= needed
 
 
 def one_layer(query_heads=4, heads=1, dtype="float32"):
