@@ -75,7 +75,7 @@ def test_a_prefill_of_latents_takes_what_was_said(name, profile):
         prefill(model, config, ids[:300], 256)
         for step in (256, 1024):
             needed = needed_by(model, config, len(ids), step)
-            assert 0.4 * needed <= peak_of(lambda step=step: prefill(model, config, ids, step)) <= needed
+            assert 0.3 * needed <= peak_of(lambda step=step: prefill(model, config, ids, step)) <= needed
 
 
 def one_layer(query_heads=4, heads=1, dtype="float32"):
