@@ -45,6 +45,9 @@ class Group(Protocol):
 
     announced: int  # position up to which forward passes were announced
 
+    @property
+    def captures_queries(self) -> bool: ...
+
     def rewind(self, layer: Any, length: int) -> bool: ...
 
     def listeners(self, number: int, start: int, stop: int) -> tuple[QueryListener, ...]: ...

@@ -20,6 +20,7 @@ from mlx_lm.models import base
 from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_tq.cache.batch import BatchCompressedKVCache
+from mlx_tq.cache.latent import LatentKVCache
 from mlx_tq.cache.layer import CompressedKVCache, cache_parts
 from mlx_tq.cache.view import Handle
 from mlx_tq.errors import ConfigError, UnsupportedModelError
@@ -101,6 +102,8 @@ def scaled_dot_product_attention(
 ) -> mx.array:
     """Run mlx-lm's attention, where keys and values may be handles of a compressed cache."""
     if isinstance(keys, mx.array):
+        if isinstance(cache, LatentKVCache):
+            keys, values, mask = cache.capture_queries(queries, keys, values, scale, mask)
         run = attend_in_full_precision if _in_compressed_pass.get() or backend.is_chosen("cpu") else attention
         return run(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
     if not isinstance(keys, Handle):  # of mlx-lm's quantized cache

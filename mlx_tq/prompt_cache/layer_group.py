@@ -381,6 +381,11 @@ class LayerGroup:
 
     # What a layer knows of its group; see `cache.layer.Group`.
 
+    @property
+    def captures_queries(self) -> bool:
+        """Whether the queries of some layers are kept for a search."""
+        return bool(self._buffers)
+
     def listeners(self, number: int, start: int, stop: int) -> tuple[QueryListener, ...]:
         """Return the listeners to the queries of layer `number` at positions [start, stop)."""
         listeners = []

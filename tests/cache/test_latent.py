@@ -1,11 +1,14 @@
 """Packed latents of MLA: attention in place, passes of several tokens, batches, trims, files, and what is refused."""
 
 import copy
+import importlib
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models import cache as native
+from mlx_lm.models.base import create_causal_mask
 from zoo import build
 
 from mlx_tq.cache.latent import LatentKVCache
@@ -19,6 +22,7 @@ from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.cache_file import load_prompt_cache, save_prompt_cache
 from mlx_tq.prompt_cache.compressed import compressed_attention, make_prompt_cache, plan_caches
 from mlx_tq.prompt_cache.layer_group import compressed_caches, layer_group_of
+from mlx_tq.prompt_cache.recall import score_by_specificity
 from mlx_tq.session.compaction import compact_prompt_cache
 
 REGIONS = {"sinks": 4, "window": 24}
@@ -204,3 +208,52 @@ def test_what_latents_cannot_do_is_refused_with_the_reason():
         run(MODEL, caches, 150)
     with pytest.raises(ConfigError, match="MLA caches latents, which all heads share"):
         compact_prompt_cache(MODEL, None, caches, TOKENS[:150], 0.5)
+
+
+@pytest.mark.parametrize("chunks", [(30,), (1,) * 30, (20, 1, 8, 1)])
+@pytest.mark.parametrize("name", ["deepseek_v3", "mistral4", "kimi_linear"])
+def test_a_search_scores_archived_blocks_as_attention_would(name, chunks, monkeypatch):
+    """Of the first layer with latents, whose inputs no eviction has changed, by both parts of keys."""
+    model, length, question = build(name), 250, 30
+    weights = first_weights(model, length, question, monkeypatch)
+    evict = EvictConfig("recency:trigger=8", 150, recall=64)
+    with compressed_attention(model):
+        caches = make_prompt_cache(model, KVConfig(key="fp16", value="fp16", evict=evict, sinks=4, window=64))
+        run(model, caches, length - 10, 10)
+        plain = copy.deepcopy(caches)
+        layers, group = compressed_caches(caches), layer_group_of(caches)
+        group.capture_queries([0], rounds=False)
+        layer_group_of(plain).capture_queries([], rounds=False)
+        plain = run(model, plain, *chunks, start=length)
+        found = run(model, caches, *chunks, start=length)
+        selection = group.search_archive(layers, question, 64)
+    assert mx.abs(plain - found).max() < 1e-4
+    blocks = [scored.block for scored in selection.ranked]
+    assert sum(len(block.positions) for block in blocks) == len(group.evicted) > 60
+    powers = [(weights[..., block.positions].max(axis=-1) ** 4).sum(axis=0) for block in blocks]
+    expected = score_by_specificity(np.stack(powers, axis=-1))
+    assert np.allclose([scored.score for scored in selection.ranked], expected, rtol=1e-3, atol=1e-7)
+    assert expected.max() > 1e-4
+
+
+def first_weights(model, length, count, monkeypatch):
+    """The weights that the last `count` tokens give all tokens in the first layer with latents, [Hq, count, S]."""
+    calls = []
+
+    def attend(queries, keys, values, cache, scale, mask):
+        bias = mx.where(mask, 0, -1e30) if mask.dtype == mx.bool_ else mask
+        calls.append(mx.softmax(scale * queries @ keys.swapaxes(-1, -2) + bias, axis=-1))
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(importlib.import_module(type(model).__module__), "scaled_dot_product_attention", attend)
+        caches = native.make_prompt_cache(model)
+        for cache in caches:
+            if isinstance(cache, native.KVCache):
+                monkeypatch.setattr(cache, "make_mask", partial(causal_mask, cache))
+        run(model, caches, length, count)
+    return np.array(calls[len(calls) // 2])[0]
+
+
+def causal_mask(cache, N, **_):
+    return create_causal_mask(N, cache.offset)
