@@ -37,7 +37,7 @@ from mlx_tq.prompt_cache.measurements import HeadScores
 from mlx_tq.prompt_cache.transient import activation_nbytes, attention_nbytes, compression_nbytes
 
 _PROMOTED = "q8"  # the least format of layers where low-bit keys would hurt
-_LATENT_NOTE = "latents in the format of keys; of values, the keys that RoPE rotates"
+_LATENT_NOTE = "MLA: latents in the format of keys, their RoPE parts in that of values"
 
 
 @dataclass(frozen=True)
