@@ -143,7 +143,7 @@ class BatchCompressedKVCache(_BaseCache):  # type: ignore[misc]
         return make_handles(view, keys.dtype)
 
     def _append(self, keys: mx.array, values: mx.array, counts: Sequence[int]) -> list[Any]:
-        """Append the first tokens of each row, as many as `counts` says; return the views, None of a row without any."""
+        """Append the first tokens of each row, as many as `counts` says; return their views, None of a row without."""
         views = [
             row.append(keys[i : i + 1, :, :count], values[i : i + 1, :, :count]) if count else None
             for i, (row, count) in enumerate(zip(self.rows, counts, strict=True))
