@@ -66,8 +66,13 @@ Batches: "one at a time" means that mlx-lm gives other results in a batch than a
 server runs one request at a time. "unpadded" means the same for prompts of different lengths, so the server prefills
 them one after the other and decodes them together.
 
+Models with latent attention (MLA) cache one latent for all heads. It is stored in the key format, and the part of keys
+that RoPE rotates in the value format, at 8 bits or more: with `small`, 324 bytes per token and layer instead of 1,152
+(512 + 64 dims). Decode steps attend to packed latents; a prefill decodes them, one layer at a time. `--kv-evict` takes
+`recency`, `knorm`, `streaming` and `random`; models with an indexer (deepseek_v32) cannot evict.
+
 Drafts: "no" means that the state of the model cannot go back, or that it gives several tokens other logits than
-one, so speculative decoding is refused.
+one, so speculative decoding is refused on a compressed cache.
 """
 # Groups of flags that several commands have and that the page lists once: heading and anchor.
 SHARED = {"KV cache": ("The KV cache", "the-kv-cache"), "rescue": ("Rescue", "rescue")}
