@@ -180,7 +180,8 @@ def other_bytes(model: Any) -> Bytes:
     If there are such caches, the model is called on a few tokens, and nothing is evaluated.
     """
     facts = model_facts(model)
-    growing = {(cache.index, cache.part) for cache in (*facts.slots, *facts.uncompressed)}
+    growing = {(slot.index, slot.part) for slot in facts.slots}
+    growing |= {(part.index, part.part) for part in facts.uncompressed}
     caches = native_caches(model)
     others = []
     for index, cache in enumerate(caches):

@@ -156,7 +156,7 @@ class Plan:
         return native_capacity(tokens) * sum(part.token_nbytes for part in self.uncompressed)
 
     def nbytes(self, tokens: int) -> int:
-        """Return the bytes of the plain KV caches, compressed or not, after `tokens` tokens, before the next forward pass."""
+        """Return the bytes of plain KV caches, compressed or not, after `tokens` tokens, before the next pass."""
         return self.bytes_at(tokens).allocated
 
     def peak_nbytes(self, tokens: int, step: int = 1) -> int:
@@ -334,8 +334,8 @@ def _with_eviction(
         )
     if facts.uncompressed:
         raise UnsupportedModelError(
-            f"{name} has a part of its cache that stays uncompressed and keeps all tokens: {facts.uncompressed[0].reason}"
-            ". The other parts cannot evict any without it. Use --kv-evict none."
+            f"{name} has a part of its cache that stays uncompressed and keeps all tokens: "
+            f"{facts.uncompressed[0].reason}. The other parts cannot evict any without it. Use --kv-evict none."
         )
     policy, source = config.policy, ""
     if len(plan.layers) < policy.min_layers:
