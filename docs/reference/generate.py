@@ -24,6 +24,7 @@ from mlx_tq.config import KVConfig
 from mlx_tq.errors import UnsupportedModelError
 from mlx_tq.integration.batch_probe import BatchFacts, batch_facts
 from mlx_tq.integration.probe import model_facts
+from mlx_tq.integration.rollback import rollback_blocker
 from mlx_tq.policies import parse_policy, policy_names
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import plan_caches
@@ -286,7 +287,7 @@ def architecture_cells(arch: Arch) -> list[str]:
         parts = {f"KVCache (part {part.part})": part.reason for part in facts.uncompressed}
         others |= parts.keys()
         why = "; ".join(filter(None, [*parts.values(), batches.refusal or batches.padding_refusal]))
-    drafts = "no" if others & {"ArraysCache", "LayerCache"} or arch.file in ("plamo3", "phi3small") else "yes"
+    drafts = "no" if rollback_blocker(model, make_prompt_cache(model)) else "yes"
     return [compressed, ", ".join(sorted(others)), status, batch_cell(batches), drafts, why.replace("|", "\\|")]
 
 

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+from mlx_tq.cache.layer import cache_parts
 from mlx_tq.errors import ConfigError, unknown_name
+from mlx_tq.integration.rollback import rollback_blocker
+from mlx_tq.models import ranks_of
 from mlx_tq.speculative.draft_gate import DraftGate
 from mlx_tq.speculative.prompt_lookup import PromptLookup
-from mlx_tq.speculative.rollback import has_windows, lookup_blocker
 
 MODES = AUTO, ON, OFF = "auto", "on", "off"
 
@@ -27,10 +29,12 @@ class LookupMode:
         """Return why nothing is drafted although the mode is not "off", or None."""
         if self.name == OFF:
             return None
-        reason = lookup_blocker(model, caches)
-        if reason is None and self.name == ON and has_windows(caches):
-            return "the model's sliding windows cannot drop a rejected draft once they are full"
-        return reason
+        if not ranks_of(model).is_alone:
+            return "several processes may time passes differently, and would draft different tokens"
+        rows = [row for part in cache_parts(caches) for row in getattr(part, "rows", [part])]
+        if any(getattr(row, "evicts", False) for row in rows):
+            return "an eviction round cannot be undone when a draft is rejected"
+        return rollback_blocker(model, caches)
 
     def check(self, model: Any, caches: list[Any]) -> None:
         """Raise ConfigError if the mode is "on" and drafts are not possible."""
