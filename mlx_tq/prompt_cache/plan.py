@@ -419,7 +419,7 @@ def learn_ropes(facts: ModelFacts) -> list[Rope]:
             )
         if id(slot.rope) not in learned:
             try:
-                learned[id(slot.rope)] = learn_rope(slot.rope, slot.key_dim)
+                learned[id(slot.rope)] = replace(learn_rope(slot.rope, slot.key_dim), is_fused=slot.is_rope_fused)
             except UnsupportedModelError as error:
                 raise UnsupportedModelError(f"{facts.model_type}, layer {slot.index}: {error}") from error
     return [learned[id(slot.rope)] for slot in facts.slots]
