@@ -34,7 +34,7 @@ from mlx_tq.prompt_cache.layer_bytes import (
 )
 from mlx_tq.prompt_cache.layer_group import EvictionPlan
 from mlx_tq.prompt_cache.measurements import HeadScores
-from mlx_tq.prompt_cache.transient import activation_nbytes, attention_nbytes, compression_nbytes
+from mlx_tq.prompt_cache.transient import activation_nbytes, attention_nbytes, compression_nbytes, selection_nbytes
 
 _PROMOTED = "q8"  # the least format of layers where low-bit keys would hurt
 
@@ -175,9 +175,11 @@ class Plan:
         stored = min(tokens, self.live(max(0, tokens - step)) + step + recalled)
         if self.division is not None and self.division.num_retrieval:
             stored = tokens
-        slots = [layer.slot for layer in self.layers]
+        slots, selecting = [layer.slot for layer in self.layers], {part.index for part in self.uncompressed}
         layers = (
-            attention_nbytes(slot, stored, step, rows, compressed=True) + compression_nbytes(slot, stored, step, rows)
+            attention_nbytes(slot, stored, step, rows, compressed=True)
+            + compression_nbytes(slot, stored, step, rows)
+            + (selection_nbytes(slot, stored, step) if slot.index in selecting else 0)
             for slot in slots
         )
         return max(layers) + activation_nbytes(slots, self.activations, rows * min(step, tokens))
