@@ -12,7 +12,17 @@ from mlx_tq.cache.layer import cache_parts
 from mlx_tq.errors import UnsupportedModelError
 from mlx_tq.integration.batch_probe import OneRow
 from mlx_tq.integration.probe import native_caches
-from mlx_tq.models import config_value
+from mlx_tq.models import config_value, ranks_of
+
+
+def draft_blocker(model: Any, caches: Sequence[Any]) -> str | None:
+    """Return why drafts for a model cannot be verified on its caches, None if they can."""
+    if not ranks_of(model).is_alone:
+        return "several processes may time passes differently, and would draft different tokens"
+    rows = [row for part in _parts(caches) for row in getattr(part, "rows", [part])]
+    if any(getattr(row, "evicts", False) for row in rows):
+        return "an eviction round cannot be undone when a draft is rejected"
+    return rollback_blocker(model, caches)
 
 
 def rollback_blocker(model: Any, caches: Sequence[Any]) -> str | None:

@@ -1,6 +1,6 @@
 """Speculative decoding that rolls sliding windows back; what cannot roll back is refused before it starts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial, wraps
 from typing import Any
 
@@ -14,6 +14,14 @@ from mlx_tq.integration.probe import architecture_name, native_caches
 from mlx_tq.integration.rollback import rollback_blocker, rollback_windows
 
 _DRAFT_TOKENS = 2  # mlx-lm's default
+
+
+def check_rollback(model: Any, caches: Sequence[Any]) -> None:
+    """Raise UnsupportedModelError if a model's caches cannot forget their last tokens."""
+    if reason := rollback_blocker(model, caches):
+        raise UnsupportedModelError(
+            f"speculative decoding is not supported for {architecture_name(model)}: {reason}. Drop the draft model."
+        )
 
 
 class _Counted:
@@ -34,11 +42,8 @@ def speculative_generate_step(
     caches = prompt_cache or [*make_prompt_cache(model), *make_prompt_cache(draft_model)]
     counted = _Counted(model, len(native_caches(model)))
     count = len(counted.layers)
-    for each, each_caches in ((model, caches[:count]), (draft_model, caches[count:])):
-        if reason := rollback_blocker(each, each_caches):
-            raise UnsupportedModelError(
-                f"speculative decoding is not supported for {architecture_name(each)}: {reason}. Drop the draft model."
-            )
+    check_rollback(model, caches[:count])
+    check_rollback(draft_model, caches[count:])
     # The draft model makes a pass for each guess, and may have to forget all of them.
     with rollback_windows(caches, options.get("num_draft_tokens", _DRAFT_TOKENS) + 2):
         yield from _mlx_lm_speculative(prompt, counted, draft_model, *args, prompt_cache=caches, **options)

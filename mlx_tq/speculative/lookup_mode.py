@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_tq.cache.layer import cache_parts
 from mlx_tq.errors import ConfigError, unknown_name
-from mlx_tq.integration.rollback import rollback_blocker
-from mlx_tq.models import ranks_of
+from mlx_tq.integration.rollback import draft_blocker
 from mlx_tq.speculative.draft_gate import DraftGate
 from mlx_tq.speculative.prompt_lookup import PromptLookup
 
@@ -27,14 +25,7 @@ class LookupMode:
 
     def blocker(self, model: Any, caches: list[Any]) -> str | None:
         """Return why nothing is drafted although the mode is not "off", or None."""
-        if self.name == OFF:
-            return None
-        if not ranks_of(model).is_alone:
-            return "several processes may time passes differently, and would draft different tokens"
-        rows = [row for part in cache_parts(caches) for row in getattr(part, "rows", [part])]
-        if any(getattr(row, "evicts", False) for row in rows):
-            return "an eviction round cannot be undone when a draft is rejected"
-        return rollback_blocker(model, caches)
+        return None if self.name == OFF else draft_blocker(model, caches)
 
     def check(self, model: Any, caches: list[Any]) -> None:
         """Raise ConfigError if the mode is "on" and drafts are not possible."""
