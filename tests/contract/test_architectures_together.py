@@ -111,7 +111,7 @@ def test_lookup_changes_nothing_or_is_refused(name):
     model, prompt = build(name), ids(20)
     for config in configs(name):
         with compressed(model, config):
-            caches = generate.cache.make_prompt_cache(model)
+            caches = native.make_prompt_cache(model)
             reason = LookupMode("on").blocker(model, caches)
             assert bool(reason) == (name in BLOCKED or bool(set(ARCHITECTURES[name].layers) & {"A", "Y"}))
             if reason:
