@@ -54,3 +54,11 @@ def test_rejected_tokens_are_forgotten(lengths, is_batch):
         for _ in range(2):  # without a draft
             assert mx.allclose(step(cache, [sequence], [at], 1), wanted[:, :, at : at + 1], atol=1e-5)
             at += 1
+
+
+def test_padding_is_dropped_with_the_oldest_tokens():
+    sequence, cache = tokens(0), BatchRotatingKVCache(WINDOW, [3])
+    padded = [mx.concatenate([x[:, :, :3], x], axis=2) for x in sequence]
+    step(cache, [padded], [0], 23)
+    with rollback_windows([cache], 4):
+        assert mx.allclose(step(cache, [sequence], [20], 4), expected(sequence)[:, :, 20:24], atol=1e-5)

@@ -68,9 +68,17 @@ def test_an_answer_is_the_same_as_without(exact, config, seed):
 
 
 @pytest.mark.parametrize("config", [CONFIG, pytest.param(KVConfig.from_profile("off"), marks=pytest.mark.full)])
-def test_drafts_go_on_when_a_sliding_window_is_full(exact, config):
+def test_drafts_go_on_when_a_sliding_window_is_full(exact, config, monkeypatch):
     """Another answer joins in the middle, and a later turn continues from the stored windows."""
     loaded = build("gemma3_text"), exact[1]
+    kind, sizes = type(loaded[0]), set()
+    forward = kind.__call__
+
+    def watched(model, tokens, cache=None, **options):
+        sizes.update((tokens.shape[1] > 1, part.max_size > 16) for part in cache or () if hasattr(part, "max_size"))
+        return forward(model, tokens, cache=cache, **options)
+
+    monkeypatch.setattr(kind, "__call__", watched)
 
     def sampler(logprobs):
         return 3 + logprobs[..., 3:6].argmax(axis=-1)  # three tokens, so that text repeats
@@ -92,6 +100,7 @@ def test_drafts_go_on_when_a_sliding_window_is_full(exact, config):
     assert drafted[0] == said
     assert metric(engine, "drafted_tokens_total") > metric(engine, "accepted_tokens_total") > 4
     assert metric(engine, "cached_tokens_total") > 100
+    assert sizes == {(True, False), (False, False), (True, True)}, "only drafts see wider windows"
 
 
 def test_a_stop_sequence_inside_a_draft(exact):
