@@ -57,8 +57,8 @@ def test_rejected_tokens_are_forgotten(lengths, is_batch):
 
 
 def test_padding_is_dropped_with_the_oldest_tokens():
-    sequence, cache = tokens(0), BatchRotatingKVCache(WINDOW, [3])
-    padded = [mx.concatenate([x[:, :, :3], x], axis=2) for x in sequence]
-    step(cache, [padded], [0], 23)
+    sequence, cache = tokens(0), BatchRotatingKVCache(WINDOW, [10])
+    padded = [mx.concatenate([x[:, :, :10], x], axis=2) for x in sequence]
+    step(cache, [padded], [0], 30)
     with rollback_windows([cache], 4):
         assert mx.allclose(step(cache, [sequence], [20], 4), expected(sequence)[:, :, 20:24], atol=1e-5)
