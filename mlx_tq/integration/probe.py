@@ -7,7 +7,8 @@ import threading
 import traceback
 import weakref
 from collections.abc import Collection
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,26 @@ from mlx_tq.cache.view import Handle, make_handles
 from mlx_tq.codec.formats.base import dtype_name, dtype_of
 from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import UnsupportedModelError
-from mlx_tq.integration.patches import capture_queries, find_call, patch_attention, patch_rope, recorded_calls
+from mlx_tq.integration.patches import (
+    capture_queries,
+    find_call,
+    patch_attention,
+    patch_rope,
+    recorded_calls,
+    rope_modules,
+)
 from mlx_tq.kernels.gpu import gpu_backend
 from mlx_tq.kernels.mlx_attention import probe_vector_queries
 from mlx_tq.kernels.regions import Mask
 from mlx_tq.models import config_value, is_outline, loaded_name, ranks_of
+from mlx_tq.policies.rope import Rope, find_pairs
 
 _MODELS = ("mlx_lm", "models")  # folders of mlx-lm's model files
 _TOKENS = 64
 _STRIDE = 7919  # a prime, so that the tokens are spread over any vocabulary
+
+_NO_ROPE = "its attention has no RoPE"
+_ROPE_TOLERANCE = 0.02  # of a key's norm: bfloat16 rounds to a quarter of a percent, another RoPE changes most of it
 
 Place = tuple[int, int | None]  # of a cache: its index in the model's list, and its number inside a CacheList
 
@@ -47,6 +59,7 @@ class SlotFacts:
     shared: bool  # later layers read this cache too
     rope: Any = None  # the RoPE module that made the queries
     no_rope: str = ""  # why there is none
+    is_rope_fused: bool = False  # the model computes what the module does in a kernel with more
     query_heads: int = 0  # 0 if not known
     nearby_rope: Any = None  # the RoPE module of this or an earlier layer that rotates vectors of this size
     latent: bool = False  # keys are the latents of MLA, and values the part of keys that RoPE rotates
@@ -149,7 +162,7 @@ class _ProbeView:
         nearby = next((near.module for near in calls if near.output.shape[-1] == queries.shape[-1]), None)
         reason = "queries are not what RoPE returned: they skip it, or are scaled, normed or cast afterwards"
         if not calls:
-            reason = "its attention has no RoPE"
+            reason = _NO_ROPE
         elif nearby is None:
             reason = "RoPE rotates only a part of each query, which is joined to the rest afterwards, as in MLA"
         module: dict[str, Any] = {"no_rope": reason} if call is None else {"rope": call.module}
@@ -274,7 +287,7 @@ def _probe(model: Any) -> ModelFacts:
         raise UnsupportedModelError(
             f"{name} cannot run on a compressed cache: {trial.refusal}. Use --kv-profile off."
         ) from trial.error
-    slots = [probe.facts(index, part, model) for (index, part), probe in trial.probes.items()]
+    slots = _with_fused_ropes(model, [probe.facts(index, part, model) for (index, part), probe in trial.probes.items()])
     if gpu_backend() == "metal" and not is_outline(model):
         for dims in {(slot.key_dim, slot.value_dim, slot.query_heads // slot.heads, slot.dtype) for slot in slots}:
             probe_vector_queries(*dims[:3], dtype_of(dims[3]))
@@ -320,11 +333,11 @@ def _refused_parts(model: Any, places: list[Place]) -> dict[int, str]:
 class _Trial:
     """A run of a model in which the plain KV caches at some places return handles."""
 
-    def __init__(self, model: Any, places: Collection[Place]) -> None:
+    def __init__(self, model: Any, places: Collection[Place], tokens: mx.array | None = None) -> None:
         self.probes: dict[Place, Any] = {place: self._make_probe() for place in places}
         self.caches = [self._replace(cache, index) for index, cache in enumerate(native_caches(model))]
         self.error: Exception | None = None
-        tokens = spread_tokens(model, _TOKENS)
+        tokens = spread_tokens(model, _TOKENS) if tokens is None else tokens
         try:
             with patch_attention(), patch_rope(model), capture_queries():
                 self._run(model, tokens)
@@ -387,6 +400,48 @@ class _LatentTrial(_Trial):
     def _run(self, model: Any, tokens: mx.array) -> None:
         _run(model, tokens, self.caches)
         _run(model, tokens[:, :1], self.caches)
+
+
+def _with_fused_ropes(model: Any, slots: list[SlotFacts]) -> list[SlotFacts]:
+    """Find RoPE by its effect where no module was called.
+
+    In a prompt of equal tokens attention returns the same for all of them, so that keys differ by RoPE alone, and are
+    equal again where it is undone.
+    """
+    ropeless = {(slot.index, slot.part): slot for slot in slots if slot.no_rope == _NO_ROPE}
+    if not ropeless or is_outline(model):
+        return slots
+    trial = _Trial(model, ropeless, mx.zeros((1, _TOKENS), mx.int32))
+    ropes = {dim: _distinct_ropes(model, dim) for dim in {slot.key_dim for slot in ropeless.values()}}
+
+    def find(slot: SlotFacts) -> SlotFacts:
+        if (place := (slot.index, slot.part)) not in ropeless:
+            return slot
+        keys = trial.probes[place].keys[:, :, :_TOKENS].astype(mx.float32)
+        for rope in ropes[slot.key_dim]:
+            if _is_equal_everywhere(model, rope.unrotate(keys, 0)):
+                return replace(slot, rope=rope.module, nearby_rope=rope.module, no_rope="", is_rope_fused=True)
+        norms = mx.linalg.norm(keys, axis=-1, keepdims=True)
+        is_rotated = not _is_equal_everywhere(model, keys) and _is_equal_everywhere(model, norms)
+        return replace(slot, no_rope="its keys are rotated, but by no module") if is_rotated else slot
+
+    return list(map(find, slots))
+
+
+def _is_equal_everywhere(model: Any, vectors: mx.array) -> bool:
+    """Return whether vectors [B, H, L, D] are the same at all positions, on all ranks."""
+    norms = mx.linalg.norm(vectors - vectors[:, :, :1], axis=-1).max(), mx.linalg.norm(vectors, axis=-1).max()
+    return not ranks_of(model).any([bool(norms[0] > _ROPE_TOLERANCE * norms[1])])[0]
+
+
+def _distinct_ropes(model: Any, dim: int) -> list[Rope]:
+    """Return those of a model's RoPEs of vectors of `dim` dims that differ."""
+    ropes = {}  # by fingerprint
+    for module in {id(module): module for module in rope_modules(model)}.values():
+        with suppress(Exception):  # of modules that are called otherwise, or rotate no pairs
+            rope = find_pairs(module, dim)
+            ropes[np.array(rope.fingerprint()).tobytes()] = rope
+    return list(ropes.values())
 
 
 def _token_nbytes(cache: KVCache) -> int:

@@ -18,7 +18,7 @@ from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.layer_bytes import native_cache_bytes, native_capacity, native_row_bytes
 from mlx_tq.prompt_cache.layer_group import EvictionPlan, cache_arrays
 from mlx_tq.prompt_cache.plan import LayerPlan, Plan, budget_in_tokens, choose_formats
-from mlx_tq.prompt_cache.transient import activation_nbytes, attention_nbytes, growth_nbytes
+from mlx_tq.prompt_cache.transient import activation_nbytes, attention_nbytes, growth_nbytes, selection_nbytes
 
 PREFILL_STEP = 256  # tokens, the shortest that --memory chooses
 MAX_PREFILL_STEP = 2048  # tokens; longer steps prefill no prompt faster
@@ -165,9 +165,14 @@ def transient_bytes(model: Any, config: KVConfig, step: int) -> Bytes:
         return lambda tokens: plan.transient_nbytes(tokens, step)
     facts = model_facts(model)
 
+    selecting = {part.index for part in facts.uncompressed}
+
     def count(tokens: int) -> int:
         layer = max(
-            attention_nbytes(slot, tokens, step, compressed=False) + growth_nbytes(slot, tokens) for slot in facts.slots
+            attention_nbytes(slot, tokens, step, compressed=False)
+            + growth_nbytes(slot, tokens)
+            + (selection_nbytes(slot, tokens, step) if slot.index in selecting else 0)
+            for slot in facts.slots
         )
         return layer + activation_nbytes(facts.slots, facts.activations, min(step, tokens))
 
@@ -180,7 +185,8 @@ def other_bytes(model: Any) -> Bytes:
     If there are such caches, the model is called on a few tokens, and nothing is evaluated.
     """
     facts = model_facts(model)
-    growing = {(cache.index, cache.part) for cache in (*facts.slots, *facts.uncompressed)}
+    growing = {(slot.index, slot.part) for slot in facts.slots}
+    growing |= {(part.index, part.part) for part in facts.uncompressed}
     caches = native_caches(model)
     others = []
     for index, cache in enumerate(caches):

@@ -34,7 +34,7 @@ from mlx_tq.prompt_cache.layer_bytes import (
 )
 from mlx_tq.prompt_cache.layer_group import EvictionPlan
 from mlx_tq.prompt_cache.measurements import HeadScores
-from mlx_tq.prompt_cache.transient import activation_nbytes, attention_nbytes, compression_nbytes
+from mlx_tq.prompt_cache.transient import activation_nbytes, attention_nbytes, compression_nbytes, selection_nbytes
 
 _PROMOTED = "q8"  # the least format of layers where low-bit keys would hurt
 _LATENT_NOTE = "MLA: latents in the format of keys, their RoPE parts in that of values"
@@ -157,7 +157,7 @@ class Plan:
         return native_capacity(tokens) * sum(part.token_nbytes for part in self.uncompressed)
 
     def nbytes(self, tokens: int) -> int:
-        """Return the bytes of the plain KV caches, compressed or not, after `tokens` tokens, before the next forward pass."""
+        """Return the bytes of plain KV caches, compressed or not, after `tokens` tokens, before the next pass."""
         return self.bytes_at(tokens).allocated
 
     def peak_nbytes(self, tokens: int, step: int = 1) -> int:
@@ -176,9 +176,11 @@ class Plan:
         stored = min(tokens, self.live(max(0, tokens - step)) + step + recalled)
         if self.division is not None and self.division.num_retrieval:
             stored = tokens
-        slots = [layer.slot for layer in self.layers]
+        slots, selecting = [layer.slot for layer in self.layers], {part.index for part in self.uncompressed}
         layers = (
-            attention_nbytes(slot, stored, step, rows, compressed=True) + compression_nbytes(slot, stored, step, rows)
+            attention_nbytes(slot, stored, step, rows, compressed=True)
+            + compression_nbytes(slot, stored, step, rows)
+            + (selection_nbytes(slot, stored, step) if slot.index in selecting else 0)
             for slot in slots
         )
         return max(layers) + activation_nbytes(slots, self.activations, rows * min(step, tokens))
@@ -341,8 +343,8 @@ def _with_eviction(
         )
     if facts.uncompressed:
         raise UnsupportedModelError(
-            f"{name} has a part of its cache that stays uncompressed and keeps all tokens: {facts.uncompressed[0].reason}"
-            ". The other parts cannot evict any without it. Use --kv-evict none."
+            f"{name} has a part of its cache that stays uncompressed and keeps all tokens: "
+            f"{facts.uncompressed[0].reason}. The other parts cannot evict any without it. Use --kv-evict none."
         )
     policy, source = config.policy, ""
     if len(plan.layers) < policy.min_layers:
@@ -431,7 +433,7 @@ def learn_ropes(facts: ModelFacts) -> list[Rope]:
             )
         if id(slot.rope) not in learned:
             try:
-                learned[id(slot.rope)] = learn_rope(slot.rope, slot.key_dim)
+                learned[id(slot.rope)] = replace(learn_rope(slot.rope, slot.key_dim), is_fused=slot.is_rope_fused)
             except UnsupportedModelError as error:
                 raise UnsupportedModelError(f"{facts.model_type}, layer {slot.index}: {error}") from error
     return [learned[id(slot.rope)] for slot in facts.slots]

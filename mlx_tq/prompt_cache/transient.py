@@ -19,6 +19,7 @@ _GROWN_COPIES = 2
 # one per operation, and mlx begins up to ten operations ahead.
 _DECODED_COPIES, _ENCODED_COPIES = 1, 2
 _REFERENCE_DECODED_COPIES, _REFERENCE_ENCODED_COPIES = 3, 4
+_SELECTION_COPIES = 2
 _FP32_BYTES = 4
 # Copies of the keys and values of all heads that a model of MLA makes from latents, and of the scores of rotated parts.
 _EXPANDED_COPIES, _ROTATED_SCORES_COPIES = 3, 2
@@ -48,6 +49,12 @@ def expanded_nbytes(slot: SlotFacts, tokens: int, step: int) -> int:
         return 0
     numbers = _EXPANDED_COPIES * slot.expanded + _ROTATED_SCORES_COPIES * slot.query_heads * queries
     return tokens * numbers * dtype_of(slot.dtype).size
+
+
+def selection_nbytes(slot: SlotFacts, tokens: int, step: int) -> int:
+    """Return the bytes of what selects tokens: scores of as many heads as keys have, and a mask for all queries."""
+    scores = _SELECTION_COPIES * slot.heads * _FP32_BYTES
+    return (slot.query_heads + scores) * min(step, tokens) * tokens
 
 
 def growth_nbytes(slot: SlotFacts, tokens: int) -> int:

@@ -227,7 +227,7 @@ class ModelService:
         Refuse what exceeds them.
         """
         requested, count, limits = request.answer_tokens or self._max_tokens, request.n or 1, self.engine.limits
-        if count > limits.concurrency:
+        if limits.batches and count > limits.concurrency:  # else they run one after the other
             raise InvalidRequestError(f"n is {count}; this server generates at most {limits.concurrency}", "n")
         param = "messages" if isinstance(request, ChatRequest) else "prompt"
         least = 1 if requested else _LEAST_ANSWER
