@@ -257,3 +257,27 @@ def first_weights(model, length, count, monkeypatch):
 
 def causal_mask(cache, N, **_):
     return create_causal_mask(N, cache.offset)
+
+
+def test_rows_of_a_batch_search_the_archive_while_they_decode():
+    evict = EvictConfig("recency:trigger=8", 150, recall=64)
+    config = KVConfig(key="q8", value="fp16", evict=evict, sinks=4, window=64)
+    lengths, found = (250, 300), []
+    with compressed_attention(MODEL):
+        alone = [make_prompt_cache(MODEL, config) for _ in lengths]
+        for caches, length in zip(alone, lengths, strict=True):
+            run(MODEL, caches, length - 10, 10)
+        together = [rows[0].merge(list(rows)) for rows in zip(*alone, strict=True)]
+        rows = [[layer.rows[i] for layer in together] for i in range(len(lengths))]
+        for caches in (*alone, *rows):
+            caches[0].group.capture_queries([0, 1], rounds=True)
+        for step in range(12):
+            tokens = mx.array([[TOKENS[length + step]] for length in lengths])
+            expected = mx.concatenate([MODEL(tokens[i : i + 1], cache=caches) for i, caches in enumerate(alone)])
+            assert mx.abs(MODEL(tokens, cache=together) - expected).max() < 1e-4
+        for caches in (*alone, *rows):
+            selection = caches[0].group.search_archive(caches, 12, 64)
+            found.append([(scored.block.positions[0], scored.score) for scored in selection.ranked])
+    assert len(found[0]) > 1
+    assert np.allclose(found[0], found[2], rtol=1e-3)
+    assert np.allclose(found[1], found[3], rtol=1e-3)
