@@ -8,7 +8,10 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_reduce
+from mlx_lm.models.cache import ArraysCache
 
+from mlx_tq.cache.layer import cache_parts
+from mlx_tq.cache.recurrent_states import StoredStates, has_states
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.codec.formats import get_format
 from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig
@@ -177,6 +180,22 @@ def transient_bytes(model: Any, config: KVConfig, step: int) -> Bytes:
         return layer + activation_nbytes(facts.slots, facts.activations, min(step, tokens))
 
     return count
+
+
+def probe_states(model: Any) -> list[ArraysCache]:
+    """Return the caches of a model's recurrent layers after a few tokens, not evaluated."""
+    caches = native_caches(model)
+    if has_states(caches):
+        model(mx.zeros((1, _PROBE_TOKENS), mx.int32), cache=caches)
+    return [part for part in cache_parts(caches) if isinstance(part, ArraysCache)]
+
+
+def state_nbytes(model: Any, state_format: str) -> int:
+    """Return the bytes of a model's recurrent states of one sequence, in one of the `STATE_FORMATS`.
+
+    Inputs of convolutions are included. They stay exact.
+    """
+    return sum(StoredStates(cache, state_format).nbytes for cache in probe_states(model))
 
 
 def other_bytes(model: Any) -> Bytes:

@@ -286,7 +286,7 @@ class ModelService:
         servable = cacheable = positions
         if need is not None:
             servable = need.most_tokens(1, positions or _UNKNOWN_CONTEXT)
-            cacheable = bisect_right(range(1, servable + 1), limits.prompt_cache_bytes, key=need.caches_nbytes)
+            cacheable = bisect_right(range(1, servable + 1), limits.prompt_cache_bytes, key=need.stored_nbytes)
         most = None if servable is None else max(1, servable - _LEAST_ANSWER)
         return {
             "max_model_len": servable,

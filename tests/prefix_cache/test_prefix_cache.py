@@ -488,7 +488,7 @@ def test_another_model_version_or_configuration_finds_nothing(monkeypatch):
         assert not keys & keys_of(LLAMA, config)
     assert not keys & keys_of(LLAMA, salt="another API key")
     assert not keys & keys_of(LLAMA, ids=[*PROMPT[:299], 7])
-    for name, value in (("FORMAT", 2), ("__version__", "0.2.0"), ("version", lambda name: "9")):
+    for name, value in (("FORMAT", 3), ("__version__", "0.2.0"), ("version", lambda name: "9")):
         with monkeypatch.context() as changed:
             changed.setattr(f"mlx_tq.prefix_cache.prefix_cache.{name}", value)
             assert not keys & keys_of(LLAMA)
