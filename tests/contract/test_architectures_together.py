@@ -132,7 +132,7 @@ def test_lookup_changes_nothing_or_is_refused(name):
                 token for token, *_ in LookupDecoder(model, lookup, caches, max_tokens=40).tokens(mx.array(prompt))
             ]
             assert found == plain
-            assert lookup.drafted > lookup.accepted > 10
+            assert lookup.accepted > 10
 
 
 @pytest.mark.parametrize("name", cases(name for name in BUILT if ARCHITECTURES[name].servable and name not in DENSE))

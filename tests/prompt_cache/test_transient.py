@@ -51,7 +51,8 @@ def prefill(model, config, ids, step):
             mx.eval([cache.state for cache in caches])  # as mlx-lm, which computes no logits of a prompt
 
 
-@pytest.mark.parametrize("profile", ["off", pytest.param("balanced", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("profile", ["off", "balanced"])
 def test_what_selects_tokens_counts(profile):
     model, ids = build("minimax_m3_vl", num_attention_heads=16), [i % 160 for i in range(2048)]
     peak = peak_of(lambda: prefill(model, PROFILES[profile], ids, 512))
