@@ -8,8 +8,8 @@ from mlx_lm.generate import GenerationBatch
 from mlx_lm.models.cache import trim_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
+from mlx_tq.integration.rollback import narrow_windows, widen_windows
 from mlx_tq.speculative.drafts import Drafter, Drafts
-from mlx_tq.speculative.rollback import can_roll_back
 from mlx_tq.speculative.stopwatch import Stopwatch
 
 
@@ -28,6 +28,7 @@ class DraftingBatch(GenerationBatch):  # type: ignore[misc]
     _drafts: Drafts | None  # of the single answer
     _drafts_uid: int | None
     _ahead: list[tuple[int, mx.array]]  # drafted tokens that the caches hold, and the logits [1, V] after each
+    _windows: list[Any]  # sliding windows that are widened, so that they can forget these tokens
     _verifying: int  # tokens of the verify pass whose first draw is not known yet, or 0
     _is_plain: bool  # the next token was drawn from a plain step
     _watch: Stopwatch
@@ -38,7 +39,8 @@ class DraftingBatch(GenerationBatch):  # type: ignore[misc]
         batch: Self = cls.empty(model, greedy_sampler)
         batch._drafter, batch._count_drafts = drafter, count_drafts
         batch._drafts, batch._drafts_uid = None, None
-        batch._ahead, batch._verifying, batch._is_plain, batch._watch = [], 0, False, Stopwatch()
+        batch._ahead, batch._windows = [], []
+        batch._verifying, batch._is_plain, batch._watch = 0, False, Stopwatch()
         return batch
 
     def settle(self) -> None:
@@ -46,6 +48,8 @@ class DraftingBatch(GenerationBatch):  # type: ignore[misc]
         if self._ahead:
             trim_prompt_cache(self.prompt_cache, len(self._ahead))
             self._ahead = []
+        narrow_windows(self._windows)
+        self._windows = []
 
     def extend(self, batch: Any) -> None:
         self.settle()
@@ -91,8 +95,9 @@ class DraftingBatch(GenerationBatch):  # type: ignore[misc]
             self.settle()
             drafts.append(token)
             draft = drafts.draft(self.max_tokens[0] - self._num_tokens[0] - 1)
-            if draft and can_roll_back(self.prompt_cache, 1 + len(draft)):
+            if draft:
                 return self._verify(token, draft)
+        self.settle()
         # Without a draft in sight, mlx-lm's step begins the next pass before the token of this one is known.
         delivered = super()._step()
         self._note_time(drafts)
@@ -110,6 +115,7 @@ class DraftingBatch(GenerationBatch):  # type: ignore[misc]
     def _verify(self, token: int, draft: list[int]) -> Any:
         """Run the token of this step and a draft through the model."""
         self._count_drafts(len(draft), 0)
+        self._windows = widen_windows(self.prompt_cache, 1 + len(draft))
         logits = self.model(mx.array([[token, *draft]], mx.uint32), cache=self.prompt_cache)
         self._ahead = [(drafted, logits[:, i]) for i, drafted in enumerate(draft, start=1)]
         self._verifying = 1 + len(draft)

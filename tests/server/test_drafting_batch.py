@@ -4,6 +4,7 @@ import asyncio
 
 import mlx.core as mx
 import pytest
+from zoo import build
 
 from mlx_tq.config import KVConfig
 from mlx_tq.prompt_cache.compressed import plan_caches
@@ -12,7 +13,19 @@ from mlx_tq.server.job import Piece
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.sampling import Sampling
 from mlx_tq.speculative.lookup_mode import LookupMode
-from server.engines import CONFIG, GREEDY, job_of, limits_of, make_job, metric, outcome, serve, text_of, watch_passes
+from server.engines import (
+    CONFIG,
+    GREEDY,
+    job_of,
+    limits_of,
+    make_job,
+    metric,
+    outcome,
+    serve,
+    text_of,
+    tokens_of,
+    watch_passes,
+)
 
 LINE = "The access code for Victor is 0707. "
 TOKENS = 30
@@ -50,6 +63,24 @@ def test_an_answer_is_the_same_as_without(exact, config, seed):
     assert [piece.text for piece in drafted] == [piece.text for piece in plain]
     assert [piece.logprob.token for piece in drafted] == [piece.logprob.token for piece in plain]
     assert mx.allclose(*(mx.array([piece.logprob.logprob for piece in said]) for said in (plain, drafted)), atol=1e-3)
+    assert metric(engine, "drafted_tokens_total") > metric(engine, "accepted_tokens_total") > 4
+
+
+@pytest.mark.parametrize("config", [CONFIG, pytest.param(KVConfig.from_profile("off"), marks=pytest.mark.full)])
+def test_drafts_go_on_when_a_sliding_window_is_full(exact, config):
+    """Another answer joins in the middle, so that windows are merged and cut while one of them can roll back."""
+    loaded = build("gemma3_text"), exact[1]
+
+    def sampler(logprobs):
+        return 3 + logprobs[..., 3:6].argmax(axis=-1)  # three tokens, so that text repeats
+
+    def make(tokenizer):
+        prompts = [[3 + i * i % 7 % 3 for i in range(count)] for count in (100, 250)]
+        return [job_of(prompt, max_tokens=TOKENS, logprobs=0, sampler=sampler) for prompt in prompts]
+
+    alone = [answers(loaded, "off", lambda tokenizer, n=n: [make(tokenizer)[n]], config)[0][0] for n in range(2)]
+    drafted, engine = answers(loaded, "on", make, config)
+    assert list(map(tokens_of, drafted)) == list(map(tokens_of, alone))
     assert metric(engine, "drafted_tokens_total") > metric(engine, "accepted_tokens_total") > 4
 
 
