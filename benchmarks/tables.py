@@ -254,7 +254,7 @@ def by_layer() -> str:
     return table(list(files), ["model", "formats", "KLD", "top-1 %"], rows, on="the models named", command=command)
 
 
-STATES = {"hybrid": "trained hybrid, 3.7M weights", "random": "random, head dims of Qwen3.5"}
+STATES = {"hybrid": "small hybrid, 1.2M tokens of training", "random": "random, head dims of Qwen3.5"}
 
 
 def states() -> str:
@@ -948,6 +948,7 @@ def ramp() -> str:
 
 FACTS = {
     "evict_facts.json": "facts in WikiText-2",
+    "evict_facts_compact.json": "facts in WikiText-2",
     "evict_facts_needle.json": "facts in WikiText-2",
     "evict_facts_2000.json": "facts in WikiText-2",
     "evict_facts_4000.json": "facts in WikiText-2",

@@ -303,6 +303,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     ),
     **dict.fromkeys(("--decode-concurrency", "--prompt-concurrency", "--max-queue", "--scale-usage"), (1, math.inf)),
     **dict.fromkeys(("evaluate --seeds", "evaluate --chunks"), (1, math.inf)),
+    "evaluate --length": (2, math.inf),
+    "--answer-tokens": (4, math.inf),
     **dict.fromkeys(("--num-draft-tokens", "--quantized-kv-start", "--seed", "--shots"), (0, math.inf)),
     **dict.fromkeys(("--temp", "--top-k", "--sessions", "--idle-release"), (0, math.inf)),
     **dict.fromkeys(("--top-p", "--min-p", "--xtc-probability"), (0, 1)),

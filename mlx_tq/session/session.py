@@ -213,8 +213,7 @@ class Session:
         except StoppedError:
             return
         start = len(transcript.ids)
-        if start:
-            self._history.keep(self.cache, start)
+        self._history.keep(self.cache, start)
         before = self._template.between(transcript.ids[-1]) if start else transcript.opening
         prompt = [*before, *message_ids]
         room = self._room_after(len(prompt), start)

@@ -8,7 +8,7 @@ from mlx_lm.models.cache import ArraysCache
 from mlx_tq.cache.layer import cache_parts
 from mlx_tq.cache.recurrent_states import StoredStates
 
-_TURNS = 4  # each takes the bytes of the model's states
+_TURNS = 2  # each takes the bytes of the model's states
 
 
 class StateHistory:

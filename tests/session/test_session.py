@@ -619,11 +619,11 @@ def test_undo_goes_back_to_the_states_of_a_turn(chat, hybrid, state_format):
 
 
 def test_undo_prefills_again_where_no_states_are_kept(chat, hybrid):
-    """Those of the last four turns are."""
+    """Those of the last two turns are."""
     session, calls = chat(SMALL, loaded=hybrid, max_tokens=2), []
-    for number in range(6):
+    for number in range(4):
         say(session, f"Note {number}.")
-    for number in range(5, 0, -1):
+    for number in range(3, 0, -1):
         session.undo(lambda done, total, number=number: calls.append((number, done, total)))
     assert calls[-1] == (1, len(session.ids), len(session.ids))
     assert {number for number, *_ in calls} == {1}
