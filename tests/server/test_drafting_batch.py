@@ -21,6 +21,7 @@ from server.engines import (
     make_job,
     metric,
     outcome,
+    run_job,
     serve,
     text_of,
     tokens_of,
@@ -88,21 +89,39 @@ def test_states_are_set_back_when_a_draft_is_rejected(exact, config):
 
 
 @pytest.mark.parametrize("config", [CONFIG, pytest.param(KVConfig.from_profile("off"), marks=pytest.mark.full)])
-def test_drafts_go_on_when_a_sliding_window_is_full(exact, config):
-    """Another answer joins in the middle, so that windows are merged and cut while one of them can roll back."""
+def test_drafts_go_on_when_a_sliding_window_is_full(exact, config, monkeypatch):
+    """Another answer joins in the middle, and a later turn continues from the stored windows."""
     loaded = build("gemma3_text"), exact[1]
+    kind, sizes = type(loaded[0]), set()
+    forward = kind.__call__
+
+    def watched(model, tokens, cache=None, **options):
+        sizes.update((tokens.shape[1] > 1, part.max_size > 16) for part in cache or () if hasattr(part, "max_size"))
+        return forward(model, tokens, cache=cache, **options)
+
+    monkeypatch.setattr(kind, "__call__", watched)
 
     def sampler(logprobs):
         return 3 + logprobs[..., 3:6].argmax(axis=-1)  # three tokens, so that text repeats
 
-    def make(tokenizer):
-        prompts = [[3 + i * i % 7 % 3 for i in range(count)] for count in (100, 250)]
-        return [job_of(prompt, max_tokens=TOKENS, logprobs=0, sampler=sampler) for prompt in prompts]
+    def make(*ids, max_tokens=TOKENS):
+        return job_of(ids, max_tokens=max_tokens, logprobs=0, sampler=sampler)
 
-    alone = [answers(loaded, "off", lambda tokenizer, n=n: [make(tokenizer)[n]], config)[0][0] for n in range(2)]
-    drafted, engine = answers(loaded, "on", make, config)
-    assert list(map(tokens_of, drafted)) == list(map(tokens_of, alone))
+    prompts = [[3 + i * i % 7 % 3 for i in range(count)] for count in (100, 250)]
+    said = tokens_of(serve(engine_with(loaded, "off", config), [make(*prompts[0])])[0])
+
+    def run(mode):
+        engine = engine_with(loaded, mode, config)
+        jobs, later = [make(*prompt) for prompt in prompts], make(*prompts[0], *said, 4, max_tokens=8)
+        events, continued = serve(engine, jobs, lambda: run_job(engine, later))
+        return [tokens_of(of_job) for of_job in (*events, continued)], engine
+
+    (plain, _), (drafted, engine) = run("off"), run("on")
+    assert drafted == plain
+    assert drafted[0] == said
     assert metric(engine, "drafted_tokens_total") > metric(engine, "accepted_tokens_total") > 4
+    assert metric(engine, "cached_tokens_total") > 100
+    assert sizes == {(True, False), (False, False), (True, True)}, "only drafts see wider windows"
 
 
 def test_a_stop_sequence_inside_a_draft(exact):
