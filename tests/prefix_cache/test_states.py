@@ -95,6 +95,7 @@ def test_formats_never_mix(tmp_path):
     ), "nothing changes for a model without states"
 
 
+@pytest.mark.full
 def test_states_at_8_bits_differ_by_half_a_step_at_most(tmp_path):
     run_prompt(QWEN, SMALL, PROMPT, tmp_path, StateStorage(Q8))
     exact = make_prompt_cache(QWEN, SMALL)

@@ -594,7 +594,7 @@ def hybrid(tmp_path_factory):
     return load(zoo_model(tmp_path_factory.mktemp("models") / "qwen3_5", "qwen3_5"))
 
 
-@pytest.mark.parametrize("state_format", [EXACT, Q8])
+@pytest.mark.parametrize("state_format", [EXACT, pytest.param(Q8, marks=pytest.mark.full)])
 def test_undo_goes_back_to_the_states_of_a_turn(chat, hybrid, state_format):
     """Of one that was stopped before its answer, too; nothing is prefilled again."""
     options = {"loaded": hybrid, "max_tokens": 8, "prefill_step_size": 32, "state_format": state_format}
