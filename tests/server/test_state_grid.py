@@ -50,6 +50,7 @@ def test_a_prompt_that_diverges_continues_from_the_grid(hybrid, place, tmp_path)
     assert cached == (384, talk(make_engine(hybrid), DIVERGING)[0][1]), "the answer is that without a cache"
 
 
+@pytest.mark.full
 def test_the_default_grid_is_sparse(hybrid):
     """And prompts without states in their caches do not need one."""
     assert [cached for cached, _ in talk(make_engine(hybrid), PROMPT, DIVERGING)] == [0, 0]
