@@ -1,12 +1,13 @@
 """Lets caches forget rejected drafts, and says before the first one which caches cannot."""
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import BatchRotatingKVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache, RotatingKVCache, trim_prompt_cache
 
 from mlx_tq.cache.latent import LatentKVCache
 from mlx_tq.cache.layer import cache_parts
@@ -23,11 +24,14 @@ def draft_blocker(model: Any, caches: Sequence[Any]) -> str | None:
     rows = [row for part in _parts(caches) for row in getattr(part, "rows", [part])]
     if any(getattr(row, "evicts", False) for row in rows):
         return "an eviction round cannot be undone when a draft is rejected"
-    return rollback_blocker(model, caches)
+    return rollback_blocker(model, caches, keeps_states=True)
 
 
-def rollback_blocker(model: Any, caches: Sequence[Any]) -> str | None:
-    """Return why a model's caches cannot forget rejected tokens, None if they can."""
+def rollback_blocker(model: Any, caches: Sequence[Any], *, keeps_states: bool = False) -> str | None:
+    """Return why a model's caches cannot forget rejected tokens, None if they can.
+
+    `keeps_states` is whether a `RejectablePass` sets recurrent states back.
+    """
     if config_value(getattr(model, "args", None), "blocksparse_block_size"):
         return "the model's block-sparse attention gives several tokens other logits than one at a time"
     parts = _parts(caches)
@@ -35,6 +39,8 @@ def rollback_blocker(model: Any, caches: Sequence[Any]) -> str | None:
     if any(isinstance(row, LatentKVCache) and row.spec.indexed for row in rows):
         return "the model's indexer numbers the latents of a pass, so that its tokens see other ones than alone"
     stuck = sorted({type(part).__name__ for part in parts if not (_is_window(part) or part.is_trimmable())})
+    if keeps_states:
+        stuck = [name for name in stuck if name != ArraysCache.__name__]
     if stuck:
         return f"the model's {' and '.join(stuck)} cannot forget rejected tokens"
     return _find_window_mismatch(model) if any(map(_is_window, parts)) else None
@@ -169,3 +175,26 @@ def rollback_windows(caches: Sequence[Any], slack: int) -> Iterator[None]:
         yield
     finally:
         narrow_windows(windows)
+
+
+class RejectablePass:
+    """A pass over tokens whose last ones may be rejected. It keeps the recurrent states before them, without copying.
+
+    `run` runs tokens through the model.
+    """
+
+    def __init__(self, caches: Sequence[Any], ids: list[int], run: Callable[[list[int]], Any]) -> None:
+        self._caches, self._ids, self._run = caches, ids, run
+        self._states = [(part, copy.deepcopy(part.state)) for part in _parts(caches) if isinstance(part, ArraysCache)]
+
+    def forget(self, count: int) -> None:
+        """Forget the last `count` tokens. With states, the others run again from the states before."""
+        others = [part for part in _parts(self._caches) if not isinstance(part, ArraysCache)]
+        if not self._states or not count:
+            trim_prompt_cache(others, count)
+            return
+        trim_prompt_cache(others, len(self._ids))
+        for part, state in self._states:
+            part.state = state
+        self._run(self._ids[: len(self._ids) - count])
+        mx.eval([part.state for part, _ in self._states])  # so that its time counts here

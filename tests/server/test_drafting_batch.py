@@ -68,6 +68,27 @@ def test_an_answer_is_the_same_as_without(exact, config, seed):
 
 
 @pytest.mark.parametrize("config", [CONFIG, pytest.param(KVConfig.from_profile("off"), marks=pytest.mark.full)])
+def test_states_are_set_back_when_a_draft_is_rejected(exact, config):
+    """Also when another answer joins in the middle of a draft."""
+    loaded = build("qwen3_5"), exact[1]
+
+    def sampler(logprobs):
+        return 3 + logprobs[..., 3:6].argmax(axis=-1)  # three tokens, so that text repeats
+
+    def make(tokenizer):
+        prompts = [[3 + i * i % 7 % 3 for i in range(count)] for count in (100, 250)]
+        return [job_of(prompt, max_tokens=TOKENS, logprobs=0, sampler=sampler) for prompt in prompts]
+
+    plain, _ = answers(loaded, "off", make, config)
+    drafted, engine = answers(loaded, "on", make, config)
+    assert [tokens_of(events) for events in drafted] == [tokens_of(events) for events in plain]
+    for pair in zip(drafted, plain, strict=True):
+        logprobs = (mx.array([piece.logprob.logprob for piece in said]) for said in pair)
+        assert mx.allclose(*logprobs, atol=1e-4)
+    assert metric(engine, "drafted_tokens_total") > metric(engine, "accepted_tokens_total") > 4
+
+
+@pytest.mark.parametrize("config", [CONFIG, pytest.param(KVConfig.from_profile("off"), marks=pytest.mark.full)])
 def test_drafts_go_on_when_a_sliding_window_is_full(exact, config, monkeypatch):
     """Another answer joins in the middle, and a later turn continues from the stored windows."""
     loaded = build("gemma3_text"), exact[1]

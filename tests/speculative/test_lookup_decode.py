@@ -2,16 +2,19 @@
 
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 import mlx.core as mx
 import pytest
 from mlx_lm import stream_generate
+from mlx_lm.models.cache import ArraysCache
 from mlx_lm.models.cache import make_prompt_cache as mlx_lm_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from smollm2 import needs_smollm2
 from zoo import ARCHITECTURES, build
 
 from mlx_tq import EvictConfig, KVConfig, Session
+from mlx_tq.cache.layer import cache_parts
 from mlx_tq.cli.inputs import load_text
 from mlx_tq.config import PROFILES
 from mlx_tq.errors import ConfigError
@@ -109,6 +112,23 @@ def test_drafts_go_on_when_a_sliding_window_is_full(exact, length):
     assert lookup.drafted > lookup.accepted > 10
 
 
+@pytest.mark.parametrize("config", [CONFIG, None], ids=["compressed", "mlx-lm's cache"])
+@pytest.mark.parametrize("name", ["qwen3_5", pytest.param("falcon_h1", marks=pytest.mark.full)])
+def test_states_are_set_back_when_a_draft_is_rejected(exact, name, config):
+    """In layers of their own, and next to keys and values in one layer."""
+    model, prompt, ends = build(name), [5 + i * i % 90 for i in range(60)], []
+    said, _ = plain(model, exact[1], prompt, config)
+    lookup = PromptLookup(recall(prompt, said), None)
+    for stream in (stream_generate, partial(stream_with_lookup, lookup=lookup)):
+        caches = make_caches(model, config)
+        with compressed_attention(model):
+            parts = [*stream(model, exact[1], prompt, max_tokens=TOKENS, prompt_cache=caches)]
+        assert [part.token for part in parts] == said
+        ends.append([entry for part in cache_parts(caches) if isinstance(part, ArraysCache) for entry in part.cache])
+    assert lookup.drafted > lookup.accepted > len(said) / 3
+    assert all(mx.allclose(*pair, atol=1e-4) for pair in zip(*ends, strict=True))
+
+
 def say(session, text):
     return "".join(session.respond(text))
 
@@ -130,7 +150,6 @@ def test_turns_of_a_seeded_session_are_the_same_with_and_without(exact):
     ("name", "config", "reason"),
     [
         ("llama", replace(CONFIG, evict=EvictConfig("recency", 128, "off")), "an eviction round cannot be undone"),
-        ("qwen3_next", PROFILES["off"], "the model's ArraysCache cannot forget rejected tokens"),
         ("plamo3", PROFILES["off"], "the model's prefill sees windows of 17 tokens, and its decode steps of 16"),
         ("phi3small", PROFILES["off"], "the model's block-sparse attention"),
     ],
