@@ -24,6 +24,7 @@ from mlx_tq.config import KVConfig
 from mlx_tq.errors import UnsupportedModelError
 from mlx_tq.integration.batch_probe import BatchFacts, batch_facts
 from mlx_tq.integration.probe import model_facts
+from mlx_tq.integration.rollback import rollback_blocker
 from mlx_tq.policies import parse_policy, policy_names
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import plan_caches
@@ -58,7 +59,8 @@ ARCHITECTURE_PAGE = f"""{MARK}
 Each row is a model file of mlx-lm {version("mlx-lm")}, as the probe sees a tiny random model of it.
 
 - **supported**: the KV caches in the second column are compressed, the others are mlx-lm's own.
-- **partly supported**: the same, but sequences run one at a time.
+- **partly supported**: the same, but sequences run one at a time, or a layer has a second plain KV cache that stays
+  mlx-lm's own, as the model does more with it than attend.
 - **left unchanged**: the model has no plain KV cache. It runs with `--kv-profile off`.
 - **refused**: the model computes with the keys and values of its cache itself. It runs with `--kv-profile off`.
 
@@ -66,8 +68,13 @@ Batches: "one at a time" means that mlx-lm gives other results in a batch than a
 server runs one request at a time. "unpadded" means the same for prompts of different lengths, so the server prefills
 them one after the other and decodes them together.
 
+Models with latent attention (MLA) cache one latent for all heads. It is stored in the key format, and the part of keys
+that RoPE rotates in the value format, at 8 bits or more: with `small`, 324 bytes per token and layer instead of 1,152
+(512 + 64 dims). Decode steps attend to packed latents; a prefill decodes them, one layer at a time. `--kv-evict` takes
+`recency`, `knorm`, `streaming` and `random`; models with an indexer (deepseek_v32) cannot evict.
+
 Drafts: "no" means that the state of the model cannot go back, or that it gives several tokens other logits than
-one, so speculative decoding is refused.
+one, so speculative decoding is refused on a compressed cache.
 """
 # Groups of flags that several commands have and that the page lists once: heading and anchor.
 SHARED = {"KV cache": ("The KV cache", "the-kv-cache"), "rescue": ("Rescue", "rescue")}
@@ -269,7 +276,8 @@ def architecture_cells(arch: Arch) -> list[str]:
         return ["", "", "refused", "", "", f"{arch.why}"]
     model = build(arch.name)
     why, compressed = "", ""
-    letters = "".join(map(cache_letters, make_prompt_cache(model)))
+    caches = make_prompt_cache(model)
+    letters = "".join(map(cache_letters, caches))
     others = {name for name, letter in LETTERS.items() if letter in letters}
     try:
         facts = model_facts(model)
@@ -279,11 +287,13 @@ def architecture_cells(arch: Arch) -> list[str]:
         why = f"{arch.why} (`{line[1]}`)" if line else arch.why
     else:
         plan = plan_caches(model, KVConfig(key="q8", value="tq4"))
-        batches = batch_facts(model, partial(build_caches, plan))
-        status = "partly supported" if batches.refusal else "supported"
+        caches, batches = build_caches(plan), batch_facts(model, partial(build_caches, plan))
+        status = "partly supported" if batches.refusal or facts.uncompressed else "supported"
         compressed, others = f"{len(facts.slots)} of {len(re.findall(r'[A-Z]', letters))}", others - {"KVCache"}
-        why = batches.refusal or batches.padding_refusal
-    drafts = "no" if others & {"ArraysCache", "LayerCache"} or arch.file in ("plamo3", "phi3small") else "yes"
+        parts = {f"KVCache (part {part.part})": part.reason for part in facts.uncompressed}
+        others |= parts.keys()
+        why = "; ".join(filter(None, [*parts.values(), batches.refusal or batches.padding_refusal]))
+    drafts = "no" if rollback_blocker(model, caches) else "yes"
     return [compressed, ", ".join(sorted(others)), status, batch_cell(batches), drafts, why.replace("|", "\\|")]
 
 

@@ -136,17 +136,21 @@ class BatchCompressedKVCache(_BaseCache):  # type: ignore[misc]
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
         """Append keys [B, H, L, Dk] and values [B, H, L, Dv], without the padding that `prepare` announced."""
         check_attention_is_patched()
-        length = keys.shape[2]
-        counts = self.counts(length)
+        counts = self.counts(keys.shape[2])
+        views = self._append(keys, values, counts)
+        view = BatchView(views, counts, (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]))
+        self._last_view = (view, dtype_name(keys.dtype)) if any(row.spec.shared for row in self.rows) else None
+        return make_handles(view, keys.dtype)
+
+    def _append(self, keys: mx.array, values: mx.array, counts: Sequence[int]) -> list[Any]:
+        """Append the first tokens of each row, as many as `counts` says; return their views, None of a row without."""
         views = [
             row.append(keys[i : i + 1, :, :count], values[i : i + 1, :, :count]) if count else None
             for i, (row, count) in enumerate(zip(self.rows, counts, strict=True))
         ]
         if self._remaining is not None:
             self._remaining = [rest - count for rest, count in zip(self._remaining, counts, strict=True)]
-        view = BatchView(views, counts, (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]))
-        self._last_view = (view, dtype_name(keys.dtype)) if any(row.spec.shared for row in self.rows) else None
-        return make_handles(view, keys.dtype)
+        return views
 
     def keys_and_values(self) -> tuple[Handle, Handle]:
         """Return handles of the last pass's view, for later layers that share it."""
@@ -177,7 +181,7 @@ class BatchCompressedKVCache(_BaseCache):  # type: ignore[misc]
         """End a padded prompt."""
         self._remaining = None
 
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> str | None:
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """Return None for one token and "causal" for more: rows have no padding, and each knows its own length."""
         if window_size is not None:
             raise ConfigError(

@@ -29,6 +29,8 @@ class CacheSpec(RegionSizes):
     retrieval_heads: tuple[int, ...] = ()  # ascending
     head_sinks: int = 0
     head_window: int = 0
+    latent: bool = False  # keys are the latents of MLA, and values the part of keys that RoPE rotates
+    indexed: bool = False  # an indexer numbers the tokens of each pass
 
     @classmethod
     def for_layer(
@@ -39,11 +41,14 @@ class CacheSpec(RegionSizes):
         value: str,
         *,
         shared: bool = False,
+        latent: bool = False,
+        indexed: bool = False,
         pairs: tuple[tuple[int, int], ...] | None = None,
     ) -> "CacheSpec":
         """Return the storage of layer number `layer`; its seed is `config.seed + 1000 layer`, one more for values.
 
-        `key` is one format, or two as in `KVConfig`. `pairs` are the dims that RoPE rotates together, if known.
+        `key` is one format, or two as in `KVConfig`. Latents are not normalized: queries read them as keys and as
+        values. `pairs` are the dims that RoPE rotates together, if known.
         """
         seed = config.seed + 1000 * layer
         key, _, cold = key.partition(COLD)
@@ -58,7 +63,9 @@ class CacheSpec(RegionSizes):
             shared=shared,
             cold=cold,
             recent=config.recent if cold else 0,
-            normalize=config.normalize and get_format(key).bits < 16,
+            normalize=config.normalize and get_format(key).bits < 16 and not latent,
+            latent=latent,
+            indexed=indexed,
         )
 
     @classmethod

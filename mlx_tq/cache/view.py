@@ -164,6 +164,11 @@ class Handle:
         keys, values = self.view.materialize()
         return (keys if self._is_key else values).astype(self.dtype)
 
+    def take(self, index: mx.array) -> mx.array:
+        """Return the latents of some tokens, [B, 1, k] -> [B, 1, k, R], decoded."""
+        take: Callable[[mx.array], mx.array] | None = getattr(self.view, "take", None)
+        return self.__getattr__("take") if take is None else take(index)  # type: ignore[return-value]
+
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)

@@ -24,9 +24,11 @@ class RowLayout:
         self.key = key
         self.value = value
         scales = [0 if codec.scale_dtype is None else codec.scale_dtype.size // 2 for codec in (key, value)]
-        self._edges = [0, *accumulate([key.words, value.words, *scales])]  # in 16-bit words
-        self._padding = self._edges[-1] % 2
-        self.words = (self._edges[-1] + self._padding) // 2  # 32-bit words of a row, W
+        edges = [0, *accumulate([key.words, value.words, *scales])]  # in 16-bit words
+        # The first 16-bit words of codes and scale, of keys and of values.
+        self.starts = (edges[0], edges[2]), (edges[1], edges[3])
+        self._padding = edges[-1] % 2
+        self.words = (edges[-1] + self._padding) // 2  # 32-bit words of a row, W
         self.nbytes = 4 * self.words
         self.split_sizes = key.words + scales[0], value.words + scales[1]  # 16-bit words that `split` returns
         self.learned_bytes = key.learned_bytes + value.learned_bytes  # per head
@@ -87,10 +89,24 @@ class RowLayout:
         return _from_words(self.key, words)
 
     def _part(self, rows: mx.array, index: int, codec: Codec) -> Encoded:
-        codes = _slice(rows, *self._edges[index : index + 2])
+        start, scale_start = self.starts[index]
+        codes = _slice(rows, start, start + codec.words)
         if codec.scale_dtype is None:
             return Encoded(codes, None)
-        return Encoded(codes, _slice(rows, *self._edges[index + 2 : index + 4]).view(codec.scale_dtype)[..., 0])
+        scale = _slice(rows, scale_start, scale_start + codec.scale_dtype.size // 2)
+        return Encoded(codes, scale.view(codec.scale_dtype)[..., 0])
+
+
+class LatentLayout(RowLayout):
+    """Reads rows whose keys are also their values, as the latents of MLA are.
+
+    What such rows store as values, the part of keys that RoPE rotates, attention gets as an additive mask.
+    """
+
+    def __init__(self, stored: RowLayout) -> None:
+        super().__init__(stored.key, stored.key)
+        self.starts = stored.starts[0], stored.starts[0]
+        self.words, self.nbytes, self._padding = stored.words, stored.nbytes, stored._padding
 
 
 def _to_words(encoded: Encoded) -> mx.array:

@@ -10,7 +10,9 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache
 
+from mlx_tq.cache.latent import LatentKVCache
 from mlx_tq.cache.layer import CompressedKVCache, cache_parts
 from mlx_tq.errors import UnsupportedModelError
 from mlx_tq.integration.module_families import family_of, model_arguments, preserved_attributes, run_for_logits
@@ -103,6 +105,8 @@ def _probe(model: Any, make: Callable[[], list[Any]]) -> BatchFacts:
     rows = [make() for _ in prompts]
     for prompt, caches in zip(prompts, rows, strict=True):
         mx.eval(run_for_logits(model, prompt, caches))
+    if any(_numbers_latents(cache) for cache in rows[0]):
+        return BatchFacts(f"{name}'s indexer numbers tokens with the padding of a batch, which its latents do not have")
     unmergeable = sorted({type(part).__name__ for part in cache_parts(rows[0]) if not hasattr(part, "merge")})
     if unmergeable:
         return BatchFacts(f"{title} cannot batch {name}: its {' and '.join(unmergeable)} has no merge")
@@ -124,6 +128,12 @@ def _probe(model: Any, make: Callable[[], list[Any]]) -> BatchFacts:
             padding_refusal=f"{title}'s {name} computes with the padding of a batch whose prompts differ in length"
         )
     return BatchFacts()
+
+
+def _numbers_latents(cache: Any) -> bool:
+    """Return whether a cache pairs packed latents with the keys of an indexer, which mlx-lm pads on the left."""
+    parts = {type(part) for part in cache_parts([cache])}
+    return LatentKVCache in parts and KVCache in parts
 
 
 def _counts_keys(model: Any) -> bool:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_tq.cache.batch import BatchCompressedKVCache
+from mlx_tq.cache.latent import LatentKVCache
 from mlx_tq.cache.layer import CompressedKVCache, cache_parts
 from mlx_tq.cache.view import Handle
 from mlx_tq.errors import ConfigError, UnsupportedModelError
@@ -101,6 +102,8 @@ def _make_attention(family: ModuleFamily, original: Callable[..., Any]) -> Calla
     ) -> mx.array:
         """Run the family's attention, where keys and values may be handles of a compressed cache."""
         if isinstance(keys, mx.array):
+            if isinstance(cache, LatentKVCache):
+                keys, values, mask = cache.capture_queries(queries, keys, values, scale, mask)
             if _in_compressed_pass.get() or (family is MLX_LM and backend.is_chosen("cpu")):
                 return attend_in_full_precision(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
             if family is MLX_LM:
@@ -138,10 +141,24 @@ def _attention_of(family: ModuleFamily) -> _FamilyFunction:
 scaled_dot_product_attention = _attention_of(MLX_LM).replacement
 
 
+_mlx_take_along_axis = mx.take_along_axis
+
+
+def take_along_axis(a: Any, indices: mx.array, axis: int | None = None, **options: Any) -> mx.array:
+    """Run mlx's `take_along_axis`, where the array may be a handle of latents whose tokens an indexer selects."""
+    if isinstance(a, Handle) and axis == 2:
+        return a.take(indices[..., 0])
+    return _mlx_take_along_axis(a, indices, axis, **options)
+
+
+_take = Patched(lambda _: _replace_attribute(mx, "take_along_axis", take_along_axis))
+
+
 @contextmanager
 def patch_attention() -> Iterator[None]:
-    """Let the attention of all loaded families read compressed caches."""
+    """Let the attention of all loaded families read compressed caches, and indexers select among their latents."""
     with ExitStack() as stack:
+        stack.enter_context(_take.open(mx))
         for family in loaded_families():
             stack.enter_context(_attention_of(family).patched.open(family.base))
         yield
@@ -197,14 +214,28 @@ class _RecordingRope:
         return getattr(self.module, name)
 
 
-def _wrap_ropes(model: Any) -> Undo:
+def _find_ropes(model: Any) -> list[tuple[Any, str, Any]]:
+    """Return all RoPE modules with the modules and attributes that they belong to."""
     list_modules: Callable[[], list[Any]] = getattr(model, "modules", list)
-    for owner in list_modules():
-        for name, value in {**owner, **vars(owner)}.items():
-            if callable(value) and (name in _ROPE_NAMES or _ROPE_CLASS.search(type(value).__name__)):
-                setattr(owner, name, _RecordingRope(value))
+    return [
+        (owner, name, value)
+        for owner in list_modules()
+        for name, value in {**owner, **vars(owner)}.items()
+        if callable(value) and (name in _ROPE_NAMES or _ROPE_CLASS.search(type(value).__name__))
+    ]
+
+
+def rope_modules(model: Any) -> list[Any]:
+    """Return all RoPE modules of a model, whether they are called or not."""
+    return [value.module if isinstance(value, _RecordingRope) else value for _, _, value in _find_ropes(model)]
+
+
+def _wrap_ropes(model: Any) -> Undo:
+    for owner, name, value in _find_ropes(model):
+        setattr(owner, name, _RecordingRope(value))
 
     def restore() -> None:
+        list_modules: Callable[[], list[Any]] = getattr(model, "modules", list)
         for owner in list_modules():  # again, as layers may have been replaced meanwhile
             for name, value in list(vars(owner).items()):
                 if isinstance(value, _RecordingRope):

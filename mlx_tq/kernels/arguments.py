@@ -55,6 +55,17 @@ def layout_constants(layout: RowLayout) -> Constants:
     return (*codec_constants("KEY", layout.key), *codec_constants("VALUE", layout.value))
 
 
+def place_constants(layout: RowLayout) -> Constants:
+    """Return where attention finds the parts of a row, in 16-bit words."""
+    (_, key_scale), (value, value_scale) = layout.starts
+    return (
+        ("VALUE_START", value),
+        ("KEY_SCALE_START", key_scale),
+        ("VALUE_SCALE_START", value_scale),
+        ("ROW_WORDS", 2 * layout.words),
+    )
+
+
 def codec_constants(prefix: str, codec: Codec) -> Constants:
     rule = codec.rule if isinstance(codec, TurboCodec) else SCALE_RULES[0]
     values: dict[str, Constant] = {

@@ -436,6 +436,7 @@ class _Call:
             ("NORMALIZED", self.normalized),
             ("MEAN_TOKENS", MEAN_TOKENS),
             *arguments.layout_constants(layout),
+            *arguments.place_constants(layout),
             ("KEY_TABLE", self._limits.level_tables == 2 and _has_table(layout.key)),
             ("VALUE_TABLE", self._limits.level_tables > 0 and _has_table(layout.value)),
         )

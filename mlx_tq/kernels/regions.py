@@ -178,11 +178,14 @@ class Regions:
             refuse_different_heads("the model reads keys and values as arrays")
         if self.packed_tokens == 0:
             return self.keys, self.values
-        rows, layout = self.rows(), self.layout
-        return (
-            splice(self.keys, self.sink_tokens, decode_keys(layout.key, layout.keys(rows), self.normalization)),
-            splice(self.values, self.sink_tokens, layout.value.decode(layout.values(rows))),
-        )
+        decoded = decode_keys(self.layout.key, self.layout.keys(self.rows()), self.normalization)
+        return splice(self.keys, self.sink_tokens, decoded), self.decode_values()
+
+    def decode_values(self) -> mx.array:
+        """Return all values, as `decode` does; of a layer whose heads keep the same tokens."""
+        if self.packed_tokens == 0:
+            return self.values
+        return splice(self.values, self.sink_tokens, self.layout.value.decode(self.layout.values(self.rows())))
 
 
 def refuse_different_heads(what: str) -> NoReturn:

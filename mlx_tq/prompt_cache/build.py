@@ -8,6 +8,7 @@ from mlx_lm.models.cache import CacheList
 
 from mlx_tq.cache.batch import BatchCompressedKVCache
 from mlx_tq.cache.headwise import HeadwiseKVCache
+from mlx_tq.cache.latent import LatentKVCache
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.shadow import ShadowKVCache
 from mlx_tq.cache.spec import CacheSpec
@@ -38,6 +39,10 @@ def make_cache(
                 "another policy, or --kv-evict none."
             )
         return HeadwiseKVCache(spec, number, group)
+    if spec.latent:
+        if shadow:
+            raise ConfigError("shadow mode compares keys and values, and MLA caches latents. Compare answers instead.")
+        return LatentKVCache(spec, number, group)
     cache_class = TieredKVCache if spec.cold else ShadowKVCache if shadow else CompressedKVCache
     return cache_class(spec, number, group)
 

@@ -381,12 +381,23 @@ class LayerGroup:
 
     # What a layer knows of its group; see `cache.layer.Group`.
 
+    @property
+    def captures_queries(self) -> bool:
+        """Whether the queries of some layers are kept for a search."""
+        return bool(self._buffers)
+
     def listeners(self, number: int, start: int, stop: int) -> tuple[QueryListener, ...]:
         """Return the listeners to the queries of layer `number` at positions [start, stop)."""
         listeners = []
         calibrator, buffer = self.calibrators.get(number), self._buffers.get(number)
         if calibrator is not None and calibrator.due(stop):
-            listeners.append(QueryListener(lambda q, rope: calibrator.observe(q, start, rope), before_rope=True))
+            rope = calibrator.rope
+            if rope is not None and rope.is_fused:
+                listeners.append(
+                    QueryListener(lambda q, *_: calibrator.observe(rope.unrotate(q, start), start, rope.module))
+                )
+            else:
+                listeners.append(QueryListener(lambda q, rope: calibrator.observe(q, start, rope), before_rope=True))
         if buffer is not None:
             listeners.append(QueryListener(buffer.append))
         return tuple(listeners)

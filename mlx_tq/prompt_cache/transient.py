@@ -19,7 +19,10 @@ _GROWN_COPIES = 2
 # one per operation, and mlx begins up to ten operations ahead.
 _DECODED_COPIES, _ENCODED_COPIES = 1, 2
 _REFERENCE_DECODED_COPIES, _REFERENCE_ENCODED_COPIES = 3, 4
+_SELECTION_COPIES = 2
 _FP32_BYTES = 4
+# Copies of the keys and values of all heads that a model of MLA makes from latents, and of the scores of rotated parts.
+_EXPANDED_COPIES, _ROTATED_SCORES_COPIES = 3, 2
 
 
 def attention_nbytes(slot: SlotFacts, tokens: int, step: int, rows: int = 1, *, compressed: bool) -> int:
@@ -34,7 +37,24 @@ def attention_nbytes(slot: SlotFacts, tokens: int, step: int, rows: int = 1, *, 
     in_kernel = compressed and backend.current() == "cpu"
     shape = AttentionShape(1, slot.query_heads, slot.heads, queries, tokens, *dims, causal)
     projected = rows * queries * (slot.query_heads + slot.heads) * head_dims * dtype.size
-    return (0 if in_kernel else scores_nbytes(shape)) + _PROJECTED_COPIES * projected
+    return (
+        (0 if in_kernel else scores_nbytes(shape)) + _PROJECTED_COPIES * projected + expanded_nbytes(slot, tokens, step)
+    )
+
+
+def expanded_nbytes(slot: SlotFacts, tokens: int, step: int) -> int:
+    """Return the bytes that a model of MLA makes from the latents of `tokens` tokens in a pass of several."""
+    queries = min(step, tokens)
+    if not slot.latent or queries == 1:
+        return 0
+    numbers = _EXPANDED_COPIES * slot.expanded + _ROTATED_SCORES_COPIES * slot.query_heads * queries
+    return tokens * numbers * dtype_of(slot.dtype).size
+
+
+def selection_nbytes(slot: SlotFacts, tokens: int, step: int) -> int:
+    """Return the bytes of what selects tokens: scores of as many heads as keys have, and a mask for all queries."""
+    scores = _SELECTION_COPIES * slot.heads * _FP32_BYTES
+    return (slot.query_heads + scores) * min(step, tokens) * tokens
 
 
 def growth_nbytes(slot: SlotFacts, tokens: int) -> int:

@@ -77,6 +77,9 @@ class OneRowModel:
     def __call__(self, tokens: mx.array, cache: Any = None) -> Any:
         return self._model(tokens, cache=[part.cache for part in cache])
 
+    def make_cache(self) -> list[OneRow]:
+        return list(map(OneRow, native_caches(self._model)))
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 

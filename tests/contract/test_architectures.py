@@ -9,6 +9,7 @@ from mlx_lm.models import cache as native
 from zoo import ARCHITECTURES, LETTERS, build
 
 from contract import spies
+from mlx_tq.cache.latent import LatentKVCache
 from mlx_tq.cache.layer import CompressedKVCache, cache_parts
 from mlx_tq.config import PROFILES, KVConfig
 from mlx_tq.prompt_cache.build import build_caches
@@ -21,11 +22,12 @@ SERVED = [
     "ministral3", "mixtral", "gemma", "gemma3_text", "gemma4_text", "phi3", "phi", "gpt_oss", "deepseek_v2", "minicpm3",
     "glm4", "olmo2", "cohere2", "stablelm", "starcoder2", "granite", "exaone4", "smollm3", "gpt_neox", "internlm3",
     "ernie4_5", "seed_oss", "helium", "nemotron", "minicpm", "hunyuan_v1_dense", "lfm2", "falcon_h1",
-    "granitemoehybrid", "jamba", "afm7",
+    "granitemoehybrid", "jamba", "afm7", "deepseek_v3", "deepseek_v32", "longcat_flash",
 ]  # fmt: skip
 # The others that are; muse_spark computes in bfloat16, whatever the dtype.
 OTHERS = [name for name, arch in ARCHITECTURES.items() if arch.servable and name not in [*SERVED, "muse_spark"]]
-CLASSES = {letter: getattr(native, name, None) for name, letter in LETTERS.items()} | {"K": CompressedKVCache}
+CLASSES = {letter: getattr(native, name, None) for name, letter in LETTERS.items()}
+CLASSES |= {"k": native.KVCache}  # of a part that stays uncompressed
 CHUNKS = [166, 40, 1, 5, 8, 1]  # the first one packs as soon as attention has told what keys are weighted by
 TOKENS = [(7 * i * i + 3 * i) % 160 for i in range(sum(CHUNKS))]
 
@@ -54,10 +56,10 @@ def test_a_served_architecture(name, monkeypatch):
     plan = plan_caches(model, sized("fp16", "fp16"))
     assert plan.model_type == arch.config["model_type"]
     assert len(plan.classes) == len(arch.caches)
-    assert [layer.slot.index for layer in plan.layers] == [i for i, x in enumerate(arch.caches) if "K" in x]
+    places = [(i, part if len(x) > 1 else None) for i, x in enumerate(arch.caches) for part in find_plain(x)]
+    assert [(layer.slot.index, layer.slot.part) for layer in plan.layers] == places
+    assert {layer.slot.latent for layer in plan.layers} == {arch.latent}
     assert {(layer.slot.key_dim, layer.slot.value_dim) for layer in plan.layers} == {arch.dims}
-    parts = [letters.index("K") - 1 if len(letters) > 1 else None for letters in arch.caches if "K" in letters]
-    assert [layer.slot.part for layer in plan.layers] == parts
     assert {layer.slot.dtype for layer in plan.layers} == {"float32"}
     assert any(layer.slot.shared for layer in plan.layers) == (arch.name in ("afm7", "gemma3n"))
     calls = spies.watch(monkeypatch)
@@ -68,12 +70,20 @@ def test_a_served_architecture(name, monkeypatch):
     assert difference(logits, plain) < 1e-3
     # The first chunk sees only itself; of the others one is a prefill and four are short, of which a block divides one.
     layers = arch.plain_layers + arch.shared
-    assert calls == {"prefill": layers, "attend": 5 * layers}
+    if arch.latent:  # only steps of one token attend to latents, or select some of them
+        assert calls == ({} if arch.uncompressed_part else {"attend": 2 * layers})
+    else:
+        assert calls == {"prefill": layers, "attend": 5 * layers}
     assert all(cache.packed_tokens > 90 for cache in compressed_caches(caches))
     found = [[type(part) for part in cache_parts([cache])] for cache in caches]
-    assert found == [[CLASSES[letter] for letter in letters.strip("()")] for letters in arch.caches]
+    classes = CLASSES | {"K": LatentKVCache if arch.latent else CompressedKVCache}
+    assert found == [[classes[letter] for letter in letters.strip("()")] for letters in arch.caches]
     for cache, other in zip(caches, again, strict=True):
         assert cache is not other
+
+
+def find_plain(letters):
+    return [i for i, letter in enumerate(letters.strip("()")) if letter == "K"]
 
 
 def check_off(model, plain):

@@ -21,7 +21,7 @@ COMPUTES = (
     r"handing them to mlx-lm's scaled_dot_product_attention \(.+\)\. Use --kv-profile off\.$"
 )
 NOTHING = r"^{} keeps no plain KV cache \(its caches are ArraysCache\), so there is nothing to compress\. Use --kv-pro"
-REASONS = dict.fromkeys(("gemma2", "deepseek_v3", "glm4_moe_lite", "plamo", "plamo2"), COMPUTES)
+REASONS = dict.fromkeys(("gemma2", "plamo", "plamo2"), COMPUTES)
 REASONS |= dict.fromkeys(("mamba2", "rwkv7"), NOTHING)
 
 

@@ -21,6 +21,7 @@ from mlx_tq.codec.formats.trellis import TrellisCodec
 from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization, compute_block_means, decode_keys
 from mlx_tq.codec.packing import split_words, unpack
 from mlx_tq.codec.rotation import WalshHadamard
+from mlx_tq.codec.rows import LatentLayout
 from mlx_tq.kernels.regions import Regions
 
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}  # half an ulp of 1
@@ -195,6 +196,13 @@ def make_problem(
         "sinks": random((HEADS * groups,), dtype, seed=9) if sinks else None,
     }
     return Problem(arguments, tuple(vectors), tuple(decoded), tuple(plain))
+
+
+def read_as_latents(problem: Problem) -> Problem:
+    """Return the problem of attention whose keys are also its values; rows and buffers stay as they are."""
+    keys, decoded, plain = problem.arguments["full_keys"], problem.decoded[0], problem.plain[0]
+    latents = problem.replace(layout=LatentLayout(problem.layout), full_values=keys)
+    return latents._replace(decoded=(decoded, decoded), plain=(plain, plain))
 
 
 def make_normalization(codec: Codec, keys: mx.array, scale: mx.array, kind: str, seed: int = 0) -> KeyNormalization:

@@ -26,13 +26,14 @@ SMALL = KVConfig(key="q8", value="tq4", sinks=16, window=32)
 EVICTS = KVConfig(
     key="q8", sinks=16, window=32, evict=EvictConfig("triattention:warmup=64:trigger=16:granularity=1", 300, "off")
 )
-# A plain model, sliding windows, a hybrid, one whose layers have two caches each, and one that evicts on the way.
+# A plain model, sliding windows, a hybrid, two whose layers have two caches each, and one that evicts on the way.
 CASES = {
     "llama": ("llama", SMALL),
     "embedded": ("embedded", SMALL),
     "gemma3_text": ("gemma3_text", SMALL),
     "qwen3_next": ("qwen3_next", SMALL),
     "falcon_h1": ("falcon_h1", SMALL),
+    "minimax_m3_vl": ("minimax_m3_vl", SMALL),
     "evicts": ("embedded", EVICTS),
 }
 

@@ -5,13 +5,14 @@ import gc
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
+from zoo import build
 
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.cli.inputs import load_text
 from mlx_tq.cli.loading import check_memory
 from mlx_tq.config import PROFILES, KVConfig
 from mlx_tq.errors import ConfigError
-from mlx_tq.integration.probe import SlotFacts
+from mlx_tq.integration.probe import SlotFacts, model_facts
 from mlx_tq.kernels import backend, mlx_attention
 from mlx_tq.kernels.mlx_attention import MemoryBounds
 from mlx_tq.prompt_cache.build import build_caches
@@ -19,6 +20,7 @@ from mlx_tq.prompt_cache.compressed import compressed_attention, make_prompt_cac
 from mlx_tq.prompt_cache.layer_group import begin_pass
 from mlx_tq.prompt_cache.memory import other_bytes, sequence_bytes, transient_bytes
 from mlx_tq.prompt_cache.plan import LayerPlan, Plan
+from mlx_tq.prompt_cache.transient import selection_nbytes
 
 DIM, STEP, CONTEXT = 256, 2048, 65536
 SLOW = pytest.mark.full  # a minute or more of prefill on a CPU
@@ -49,6 +51,16 @@ def prefill(model, config, ids, step):
             mx.eval([cache.state for cache in caches])  # as mlx-lm, which computes no logits of a prompt
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("profile", ["off", "balanced"])
+def test_what_selects_tokens_counts(profile):
+    model, ids = build("minimax_m3_vl", num_attention_heads=16), [i % 160 for i in range(2048)]
+    peak = peak_of(lambda: prefill(model, PROFILES[profile], ids, 512))
+    needed = needed_by(model, PROFILES[profile], len(ids), 512)
+    slot = model_facts(model).slots[1]
+    assert needed - selection_nbytes(slot, len(ids), 512) < peak < needed
+
+
 FULL = [(profile, 4000, step) for profile in ("balanced", "small", "off") for step in (256, 512, 2048)]
 CASES = [("balanced", 600, 256), *(pytest.param(*case, marks=SLOW) for case in FULL)]
 
@@ -61,6 +73,20 @@ def test_a_prefill_of_the_embedded_model_takes_what_was_said(embedded, profile, 
     prefill(model, config, ids[:300], step)  # what is made once: rotations, tables, codebooks
     needed = needed_by(model, config, tokens, step)
     assert 0.5 * needed <= peak_of(lambda: prefill(model, config, ids, step)) <= needed
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("profile", ["balanced", "off"])
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_a_prefill_of_latents_takes_what_was_said(name, profile):
+    """A model of MLA makes keys and values of 16 heads from them, and scores of rotated parts."""
+    model = build("deepseek_v3", num_attention_heads=16, num_key_value_heads=16, kv_lora_rank=256)
+    ids, config = [(7 * i * i + 3 * i) % 160 for i in range(3000)], PROFILES[profile]
+    with backend.using(name):
+        prefill(model, config, ids[:300], 256)
+        for step in (256, 1024):
+            needed = needed_by(model, config, len(ids), step)
+            assert 0.3 * needed <= peak_of(lambda step=step: prefill(model, config, ids, step)) <= needed
 
 
 def one_layer(query_heads=4, heads=1, dtype="float32"):

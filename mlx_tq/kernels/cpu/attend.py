@@ -391,7 +391,8 @@ def _packed_part(source: _Source, start: int, stop: int, reader: Reader) -> _Par
         if rows is not None and first < stop and start < first + count:
             memory = reader.read(rows)
             buffer = _buffer(sequence, memory, memory)
-            buffer.values += 2 * layout.key.words
+            buffer.keys += 2 * layout.starts[0][0]
+            buffer.values += 2 * layout.starts[1][0]
             buffer.first = first - start
             buffers.append(buffer)
         first += count
@@ -438,9 +439,10 @@ def _buffer(sequence: int, keys: Memory, values: Memory) -> _Buffer:
 def _packed_format(layout: RowLayout) -> _Part:
     key, value = layout.key, layout.value
     scales = [0 if codec.scale_dtype is None else codec.scale_dtype.size for codec in (key, value)]
+    key_scale, value_scale = (2 * (scale - codes) for codes, scale in layout.starts)  # bytes behind the codes' first
     return _Part(
-        key_scale=2 * (key.words + value.words),
-        value_scale=2 * value.words + scales[0],
+        key_scale=key_scale,
+        value_scale=value_scale,
         key_format=format_number(key),
         value_format=format_number(value),
         wide_key_scale=scales[0] == 4,

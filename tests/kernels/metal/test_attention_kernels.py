@@ -13,12 +13,14 @@ from cache import tunables
 
 from kernels.cases import (
     ALL_FORMATS,
+    DTYPES,
     GROUPS,
     PARAMETERS,
     TRELLIS_PAIRS,
     check_attention,
     make_problem,
     random_mask,
+    read_as_latents,
 )
 from kernels.covering import case_id, covering
 from kernels.metal.checks import PEAK, check_attend
@@ -107,6 +109,37 @@ def test_all_texts(parameters, whole, part):
     cases = covering(parameters, ways=3, whole=whole)
     for number in range(part, len(cases), PARTS):
         check_all_orders(dict(cases[number]), number)
+
+
+LATENT = covering(
+    {
+        "dims": ((64, 32), (128, 64), (256, 64), (512, 64)),
+        "key": ALL_FORMATS["key"],
+        "value": ("q8", "fp16"),
+        "dtype": DTYPES,
+        "groups": (1, 4, 20),
+        "packed": (1, 33, 97, 256),
+        "batch": (1, 2),
+        "sink_tokens": (0, 5),
+        "recent": (0, 70),
+        "short_tokens": (0, ONE),
+    }
+)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(number, marks=[] if number % 20 == 0 else pytest.mark.full) for number in range(len(LATENT))],
+    ids=[case_id(case) for case in LATENT],
+)
+def test_latents_are_keys_and_values(number):
+    """One query, as their longer passes are decoded, with the scores of rotated parts as a mask."""
+    case = dict(LATENT[number])
+    short_tokens = case.pop("short_tokens")
+    tokens = case["sink_tokens"] + case["packed"] + case["recent"] + 1
+    mask = random_mask("additive", (case["batch"], 2 * case["groups"], 1, tokens), case["dtype"])
+    problem = read_as_latents(make_problem(**case, length=1, mask=mask, seed=number))
+    check_attend(problem, short_tokens, order=ORDERS[number % 3])
 
 
 # From 16 query rows of a KV head on, in half precision.

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.kernels.count_attention import DIMS, FILE, GROUPS, LENGTHS, Cost, count_shape
 from benchmarks.reports import RESULTS
-from kernels.cases import HEADS, make_problem
+from kernels.cases import HEADS, make_problem, random_mask, read_as_latents
 from kernels.metal.simulated import simulated
 from metal_sim.run import Counters
 from mlx_tq.codec.normalization import MEAN_TOKENS
@@ -54,6 +54,22 @@ def test_packed_bytes_are_fetched_once_for_the_query_rows_of_a_tile(groups, leng
     rows = groups * length
     tiles = -(-rows // (attend_gpu.QUERIES if rows < KernelThresholds().matrix_queries else 64))
     assert (many - few) / (MANY - FEW) / HEADS == tiles * make_problem(**CASE).layout.nbytes
+
+
+def count_latents(groups: int, packed: int) -> Counters:
+    mask = random_mask("additive", (1, HEADS * groups, 1, packed + 1), "float16")
+    case = CASE | {"dims": (512, 64), "value": "q8", "mask": mask}
+    with simulated() as counters:
+        read_as_latents(make_problem(**case, groups=groups, packed=packed)).solve(attend)
+    return counters[0]
+
+
+def test_rotated_parts_of_latents_are_not_fetched_and_codes_once():
+    """Of a row of 324 bytes, the codes of 256 and their scale, though they are keys and values."""
+    with thresholds.using(KernelThresholds(short_tokens=0, min_block=1024)):
+        few, many = (count_latents(2, packed) for packed in (FEW, MANY))
+    assert (many.fetched["packed_rows_0"] - few.fetched["packed_rows_0"]) / (MANY - FEW) / HEADS == 258
+    assert operations_per_token(few, many, HEADS) == pytest.approx(3981, rel=0.01)
 
 
 def test_a_code_is_decoded_once_for_the_query_rows_of_a_tile(monkeypatch):

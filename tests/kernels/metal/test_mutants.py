@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.cases import make_problem, random, random_mask
+from kernels.cases import make_problem, random, random_mask, read_as_latents
 from kernels.metal import checks
 from kernels.metal import test_attend_batch as batches
 from kernels.metal import test_by_head as by_head
@@ -78,6 +78,11 @@ CHECKS = {
     "attend_gaps": partial(checks.check_attend, attention("tq3", 112, normalized="gaps")),
     "attend_blocks": partial(
         checks.check_attend, attention("tq4", 64, packed=300, normalized="blocks"), short_tokens=1000
+    ),
+    # Six query heads, one query; the parts that RoPE rotates lie between codes and scales of latents.
+    "attend_latent": partial(
+        checks.check_attend,
+        read_as_latents(attention("tq4", 64, random_mask("additive", (2, 6, 1, 138), "float32"), value="q8", length=1)),
     ),
     "attend_batch": partial(check_attend_batch, batches.problems(**UNEVEN)),
     "attend_batch_mixed": partial(check_attend_batch, batches.problems(**UNEVEN, normalized="mixed")),

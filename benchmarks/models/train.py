@@ -1,6 +1,6 @@
-"""Train the hybrid needle model on a CPU; stops after MINUTES and resumes from OUT/state.pt.
+"""Train a needle model on a CPU; stops after MINUTES and resumes from OUT/state.pt.
 
-python -m benchmarks.models.train_hybrid DOCUMENTS TOKENIZER OUT [--minutes 70] [--threads 2]
+python -m benchmarks.models.train hybrid|latent DOCUMENTS TOKENIZER OUT [--minutes 70] [--threads 2]
 """
 
 import argparse
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.models.contexts import ANSWER, COPY, TEXT, Contexts
 from benchmarks.models.hybrid import Hybrid, Shape
+from benchmarks.models.latent import Latent, LatentShape
 
 RATE = 2e-3
 SCORED = 1280  # tokens of a step whose logits are computed: those that weigh most, and a sample of the others
@@ -66,9 +67,13 @@ def losses(model: nn.Module, contexts: list[tuple[list[int], list[float]]]) -> t
     return F.cross_entropy(logits, ids[:, 1:].flatten()[wanted], reduction="none"), weights[wanted]
 
 
-def train(contexts: Contexts, out: Path, minutes: float) -> None:
+def make_model(kind: str, vocabulary: int) -> Hybrid | Latent:
+    return Hybrid(Shape(vocabulary)) if kind == "hybrid" else Latent(LatentShape(vocabulary))
+
+
+def train(kind: str, contexts: Contexts, out: Path, minutes: float) -> None:
     torch.manual_seed(0)
-    model = Hybrid(Shape(vocab_size=contexts.vocabulary))
+    model = make_model(kind, contexts.vocabulary)
     decayed = [weight for weight in model.parameters() if weight.ndim > 1]
     others = [weight for weight in model.parameters() if weight.ndim == 1]
     groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}]
@@ -113,6 +118,7 @@ def train(contexts: Contexts, out: Path, minutes: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=("hybrid", "latent"))
     parser.add_argument("documents", type=Path, help="gzipped JSON lines with a field text")
     parser.add_argument("tokenizer", type=Path, help="tokenizer.json")
     parser.add_argument("out", type=Path, help="folder of the state")
@@ -121,7 +127,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
-    train(Contexts(args.documents, args.tokenizer), args.out, args.minutes)
+    train(args.model, Contexts(args.documents, args.tokenizer), args.out, args.minutes)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The hybrid model's training code: its mathematics, and that mlx-lm reads what it writes."""
+"""The training code of the hybrid and the latent model: its mathematics, and that mlx-lm reads what it writes."""
 
 import json
 import random
@@ -30,16 +30,20 @@ def test_the_chunked_delta_rule_is_the_recurrence():
     assert np.abs(found - np.array(expected)).max() < 1e-4 * np.abs(expected).max()
 
 
-def test_mlx_lm_reads_the_export_and_predicts_the_same(tmp_path):
+@pytest.mark.parametrize(("kind", "expected_config"), [
+    ("hybrid", {"model_type": "qwen3_next", "partial_rotary_factor": 0.25, "full_attention_interval": 4}),
+    ("latent", {"model_type": "deepseek_v3", "kv_lora_rank": 128, "qk_rope_head_dim": 32}),
+])  # fmt: skip
+def test_mlx_lm_reads_the_export_and_predicts_the_same(kind, expected_config, tmp_path):
     import mlx.core as mx
     from mlx_lm import load
 
-    from benchmarks.models.export_hybrid import export
-    from benchmarks.models.hybrid import Hybrid, Shape
+    from benchmarks.models.export import export
+    from benchmarks.models.train import make_model
     from mlx_tq.models import embedded_path
 
     torch.manual_seed(1)
-    model = Hybrid(Shape())
+    model = make_model(kind, 4096)
     for parameter in model.parameters():  # trained weights are no ones and zeros
         parameter.data = (parameter + 0.1 * torch.randn_like(parameter)).bfloat16().float()
     torch.save({"model": model.state_dict()}, tmp_path / "state.pt")
@@ -52,7 +56,6 @@ def test_mlx_lm_reads_the_export_and_predicts_the_same(tmp_path):
     found = np.array(loaded(mx.array(ids)))
     assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
     config = json.loads((tmp_path / "model" / "config.json").read_text())
-    expected_config = {"model_type": "qwen3_next", "partial_rotary_factor": 0.25, "full_attention_interval": 4}
     assert config.items() >= expected_config.items()
 
 
