@@ -27,7 +27,7 @@ class Agent:
     reads: int = 1
     too_long: str = r"prompt is too long: \d+ tokens > \d+ maximum"
     sessions: str = ""
-    resumes_in_terminal: str = ""  # what its screen shows when it waits for a prompt
+    resumes_in_terminal: str = ""  # what its screen shows, without blanks, when it waits for a prompt
     cached_share: float = 0.9  # of the prompt that resumes a conversation
     connect: str = ""  # its name for mlx_tq.connect, which writes its settings
     settings: dict[str, str] = field(default_factory=dict)  # texts of files in the home folder
@@ -146,7 +146,7 @@ AGENTS = {
         first=["cline"],
         resume=["cline", "--id", "{session}"],
         sessions=".cline/data/sessions/*",
-        resumes_in_terminal="Ask anything",
+        resumes_in_terminal="Askanything",
         steps=cline_steps,
         context=8500,
         variables=lambda url: {"CLINE_SESSION_BACKEND_MODE": "local"},

@@ -10,6 +10,7 @@ from pathlib import Path
 
 VERSIONS = Path(__file__).with_name("versions.toml")
 INSTALLED = "installed.json"
+NEWEST_PYTHON = {"aider": (3, 12)}
 
 
 def install(folder):
@@ -20,7 +21,11 @@ def install(folder):
     versions = tomllib.loads(VERSIONS.read_text())
     install_part(folder, versions["npm"], install_npm)
     for name, packages in versions["pip"].items():
-        install_part(folder / name, packages, install_pip)
+        newest = NEWEST_PYTHON.get(name, sys.version_info[:2])
+        if sys.version_info[:2] > newest:
+            print(f"{name} needs Python {newest[0]}.{newest[1]} or earlier, and is skipped")
+        else:
+            install_part(folder / name, packages, install_pip)
 
 
 def install_part(folder, packages, install_packages):
