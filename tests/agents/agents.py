@@ -117,10 +117,10 @@ AGENTS = {
         first=CLAUDE,
         resume=[*CLAUDE, "--continue"],
         steps=claude_steps,
-        context=30_000,
+        context=25_000,
         too_long="Prompt is too long",
     ),
-    "qwen": Agent(connect="qwen", first=QWEN, resume=[*QWEN, "--continue"], steps=qwen_steps, context=30_000),
+    "qwen": Agent(connect="qwen", first=QWEN, resume=[*QWEN, "--continue"], steps=qwen_steps, context=25_000),
     "pi": Agent(
         connect="pi",
         first=PI,
