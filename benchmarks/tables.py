@@ -925,6 +925,7 @@ def ramp() -> str:
 
 FACTS = {
     "evict_facts.json": "facts in WikiText-2",
+    "evict_facts_compact.json": "facts in WikiText-2",
     "evict_facts_needle.json": "facts in WikiText-2",
     "evict_facts_2000.json": "facts in WikiText-2",
     "evict_facts_4000.json": "facts in WikiText-2",

@@ -14,7 +14,7 @@ import copy
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,10 @@ class Arm:
         return self.config.evict is not None and self.config.evict.recalls
 
 
-def make_arms(share: float, tokens: int, policies: Iterable[str]) -> list[Arm]:
-    """Return the full cache, then each policy without recall and with it; `share` is a percentage."""
+def make_arms(shares: Iterable[float], tokens: int, policies: Iterable[str]) -> list[Arm]:
+    """Return the full cache, then each policy without recall and with it; `shares` are percentages."""
     arms = [Arm("full", PLAIN)]
-    for policy in policies:
+    for policy, share in product(policies, shares):
         if policy == "compact":
             arms.append(Arm(policy, PLAIN, share / 100))
             continue
@@ -125,12 +125,13 @@ def compare(arm: Arm, rows: list[dict[str, Any]], full: list[dict[str, Any]]) ->
 
 def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     model, tokenizer = named_model(name)
+    shares = [float(share) for share in args.share.split(",")]
     plan, full, rows = planner(model), [], []
     if args.task == "facts":
         asked = scenes(tokenizer, args.tokens, args.texts, args.text)
     else:
         asked = list(islice(TASKS[args.task](tokenizer, Path(args.data), args.tokens), args.texts))
-    for arm in make_arms(args.share, args.tokens, args.policies.split(",")):
+    for arm in make_arms(shares, args.tokens, args.policies.split(",")):
         began = time.perf_counter()
         planned = plan(arm.config)
         results = [ask(model, tokenizer, planned, arm, scene) for scene in asked]
@@ -144,7 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", default="smollm2,embedded", help="of benchmarks.reports, joined by commas")
     parser.add_argument("--tokens", type=int, default=950)
-    parser.add_argument("--share", type=float, default=40, help="percent of the rows to keep")
+    parser.add_argument("--share", default="40", help="percent of the rows to keep; several joined by commas")
     parser.add_argument("--texts", type=int, default=16, help="texts, with eight questions each")
     parser.add_argument("--text", help="file in which the facts are planted, in place of WikiText-2")
     parser.add_argument("--task", choices=["facts", *TASKS], default="facts")
@@ -160,7 +161,7 @@ def main() -> None:
     for name in args.models.split(","):
         rows += measure(name, args)
     command = f"python -m benchmarks.evict.bench_facts --models {args.models} --tokens {args.tokens}"
-    command += f" --share {args.share:g} --texts {args.texts} --policies {args.policies}"
+    command += f" --share {args.share} --texts {args.texts} --policies {args.policies}"
     command += f" --text {args.text}" if args.text else ""
     command += f" --task {args.task} --data DIR" if args.task != "facts" else ""
     save(args.json, command, rows=rows)

@@ -22,6 +22,7 @@ from mlx_tq.cli.loading import (
     check_positions,
     join_ranks,
     limit_buffer_cache,
+    load_draft_model,
     load_options,
     make_caches,
     note_weights,
@@ -287,13 +288,7 @@ def _open_transcript(model: Any, tokenizer: Any, rescue: RescueConfig) -> Iterat
 
 def _load_draft(tokenizer: Any, request: Request) -> tuple[Any, list[Any]]:
     args, config = request.args, request.config
-    options = load_options(args, config) | {"adapter_path": None}
-    draft, draft_tokenizer = load(args.draft_model, **options)
-    if draft_tokenizer.vocab_size != tokenizer.vocab_size:
-        raise ConfigError(
-            f"the draft model has a vocabulary of {draft_tokenizer.vocab_size}, the model one of "
-            f"{tokenizer.vocab_size}; use a draft model with the model's own tokenizer."
-        )
+    draft, draft_tokenizer = load_draft_model(args, config, tokenizer)
     if config.evict is not None and isinstance(config.evict.policy, CalibratedPolicy) and config.evict.policy.file:
         policy = replace(config.evict.policy, calibration=AUTO_CALIBRATION)  # the file is of the other model
         config = replace(config, evict=replace(config.evict, policy=policy))

@@ -118,6 +118,18 @@ def load_model(
     return model, tokenizer
 
 
+def load_draft_model(args: argparse.Namespace, config: KVConfig, tokenizer: Any) -> tuple[Any, Any]:
+    """Return the model of --draft-model and its tokenizer, which must be that of the model that it drafts for."""
+    options = load_options(args, config) | {"adapter_path": None}
+    draft, draft_tokenizer = load(args.draft_model, **options)
+    if draft_tokenizer.vocab_size != tokenizer.vocab_size:
+        raise ConfigError(
+            f"the draft model has a vocabulary of {draft_tokenizer.vocab_size}, the model one of "
+            f"{tokenizer.vocab_size}; use a draft model with the model's own tokenizer."
+        )
+    return draft, draft_tokenizer
+
+
 def note_weights(model: Any, args: argparse.Namespace) -> None:
     """Say what dequantizing the weights cost, unless it was asked for, and what would multiply them faster."""
     sizes, source = dense_weights(model), source_of(model)

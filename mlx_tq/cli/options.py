@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mlx_tq.errors import ConfigError
 from mlx_tq.files import is_replaceable
+from mlx_tq.speculative.draft_gate import MAX_ROWS
 
 if TYPE_CHECKING:
     from mlx_tq.config import EvictConfig, KVConfig, RescueConfig
@@ -233,6 +234,7 @@ REQUIRES: dict[str, tuple[str, ...]] = {
     "--context": ("--memory",),
     "--prefix-cache-limit": ("--prefix-cache",),
     "--prefix-cache-share": ("--prefix-cache",),
+    "server --num-draft-tokens": ("--draft-model",),
     "--rescue-tokens": ("--rescue",),
     "--rescue-timeout": ("--rescue",),
     "generate --rescue": ("--kv-evict",),
@@ -251,10 +253,13 @@ EXCLUDES: dict[str, tuple[str, ...]] = {
     ),
     "--kv-recall": ("--kv-archive off",),
     "--kv-shadow": ("--draft-model", "--prompt-cache-file", *_NATIVE_CACHE),
-    "--prefix-cache": ("--draft-model", "--image", "--prompt-cache-file", "--kv-shadow", *_NATIVE_CACHE),
+    "--prefix-cache": ("--image", "--prompt-cache-file", "--kv-shadow", *_NATIVE_CACHE),
+    "generate --prefix-cache": ("--draft-model",),
+    "server --draft-model": ("--kv-evict",),
     "generate --rescue": ("--draft-model", "--image", "--prompt-cache-file", "--kv-shadow"),
     "--json-schema": ("--draft-model",),
-    "--prompt-lookup on": ("--kv-evict", "--kv-shadow", "--draft-model", "--image"),
+    "--prompt-lookup": ("--draft-model",),
+    "--prompt-lookup on": ("--kv-evict", "--kv-shadow", "--image"),
     "--prompt": ("--prompt-file",),
     "--system-prompt": ("--load",),
     "--on-full": ("--kv-shadow",),
@@ -281,9 +286,12 @@ _RANGES: dict[str, tuple[float, float]] = {
     ),
     **dict.fromkeys(("--decode-concurrency", "--prompt-concurrency", "--max-queue", "--scale-usage"), (1, math.inf)),
     **dict.fromkeys(("evaluate --seeds", "evaluate --chunks"), (1, math.inf)),
+    "evaluate --length": (2, math.inf),
+    "--answer-tokens": (4, math.inf),
     **dict.fromkeys(("--num-draft-tokens", "--quantized-kv-start", "--seed", "--shots"), (0, math.inf)),
     **dict.fromkeys(("--temp", "--top-k", "--sessions", "--idle-release"), (0, math.inf)),
     **dict.fromkeys(("--top-p", "--min-p", "--xtc-probability"), (0, 1)),
+    "server --num-draft-tokens": (1, MAX_ROWS - 1),
     "--decode-share": (0, 0.95),
     "--repetition-penalty": (0, 10),
     **dict.fromkeys(("--presence-penalty", "--frequency-penalty"), (-2, 2)),

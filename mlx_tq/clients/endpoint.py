@@ -36,13 +36,11 @@ class Endpoint:
 def find_endpoint(url: str, model: str | None, key: str | None) -> Endpoint:
     """Ask the server at `url` for `model`, by default its first, and for the context length."""
     url = url.rstrip("/").removesuffix("/v1")
-    entries = {entry["id"]: entry for entry in _list_models(url, key) if "context_length" in entry}  # no embedders
+    entries = {entry["id"]: entry for entry in _list_models(url, key) if "max_model_len" in entry}  # no embedders
     name = model or next(iter(entries), "")
     if name not in entries:
         raise unknown_name("--model", name, entries)
-    context = entries[name]["context_length"]
-    if isinstance(servable := entries[name].get("servable_tokens"), int):  # what the memory holds
-        context = servable
+    context = entries[name]["max_model_len"]
     if not _NAME.fullmatch(name) or not isinstance(context, int | None):
         raise MlxTqError(
             f"the server at {url} describes its model in a way that no client takes: {one_line(name)[:80]!r}"

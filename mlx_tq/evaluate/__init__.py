@@ -17,6 +17,10 @@ from mlx_tq.cli.runner import command_main
 _MEASUREMENTS = {
     "perplexity": ("perplexity of a text, compared with the uncompressed cache", "off,safe,balanced,small"),
     "divergence": ("KL divergence and top-1 agreement with the uncompressed cache", "off,safe,balanced,small"),
+    "trajectory": (
+        "answers that each cache writes itself, against the uncompressed cache's",
+        "safe,balanced,small",
+    ),
     "formats": ("pairs of formats: bytes, errors, divergence, perplexity", None),
     "needle": ("find a fact planted in a long text", "balanced,small"),
     "reasoning": ("word problems in GSM8K's format, compared with the uncompressed cache", "balanced,small"),
@@ -64,6 +68,10 @@ def build_parser() -> CommandParser:
         add_cache_arguments(parsers[name])
     for name in ("perplexity", "divergence", "formats"):
         _add_numbers(parsers[name], chunks=(3, "pieces of the text"), length=(2048, "tokens per piece"), step=_STEP)
+    pieces = {"chunks": (8, "prompts, pieces of the text"), "length": (1024, "tokens per prompt")}
+    own = {"answer_tokens": (256, "tokens per answer"), "seed": (0, "random seed")}
+    _add_numbers(parsers["trajectory"], **pieces, **own, step=_STEP)
+    _add_temperature(parsers["trajectory"])
     add = parsers["formats"].add_argument
     keys = "key formats, such as tq4 or tq4:raw, separated by commas (default: tq4 with --values)"
     add("--keys", metavar="A,B,...", help=keys)
@@ -121,8 +129,12 @@ def _add_questions(
         text = "samples of each task and length" if parser is ruler else "maximum number of samples"
         numbers = {"samples": (samples, text), "max_tokens": (tokens, "maximum tokens per answer"), "step": _STEP}
         _add_numbers(parser, **numbers)
-        temperature = "sampling temperature; 0 is greedy"
-        parser.add_argument("--temp", type=parse_temperature, default=0.0, metavar="T", help=temperature)
+        _add_temperature(parser)
+
+
+def _add_temperature(parser: argparse.ArgumentParser) -> None:
+    text = "sampling temperature; 0 is greedy"
+    parser.add_argument("--temp", type=parse_temperature, default=0.0, metavar="T", help=text)
 
 
 def _add_lm_eval(parser: argparse.ArgumentParser) -> None:

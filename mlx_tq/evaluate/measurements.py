@@ -22,6 +22,7 @@ from mlx_tq.evaluate.results import Columns, Record, Results
 from mlx_tq.evaluate.ruler import ruler_samples
 from mlx_tq.evaluate.teacher_forced import TokenScores, cut_chunks, divergence, perplexity, score_text
 from mlx_tq.evaluate.tools import tool_samples
+from mlx_tq.evaluate.trajectory import run_trajectories, trajectory
 from mlx_tq.models import EMBEDDED
 
 
@@ -99,6 +100,17 @@ def _divergence(run: Run) -> list[Record]:
     _, *scores = _score(run, run.arms)  # the arm `off` is a control: a second uncompressed cache
     for arm, score in zip(run.arms, scores, strict=True):
         run.results.add(arm.name, divergence(arm.name, score))
+    return list(run.results.rows.values())
+
+
+def _trajectory(run: Run) -> list[Record]:
+    args, model = run.args, run.model[0]
+    arms = [arm for arm in run.arms if not arm.config.is_off]
+    options = {"answer": args.answer_tokens, "step": args.step, "temp": args.temp, "seed": args.seed}
+    with progress_bar("trajectory", (1 + len(arms)) * args.chunks * args.answer_tokens) as advance:
+        reference, *found = run_trajectories(model, run.chunks, arms, advance=advance, **options)
+    for arm, each in zip((OFF, *arms), (reference, *found), strict=True):
+        run.results.add(arm.name, trajectory(arm.name, each, reference))
     return list(run.results.rows.values())
 
 
@@ -194,6 +206,11 @@ _COLUMNS: Columns = {
     "99 %": _field("kld_99", ".5f"),
     "top-1 %": _field("top1", ".2f"),
     "± top-1": _field("top1_error", ".2f"),
+    "same until": _field("same_until", ".0f"),
+    "agree %": _field("agreement", ".1f"),
+    "± agree": _field("agreement_error", ".1f"),
+    "exact": _field("exact"),
+    "KLD by quarter": lambda row: " ".join(f"{kld:.5f}" for kld in row["kld_quarters"]),
     "B/token": _field("nbytes", ",.0f"),
     "ratio": _field("ratio", ".2f"),
     "K err": _field("key_error", ".5f"),
@@ -212,6 +229,9 @@ _COLUMNS: Columns = {
 _NOTE = (
     "lost, gained: right with the uncompressed cache only, with this one only; "
     "p: of such a difference by chance (McNemar)"
+)
+_TRAJECTORY_NOTE = (
+    "same until: median of the tokens before the first that differs; KLD in nats, along the answer of each cache"
 )
 _asking = partial(
     Measurement,
@@ -235,6 +255,14 @@ MEASUREMENTS = {
         "Divergence from the uncompressed cache over {tokens:,} tokens, in nats",
         _select("cache,KLD,± KLD,median,99 %,top-1 %,± top-1,packed %"),
         _TEXT,
+        resumes=False,
+    ),
+    "trajectory": Measurement(
+        _trajectory,
+        "{answers} answers of {tokens:,} tokens, compared with those of the uncompressed cache",
+        _select("cache,same until,agree %,± agree,exact,KLD,± KLD,KLD by quarter"),
+        (*_TEXT, "answer_tokens", "temp", "seed"),
+        note=lambda records: _TRAJECTORY_NOTE,
         resumes=False,
     ),
     "formats": Measurement(

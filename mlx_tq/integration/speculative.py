@@ -87,12 +87,18 @@ def check_rollback(model: Any, caches: Sequence[Any]) -> None:
         )
 
 
-@contextmanager
-def rollback_windows(caches: Sequence[Any], slack: int) -> Iterator[None]:
-    """Let the sliding windows of caches forget up to `slack` last tokens."""
+def widen_windows(caches: Sequence[Any], slack: int) -> list[Any]:
+    """Let the sliding windows of caches forget up to `slack` last tokens, and return them."""
     windows = [part for part in cache_parts(caches) if type(part) is RotatingKVCache and not part.keep]
     for window in windows:
         _widen(window, slack)
+    return windows
+
+
+@contextmanager
+def rollback_windows(caches: Sequence[Any], slack: int) -> Iterator[None]:
+    """Let the sliding windows of caches forget up to `slack` last tokens within the block."""
+    windows = widen_windows(caches, slack)
     try:
         yield
     finally:

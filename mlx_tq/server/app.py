@@ -217,8 +217,8 @@ class Api:
 
     def _props(self, request: Request) -> Response:
         """Return what clients of llama.cpp ask for before a prompt."""
-        positions = self._pool.find(request.query_params.get("model"), takes_any=True).positions
-        return JSONResponse({"default_generation_settings": {"n_ctx": positions}})
+        model = self._pool.find(request.query_params.get("model"), takes_any=True)
+        return JSONResponse({"default_generation_settings": {"n_ctx": self._pool.describe(model)["max_model_len"]}})
 
     def _list_ollama(self, models: Sequence[PooledModel]) -> Response:
         return JSONResponse({"models": [ollama_answer.describe(model, self._pool.created) for model in models]})

@@ -38,6 +38,7 @@ from mlx_tq.server.api_errors import ApiError, ModelFailedError, QueueFullError,
 from mlx_tq.server.awake import StayAwake
 from mlx_tq.server.broadcast import OrderBroadcast, Orders
 from mlx_tq.server.decode_share import DecodeShare
+from mlx_tq.server.drafting_batch import DraftingBatch
 from mlx_tq.server.job import (
     Event,
     HeldCaches,
@@ -50,7 +51,6 @@ from mlx_tq.server.job import (
     Started,
 )
 from mlx_tq.server.job_recall import JobRecall
-from mlx_tq.server.lookup_batch import LookupBatch
 from mlx_tq.server.memory_need import MemoryNeed
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.prefill_grid import segment_ends
@@ -59,7 +59,8 @@ from mlx_tq.server.sampling import ErrorGuard
 from mlx_tq.server.sessions import Sessions
 from mlx_tq.server.stored_prompts import MIN_STORED, STORED_STEP, PromptSource, StoredPrompts
 from mlx_tq.session.restore import evict_before_question, release
-from mlx_tq.speculative.lookup_mode import NO_LOOKUP, LookupMode
+from mlx_tq.speculative.drafts import Drafter
+from mlx_tq.speculative.lookup_mode import NO_LOOKUP
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ class Engine:
         sessions: Sessions | None = None,
         prefix_cache: PrefixCache | None = None,
         *,
-        lookup_mode: LookupMode = NO_LOOKUP,
+        drafter: Drafter = NO_LOOKUP,
     ) -> None:
         self._model, self._tokenizer, self._config, self._plan = model, tokenizer, config, plan
         self._ranks = ranks_of(model)
@@ -135,7 +136,7 @@ class Engine:
         self._suspended: list[RunningJob] = []  # after memory errors, until fewer than `_resume_below` jobs run
         self._resume_below = 0
         self._stop_sequences = make_stop_sequences(tokenizer)
-        self._lookup_mode = lookup_mode
+        self._drafter = drafter
         self._prefill_order = PrefillOrder(pads=limits.pads_prompts)
         # Sessions are local to rank 0, but all ranks must get the same cache hits.
         shared_sessions = sessions if self._ranks.is_alone else None
@@ -308,7 +309,7 @@ class Engine:
         )
         self._batch_size = self._batch.completion_batch_size
         decoder = self._model if self.limits.batches else OneRowModel(self._model)
-        self._batch._generation_batch = LookupBatch.begin(decoder, self._lookup_mode, self._count_drafts)
+        self._batch._generation_batch = DraftingBatch.begin(decoder, self._drafter, self._count_drafts)
 
     def _count_drafts(self, drafted: int, accepted: int) -> None:
         self.metrics.drafted_tokens.inc(drafted)

@@ -27,7 +27,7 @@ class Metrics:
         self.restored_tokens = counter("restored_tokens", "Prompt tokens restored from the prefix cache")
         self.prefill_tokens = counter("prefill_tokens", "Prompt tokens that were prefilled")
         self.generated_tokens = counter("generated_tokens", "Generated tokens")
-        self.drafted_tokens = counter("drafted_tokens", "Tokens drafted by prompt lookup")
+        self.drafted_tokens = counter("drafted_tokens", "Tokens drafted")
         self.accepted_tokens = counter("accepted_tokens", "Drafted tokens that were accepted")
         self.recalled_tokens = counter("recalled_tokens", "Archived tokens recalled as KV rows")
         self.rescued_tokens = counter("rescued_tokens", "Tokens of evicted text quoted to sessions")

@@ -38,7 +38,7 @@ from mlx_tq.server.schemas import ChatRequest, CompletionRequest
 from mlx_tq.server.sessions import HEADER, ServerSession, Sessions, SessionTurn
 from mlx_tq.server.stored_prompts import MIN_STORED
 from mlx_tq.server.thinking_budget import BRIDGE, BRIDGE_TO_CALL, ThinkingBudget
-from mlx_tq.speculative.lookup_mode import LookupMode
+from mlx_tq.speculative.drafts import Drafter
 
 AnyRequest = ChatRequest | CompletionRequest
 
@@ -60,6 +60,7 @@ class ModelService:
         plan: Plan | None,
         limits: EngineLimits,
         prefix_cache: PrefixCache | None,
+        drafter: Drafter,
         rescue: RescueClient | None,
         metrics: Metrics,
     ) -> None:
@@ -85,7 +86,7 @@ class ModelService:
         )
         self.engine = Engine(
             *(model, tokenizer, request.config, plan, limits, self.metrics, self.sessions, prefix_cache),
-            lookup_mode=LookupMode(args.prompt_lookup),
+            drafter=drafter,
         )
         settings, line = choose_sampling(args, args.model)
         note(line)
@@ -287,6 +288,7 @@ class ModelService:
             cacheable = bisect_right(range(1, servable + 1), limits.prompt_cache_bytes, key=need.caches_nbytes)
         most = None if servable is None else max(1, servable - _LEAST_ANSWER)
         return {
+            "max_model_len": servable,
             "max_input_tokens": most,
             "max_output_tokens": None if servable is None else servable - 1,
             "servable_tokens": servable,

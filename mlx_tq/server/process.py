@@ -18,7 +18,7 @@ import uvicorn
 from mlx_lm.models.cache import make_prompt_cache
 
 from http_limits.connections import server_config, url_of
-from mlx_tq.cli.loading import free_memory, load_model
+from mlx_tq.cli.loading import free_memory, load_draft_model, load_model
 from mlx_tq.cli.options import API_KEY_VARIABLE, OFF, Request
 from mlx_tq.cli.runner import DONE, FAILED, INTERRUPTED
 from mlx_tq.cli.screen import note, show_lookup, show_plan, stderr
@@ -30,6 +30,7 @@ from mlx_tq.prefix_cache.folder import Folder
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import plan_caches
+from mlx_tq.prompt_cache.memory import other_bytes, sequence_bytes
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.warm_up import compile_kernels
 from mlx_tq.rescue import RescueClient, open_client
@@ -46,6 +47,8 @@ from mlx_tq.server.served_models import ServedModel
 from mlx_tq.server.stored_prompts import salt_of
 from mlx_tq.session.text import TEMPLATE_ERRORS
 from mlx_tq.speculative.draft_gate import MAX_ROWS
+from mlx_tq.speculative.draft_model import DraftModel
+from mlx_tq.speculative.drafts import Drafter
 from mlx_tq.speculative.lookup_mode import LookupMode
 
 log = logging.getLogger(__name__)
@@ -61,7 +64,7 @@ def follow(request: Request, served: ServedModel, folder: Folder | None, ranks: 
     """Load this rank's part of the model, and follow the first rank until it ends."""
     ranks.run_on_first(lambda: None)  # opens the rescue service
     of_model = _request_of(request, served, request.args.kv_memory_limit)
-    model, tokenizer, plan, limits, prefix_cache = _load(of_model, folder, "", ranks)
+    model, tokenizer, plan, limits, prefix_cache, _ = _load(of_model, folder, "", ranks)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank gets it too, and ends all ranks
     Engine(model, tokenizer, request.config, plan, limits, Metrics(), prefix_cache=prefix_cache).serve()
 
@@ -188,8 +191,8 @@ def _request_of(request: Request, served: ServedModel, cache_nbytes: int | None)
 
 def _load(
     request: Request, folder: Folder | None, salt: str, ranks: Ranks
-) -> tuple[Any, Any, Plan | None, EngineLimits, PrefixCache | None]:
-    """Return model, tokenizer, the plan if caches are compressed, limits, and the prefix cache if there is one."""
+) -> tuple[Any, Any, Plan | None, EngineLimits, PrefixCache | None, Drafter]:
+    """Return model, tokenizer, the plan of compressed caches, limits, prefix cache, and what drafts."""
     args = request.args
     template = {"chat_template": args.chat_template} if args.chat_template else {}
     model, tokenizer = load_model(args, request.config, ranks=ranks, **template)
@@ -214,27 +217,45 @@ def _load(
         decode_share=args.decode_share,
     )
     plan = None if request.config.is_off else plan_caches(model, request.config)
-    lookup_mode = LookupMode(args.prompt_lookup)
     caches = make_prompt_cache(model) if plan is None else build_caches(plan)
-    lookup_mode.check(model, caches)
-    show_lookup(lookup_mode.blocker(model, caches))
+    drafter, drafts_nbytes = _make_drafter(request, tokenizer)
+    drafter.check(model, caches)
+    if isinstance(drafter, LookupMode):
+        show_lookup(drafter.blocker(model, caches))
     make = None if plan is None else partial(build_caches, replace(plan, eviction=None))
     limits = _limit_batches(limits, batch_facts(model, make))
     if plan is None:
-        return model, tokenizer, None, limits, None
+        return model, tokenizer, None, limits, None, drafter
     includes_steps = args.kv_memory_limit is None
     memory = ranks.min(free_memory() if includes_steps else args.kv_memory_limit)
+    memory -= drafts_nbytes
     limits = replace(limits, memory=memory, memory_includes_steps=includes_steps)
     need = MemoryNeed(model, plan, limits.prefill_grid, memory, includes_steps=includes_steps)
     need.check(1, _LEAST_CONTEXT)
-    lengths = range(1, 2 if args.prompt_lookup == OFF else MAX_ROWS + 1)
+    drafts = args.draft_model is not None or args.prompt_lookup != OFF
+    lengths = range(1, MAX_ROWS + 1 if drafts else 2)
     compile_kernels(model, plan, lengths=lengths, batches=limits.concurrency > 1)
     positions = position_limit(model)
     show_plan(plan, min(_SHOWN_TOKENS, positions or _SHOWN_TOKENS))
     if positions is not None and (most := need.most_tokens(1, positions)) < positions:
         note(f"The memory holds {most:,} of the model's {positions:,} tokens of context; longer requests are refused")
     prefix_cache = None if folder is None else PrefixCache(model, plan, folder, log.warning, salt)
-    return model, tokenizer, plan, limits, prefix_cache
+    return model, tokenizer, plan, limits, prefix_cache, drafter
+
+
+def _make_drafter(request: Request, tokenizer: Any) -> tuple[Drafter, int]:
+    """Return what drafts for a single answer, and the bytes that its caches may take."""
+    args, config = request.args, request.config
+    if args.draft_model is None:
+        return LookupMode(args.prompt_lookup), 0
+    draft, _ = load_draft_model(args, config, tokenizer)
+    if config.is_off:
+        return DraftModel(draft, partial(make_prompt_cache, draft), args.num_draft_tokens), 0
+    plan = plan_caches(draft, config)
+    compile_kernels(draft, plan, lengths=(1, 2))
+    tokens = position_limit(draft) or _SHOWN_TOKENS
+    nbytes = sequence_bytes(draft, config, other_bytes(draft))(tokens)
+    return DraftModel(draft, partial(build_caches, plan), args.num_draft_tokens), nbytes
 
 
 def _limit_batches(limits: EngineLimits, facts: BatchFacts) -> EngineLimits:

@@ -56,6 +56,8 @@ def _check_several(request: Request, count: int, ranks: Ranks) -> None:
     args = request.args
     if args.served_model_name:
         raise ConfigError("--served-model-name names one model, and several are served by their own names. Drop it.")
+    if args.draft_model:
+        raise ConfigError(f"--draft-model drafts for one model, and {count} are served. Name one model, or drop it.")
     if not ranks.is_alone:
         raise ConfigError(f"{count} models need a single process, and {ranks.size} ranks were started. Name one model.")
     policy = None if request.config.evict is None else request.config.evict.policy

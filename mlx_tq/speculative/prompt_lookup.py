@@ -31,6 +31,11 @@ class PromptLookup:
         self._index.append(token)
         self._match = self._index.longest_match()
 
+    @property
+    def may_draft(self) -> bool:
+        """Whether `draft` may return tokens after the next `append`."""
+        return bool(self.draft())
+
     def draft(self, limit: int = MAX_ROWS) -> list[int]:
         """Return the tokens to verify after the last one, at most `limit`; none if a plain step is better."""
         if self._match is None:

@@ -233,7 +233,7 @@ def test_dims_are_ordered_by_the_prefix_and_the_first_block(pair):
 
 
 @pytest.mark.parametrize("key", ["tq35", "q8~tq3", "tq35~tq4", "fp16~q8_0"])
-@pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalized"])
+@pytest.mark.parametrize("normalize", [pytest.param(False, marks=pytest.mark.full), True], ids=["plain", "normalized"])
 def test_formats_through_state_fork_file_and_batch(key, normalize, tmp_path):
     """Also of a cache that has not learned what formats and weights learn, and of one that may have to forget it."""
     keys, values = uneven(LENGTH)

@@ -5,7 +5,7 @@ import pytest
 from cache.tunables import EXTREMES, FORMATS, check
 
 
-@pytest.mark.parametrize("context", [150, 1100])
+@pytest.mark.parametrize("context", [150, pytest.param(1100, marks=pytest.mark.full)])
 @pytest.mark.parametrize("formats", FORMATS)
 @pytest.mark.parametrize(("name", "value"), EXTREMES)
 def test_no_threshold_changes_an_answer(name, value, formats, context):

@@ -82,11 +82,9 @@ def test_config_with_a_wrong_value(tmp_path, config):
 
 @pytest.mark.full
 def test_config_with_a_rope_base_for_each_layer(tmp_path):
-    path = zoo_model(
-        tmp_path / "model", "llama", model_type="step3p5", num_attention_groups=2, rope_theta=[1e4, 5_000_000.0]
-    )
-    model, _ = load(path)
-    assert [layer.self_attn.rope.base for layer in model.layers] == [1e4, 5_000_000.0]
+    bases = [1e4, 5_000_000.0, 2e4, 3e4]
+    model, _ = load(zoo_model(tmp_path / "model", "step3p5", rope_theta=bases))
+    assert [layer.self_attn.rope.base for layer in model.layers] == bases
 
 
 @pytest.mark.parametrize("config", [{"model_type": "__init__"}, {"num_hidden_layers": 10**9}, {"rope_scaling": 5}])

@@ -49,6 +49,7 @@ def test_continuing_equals_one_prompt(quick, tmp_path, flags):
     assert file.read_bytes() == before
 
 
+@pytest.mark.full
 def test_system_prompts_and_prefilled_responses(quick, saved):
     for flags in (("--prefill-response", "It is 41"), ("--chat-template-config", '{"enable_thinking": false}')):
         at_once = quick("generate", "-p", TEXT + QUESTION, "-m", 20, "--verbose", "F", *PACKED, *flags)
@@ -207,6 +208,7 @@ def test_type_of_a_model_whose_scales_are_bytes(cli, mlx_lm, tmp_path, mode):
     refused(cli(*words, "--dtype", "float16"), f"made with --model {model} and --dtype float32, not with")
 
 
+@pytest.mark.full
 def test_type_of_a_model_of_several_types(cli, tmp_path):
     """The file names none, so that a type on the command line contradicts nothing."""
 
@@ -243,6 +245,7 @@ def test_flags_that_contradict_the_file_are_named_before_weights_are_read(cli, p
     )
 
 
+@pytest.mark.full
 def test_draft_model_with_a_file(quick, saved, tmp_path):
     draft = copy_model(tmp_path / "draft", lambda weights: {k: w * 1.01 for k, w in weights.items()})
     words = ("generate", *ASK, "--prompt-cache-file", saved)
@@ -260,6 +263,7 @@ def test_another_configuration(quick, saved):
         refused(quick(*words, flag, 8), f"{flag} cannot change")
 
 
+@pytest.mark.full
 def test_another_model(quick, saved, native, tmp_path):
     other, words = zoo_model(tmp_path / "other", "llama"), ("generate", *ASK, "--prompt-cache-file")
     finetuned = copy_model(tmp_path / "finetuned", lambda weights: {k: w * 1.01 for k, w in weights.items()})
@@ -273,6 +277,7 @@ def test_another_model(quick, saved, native, tmp_path):
     assert quick(*words, saved, "--model", same).code == 0
 
 
+@pytest.mark.full
 def test_relative_path_in_a_file_of_mlx_lm(quick, mlx_lm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model, file = copy_model(tmp_path / "model"), tmp_path / "native.safetensors"

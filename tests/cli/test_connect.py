@@ -165,7 +165,7 @@ def test_a_shell_can_read_what_has_variables(connect, client, monkeypatch):
 def test_a_model_whose_name_is_a_command_is_refused(name):
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            body = json.dumps({"data": [{"id": name, "context_length": 8192}]}).encode()
+            body = json.dumps({"data": [{"id": name, "max_model_len": 8192}]}).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

@@ -28,7 +28,6 @@ ABSENT = {
         "pipeline",  # as for the server
     },
     "server": {
-        *("draft_model", "num_draft_tokens"),  # batches draft nothing
         "use_default_chat_template",
         "prompt_cache_size",  # bytes are the limit: short prompts would displace long ones
         *("kv_bits", "kv_group_size", "quantized_kv_start"),  # caches that cannot be batched

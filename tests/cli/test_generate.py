@@ -71,6 +71,7 @@ def test_packed_weights_become_dense_on_a_cpu(cli, tmp_path):
     assert cli(*words, *native, "--dequantize", "on", "--json").json["weights"] == dense
 
 
+@pytest.mark.full
 def test_a_shadow_changes_nothing_and_is_reported(quick):
     words = (*ASK, *PACKED, "--kv-shadow", 2)
     shown = quick(*words)
@@ -175,6 +176,7 @@ def test_numbers_are_those_of_the_arrays(quick, exact):
     assert sum(layer["nbytes"] for layer in answer["plan"]["layers"]) == measured["nbytes"]
 
 
+@pytest.mark.full
 def test_ratio_of_mlx_lms_caches(cli):
     """--kv-bits stores codes, and a scale and a bias per group, from --quantized-kv-start on."""
 
@@ -232,6 +234,7 @@ def test_prompt_from_a_pipe_and_from_a_file(quick, tmp_path):
     assert typed["prompt_tokens"] < read["prompt_tokens"]
 
 
+@pytest.mark.full
 def test_no_second_start_token_for_a_prompt_that_begins_with_one(quick, tmp_path):
     model, start = tmp_path / "model.gguf", vocabulary()["tokenizer.ggml.tokens"][1]
     keys = {"bos_token_id": 1, "add_bos_token": True}
@@ -296,7 +299,9 @@ def test_recall_in_one_prompt(quick):
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--kv-budget", 240, "--prefill-step-size", 2048),  # the only round is before the question
+        pytest.param(  # the only round is before the question
+            ("--kv-budget", 240, "--prefill-step-size", 2048), marks=pytest.mark.full
+        ),
         ("--kv-budget", 240, "--prefill-step-size", 128, "--kv-key", "q8~tq4", "--kv-recent", 32),  # two key formats
     ],
     ids=["one step", "two key formats"],

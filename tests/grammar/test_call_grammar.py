@@ -4,6 +4,8 @@ import json
 from importlib import import_module
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from mlx_tq.grammar.argument_schema import make_argument_schema
@@ -29,7 +31,8 @@ JSON = json.dumps(ARGUMENTS)
 CALL = f'{{"name": "weather", "arguments": {JSON}}}'
 CONTROL = [
     "[TOOL_CALLS]", "[ARGS]", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
-    "<|tool_call_end|>", "<|tool_call_argument_begin|>", "<|tool_call_start|>",
+    "<|tool_call_end|>", "<|tool_call_argument_begin|>", "<|tool_call_start|>", "<|open|>", "<|close|>", "<|sep|>",
+    "<|tool_call>", "<tool_call|>", '<|"|>',
 ]  # fmt: skip
 KIMI = [f"<|tool_call_begin|>functions.{name}<|tool_call_argument_begin|>" for name in ("weather:0", "now:1")]
 
@@ -54,6 +57,24 @@ ANSWERS = {
     + "</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
     "minimax_m2": tags('<minimax:tool_call>\n<invoke name="weather">\n', '<parameter name="', '">', "</parameter>\n")
     + '</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="weather" index="1"<|sep|>'
+    '<|open|>argument key="city" type="string"<|sep|>Paris <b><|close|>argument<|sep|>'
+    '<|open|>argument key="unit" type="string"<|sep|>c<|close|>argument<|sep|>'
+    '<|open|>argument key="days" type="number"<|sep|>3<|close|>argument<|sep|>'
+    '<|open|>argument key="tags" type="array"<|sep|>["a"]<|close|>argument<|sep|><|close|>call<|sep|>'
+    '<|open|>call tool="now" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>',
+    "gemma4": '<|tool_call>call:weather{city:<|"|>Paris <b><|"|>,unit:<|"|>c<|"|>,days:3,tags:[<|"|>a<|"|>]}'
+    "<tool_call|><|tool_call>call:now{}<tool_call|>",
+    "longcat": tags(
+        *("<longcat_tool_call>weather\n", "<longcat_arg_key>", "</longcat_arg_key>\n<longcat_arg_value>"),
+        "</longcat_arg_value>\n",
+    )
+    + '</longcat_tool_call>\n<longcat_tool_call>{"name": "now", "arguments": {}}</longcat_tool_call>',
+    "muse_spark": tags(
+        *('<atem:function_calls>\n<atem:invoke name="weather">\n', '<atem:parameter name="', '">'),
+        "</atem:parameter>\n",
+    )
+    + '</atem:invoke>\n<atem:invoke name="now">\n</atem:invoke>\n</atem:function_calls>',
     "minicpm5": tags('<function name="weather">', '<param name="', '">', "</param>")
     + '</function>\n<function name="now"></function>',
 }
@@ -134,6 +155,83 @@ def test_text_between_tags_does_not_end_the_call(tokenizer, accepts):
     assert not accepts(source, answer.replace("Paris", "</tool_call>"))
 
 
+def schema_of(value):
+    """Return a schema of exactly the shape of a value."""
+    if isinstance(value, dict):
+        properties = {name: schema_of(part) for name, part in value.items()}
+        return {"type": "object", "properties": properties, "required": [*value]}
+    if isinstance(value, list):
+        return {"type": "array", "items": {"anyOf": [schema_of(part) for part in value]} if value else {}}
+    kinds = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+    return {"type": kinds[type(value)]}
+
+
+def gemma(value):
+    """Return a value in the form of Gemma 4."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{gemma(part)}" for name, part in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(gemma, value)) + "]"
+    return f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value)
+
+
+SCALARS = (
+    st.none() | st.booleans() | st.integers(-999, 999) | st.sampled_from(["", "a b", "{c:1}", 'x,"y"', "[é]\n", "<"])
+)
+NAMES = st.sampled_from(["a", "b_c", "D4"])
+VALUES = st.recursive(SCALARS, lambda part: st.lists(part, max_size=3) | st.dictionaries(NAMES, part), max_leaves=8)
+
+
+@given(arguments=st.dictionaries(NAMES, VALUES), is_known=st.booleans())
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_nested_values_of_gemma(tokenizer, accepts, arguments, is_known):
+    form, text = form_of("gemma4"), f"call:f{gemma(arguments)}"
+    assert form.parse(text) == {"name": "f", "arguments": arguments}
+    parameters = schema_of(arguments) if is_known else {"type": "object"}
+    source = write_grammar(form, [Tool("f", parameters)], find_special_tokens(tokenizer))
+    assert accepts(source, f"<|tool_call>{text}<tool_call|>")
+    assert not accepts(source, f"<|tool_call>{text[:-1]}<tool_call|>")
+    if is_known:
+        assert not accepts(source, f"<|tool_call>call:f{gemma({**arguments, 'other': 1})}<tool_call|>")
+
+
+def test_definitions_that_contain_themselves_in_the_form_of_gemma(tokenizer, accepts):
+    node = {"type": "object", "properties": {"name": {"enum": ["x", 1]}, "next": {"$ref": "#/$defs/node"}}}
+    parameters = {"properties": {"first": {"$ref": "#/$defs/node"}}, "$defs": {"node": node}}
+    source = write_grammar(form_of("gemma4"), [Tool("f", parameters)], find_special_tokens(tokenizer))
+    assert accepts(source, '<|tool_call>call:f{first:{name:<|"|>x<|"|>,next:{next:{name:1}}}}<tool_call|>')
+    assert not accepts(source, "<|tool_call>call:f{first:{name:2}}<tool_call|>")
+
+
+def test_flat_calls_of_function_gemma(accepts):
+    form = form_of("function_gemma")
+    properties = {
+        "city": {"type": "string"}, "days": {"type": "integer"}, "unit": {"enum": ["c", "f"]},
+        "now": {"type": "boolean"},
+    }  # fmt: skip
+    source = write_grammar(form, [Tool("f", {"properties": properties, "required": ["city"]})], {})
+    text = "call:f{city:<escape>Paris, a: b<escape>,days:3,unit:<escape>c<escape>,now:true}"
+    arguments = {"city": "Paris, a: b", "days": 3, "unit": "c", "now": True}
+    assert form.parse(text) == {"name": "f", "arguments": arguments}
+    assert accepts(source, f"<start_function_call>{text}<end_function_call>")
+    assert accepts(source, "<start_function_call>call:f{city:<escape><escape>}<end_function_call>")
+    for wrong in (text.replace("Paris", "}"), text.replace("3", '"3"'), text.replace(":f{", ":g{"), "call:f{days:3}"):
+        assert not accepts(source, f"<start_function_call>{wrong}<end_function_call>")
+
+
+@pytest.mark.parametrize("city", ["7", "-1.5e3", "true", " null", '"a"', "[1]", '{"a": 1}', "NaN"])
+def test_strings_that_read_as_json_are_written_as_json_where_the_parser_reads_it(accepts, city):
+    """Else the model's text "7" would become a number."""
+    form = form_of("muse_spark")
+    source = write_grammar(form, [Tool("f", {"properties": {"city": {"type": "string"}}})], {})
+    before, after = '<atem:invoke name="f">\n<atem:parameter name="city">', "</atem:parameter>\n</atem:invoke>\n"
+    quoted = f"{before}{json.dumps(city)}{after}"
+    assert form.parse(quoted)["arguments"] == {"city": city}
+    assert accepts(source, f"{form.start}\n{quoted}{form.end}")
+    assert accepts(source, f"{form.start}\n{before}x{city}{after}{form.end}")
+    assert not accepts(source, f"{form.start}\n{before}{city}{after}{form.end}") or city == '"a"'
+
+
 def test_mistral_without_control_tokens_for_arguments(accepts):
     form = form_of("mistral")
     source = write_grammar(form, TOOLS, {"[TOOL_CALLS]": 4096})
@@ -145,7 +243,9 @@ def test_mistral_without_control_tokens_for_arguments(accepts):
 @pytest.mark.parametrize(
     ("parser", "tool", "words"),
     [
-        ("gemma4", TOOLS[0], "parser gemma4 cannot be constrained; supported parsers: glm47,"),
+        ("gemma4", Tool("a.b", None), "must be an identifier"),
+        ("gemma4", Tool("f", {"properties": {"a": {"properties": {"b-c": {}}}}}), "may have letters"),
+        ("function_gemma", Tool("f", {"properties": {"a": {"type": "array"}}}), "type 'array' are not supported"),
         ("json_tools", Tool("a\nb", None), "name may have letters"),
         ("json_tools", Tool("f", {"type": "array"}), "must be 'object'"),
         ("pythonic", Tool("a-b", None), "must be an identifier"),

@@ -16,6 +16,7 @@ from mlx_tq.server.guard import Guard
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.model_pool import ModelPool, PooledModel
 from mlx_tq.server.model_service import ModelService
+from mlx_tq.speculative.lookup_mode import NO_LOOKUP
 
 from .conftest import ENDLESS
 from .engines import limits_of
@@ -25,7 +26,7 @@ from .engines import limits_of
 def api_of(loaded, *flags):
     """Yield an API of a model in this process, and what starts the model."""
     request = Request.from_args(build_parser().parse_args(["--kv-profile", "off", *flags]))
-    service = ModelService(request, *loaded, None, limits_of(), None, None, metrics := Metrics())
+    service = ModelService(request, *loaded, None, limits_of(), None, NO_LOOKUP, None, metrics := Metrics())
     pool = ModelPool([PooledModel(service.name, lambda: service, metrics)])
     api = Api(pool, Guard(None, [], 10**6, 8))
     try:

@@ -61,6 +61,9 @@ def test_little_memory_shortens_answers_that_have_no_limit(small):
     server, model = small, model_of(small)
     servable, cacheable = model["servable_tokens"], model["cacheable_tokens"]
     assert 0 < cacheable < servable < POSITIONS
+    assert (
+        servable == model["max_model_len"] == server.http.get("/props").json()["default_generation_settings"]["n_ctx"]
+    )
     assert f"The memory holds {servable:,} of the model's {POSITIONS:,} tokens of context" in server.log()
     assert find_endpoint(server.url, None, None).context_length == servable, "for coding clients"
     generated, reason = finish_of(server.post("/v1/completions", **words(servable - 300)))

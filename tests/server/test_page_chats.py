@@ -214,6 +214,7 @@ REFUSE = """for (const name of ["localStorage", "sessionStorage"])
   Object.defineProperty(window, name, { get() { throw new DOMException("refused", "SecurityError"); } });"""
 
 
+@pytest.mark.full
 def test_a_browser_that_refuses_storage(site, open_page):
     page = open_page(site)
     page.add_init_script(REFUSE)

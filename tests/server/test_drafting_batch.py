@@ -21,7 +21,7 @@ TOKENS = 30
 def engine_with(loaded, mode, config=CONFIG):
     model, tokenizer = loaded
     plan = None if config.is_off else plan_caches(model, config)
-    return Engine(model, tokenizer, config, plan, limits_of(decode_share=0), Metrics(), lookup_mode=LookupMode(mode))
+    return Engine(model, tokenizer, config, plan, limits_of(decode_share=0), Metrics(), drafter=LookupMode(mode))
 
 
 def victor(tokenizer, **fields):

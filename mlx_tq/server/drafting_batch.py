@@ -1,4 +1,4 @@
-"""`LookupBatch`: mlx-lm's batch of answers, which drafts by prompt lookup while it has a single one."""
+"""`DraftingBatch`: mlx-lm's batch of answers, which verifies drafts while it has a single one."""
 
 from collections.abc import Callable
 from typing import Any, Self
@@ -8,13 +8,12 @@ from mlx_lm.generate import GenerationBatch
 from mlx_lm.models.cache import trim_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
-from mlx_tq.speculative.lookup_mode import LookupMode
-from mlx_tq.speculative.prompt_lookup import PromptLookup
+from mlx_tq.speculative.drafts import Drafter, Drafts
 from mlx_tq.speculative.rollback import can_roll_back
 from mlx_tq.speculative.stopwatch import Stopwatch
 
 
-class LookupBatch(GenerationBatch):  # type: ignore[misc]
+class DraftingBatch(GenerationBatch):  # type: ignore[misc]
     """A `GenerationBatch` that delivers one token per step, some of them without a pass of the model.
 
     After a verify pass, the caches already contain the drafted tokens. Each step samples one token and drops the
@@ -24,21 +23,21 @@ class LookupBatch(GenerationBatch):  # type: ignore[misc]
 
     _next_tokens: Any
     _next_logprobs: Any
-    _lookup_mode: LookupMode
+    _drafter: Drafter
     _count_drafts: Callable[[int, int], None]  # called with the numbers of drafted and of accepted tokens
-    _lookup: PromptLookup | None  # of the single answer
-    _lookup_uid: int | None
+    _drafts: Drafts | None  # of the single answer
+    _drafts_uid: int | None
     _ahead: list[tuple[int, mx.array]]  # drafted tokens that the caches hold, and the logits [1, V] after each
     _verifying: int  # tokens of the verify pass whose first draw is not known yet, or 0
     _is_plain: bool  # the next token was drawn from a plain step
     _watch: Stopwatch
 
     @classmethod
-    def begin(cls, model: Any, lookup_mode: LookupMode, count_drafts: Callable[[int, int], None]) -> Self:
+    def begin(cls, model: Any, drafter: Drafter, count_drafts: Callable[[int, int], None]) -> Self:
         """Return an empty batch."""
         batch: Self = cls.empty(model, greedy_sampler)
-        batch._lookup_mode, batch._count_drafts = lookup_mode, count_drafts
-        batch._lookup, batch._lookup_uid = None, None
+        batch._drafter, batch._count_drafts = drafter, count_drafts
+        batch._drafts, batch._drafts_uid = None, None
         batch._ahead, batch._verifying, batch._is_plain, batch._watch = [], 0, False, Stopwatch()
         return batch
 
@@ -62,50 +61,50 @@ class LookupBatch(GenerationBatch):  # type: ignore[misc]
 
     def _step(self) -> Any:
         """Return the tokens of this step and their log-probabilities."""
-        if len(self.uids) != 1 or (lookup := self._find_lookup()) is None:
+        if len(self.uids) != 1 or (drafts := self._find_drafts()) is None:
             self.settle()
             self._verifying, self._is_plain = 0, False
             return super()._step()
         self._watch.resume()
         try:
-            return self._step_with_lookup(lookup)
+            return self._step_with_drafts(drafts)
         finally:
             self._watch.pause()
 
-    def _find_lookup(self) -> PromptLookup | None:
-        """Return the lookup of the single answer with all delivered tokens, None if nothing is drafted."""
-        if self._lookup_uid != self.uids[0]:
-            self._lookup_uid = self.uids[0]
-            self._lookup = self._lookup_mode.begin(self.model, self.prompt_cache, self.tokens[0])
-        elif self._lookup is not None:
-            for token in self.tokens[0][len(self._lookup) :]:
-                self._lookup.append(token)
-        return self._lookup
+    def _find_drafts(self) -> Drafts | None:
+        """Return the drafts of the single answer, with all delivered tokens; None if nothing is drafted."""
+        if self._drafts_uid != self.uids[0]:
+            self._drafts_uid = self.uids[0]
+            self._drafts = self._drafter.begin(self.model, self.prompt_cache, self.tokens[0])
+        elif self._drafts is not None:
+            for token in self.tokens[0][len(self._drafts) :]:
+                self._drafts.append(token)
+        return self._drafts
 
-    def _step_with_lookup(self, lookup: PromptLookup) -> Any:
-        if self._ahead or lookup.draft():
+    def _step_with_drafts(self, drafts: Drafts) -> Any:
+        if self._ahead or drafts.may_draft:
             token: Any = self._next_tokens.item()
-            self._note_time(lookup)
+            self._note_time(drafts)
             if self._ahead and token == self._ahead[0][0]:
                 self._count_drafts(0, 1)
                 return self._deliver(token, self._ahead.pop(0)[1])
             self.settle()
-            lookup.append(token)
-            draft = lookup.draft(self.max_tokens[0] - self._num_tokens[0] - 1)
+            drafts.append(token)
+            draft = drafts.draft(self.max_tokens[0] - self._num_tokens[0] - 1)
             if draft and can_roll_back(self.prompt_cache, 1 + len(draft)):
                 return self._verify(token, draft)
         # Without a draft in sight, mlx-lm's step begins the next pass before the token of this one is known.
         delivered = super()._step()
-        self._note_time(lookup)
+        self._note_time(drafts)
         self._is_plain = True
         return delivered
 
-    def _note_time(self, lookup: PromptLookup) -> None:
+    def _note_time(self, drafts: Drafts) -> None:
         """Note the time of the pass from which the token of this step was drawn."""
-        if lookup.gate is not None and self._verifying:
-            lookup.gate.note_verify_pass(self._verifying, self._watch.lap())
-        elif lookup.gate is not None and self._is_plain:
-            lookup.gate.note_plain_step(self._watch.lap())
+        if drafts.gate is not None and self._verifying:
+            drafts.gate.note_verify_pass(self._verifying, self._watch.lap())
+        elif drafts.gate is not None and self._is_plain:
+            drafts.gate.note_plain_step(self._watch.lap())
         self._verifying, self._is_plain = 0, False
 
     def _verify(self, token: int, draft: list[int]) -> Any:

@@ -1,0 +1,103 @@
+"""`GemmaValues` writes the values of Gemma 4's calls: JSON with bare names, and with marks for quotes."""
+
+import re
+from typing import Any
+
+from mlx_tq.grammar.argument_schema import Schema
+from mlx_tq.grammar.grammar_rules import Rules
+from mlx_tq.grammar.grammar_source import GrammarError
+
+_QUOTE = '<|"|>'
+_NAME = re.compile(r"\w+", re.ASCII)
+_LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_TYPES = ("string", "number", "boolean", "null", "array", "object")
+
+
+class GemmaValues:
+    """Writes values by a schema; its root has the definitions."""
+
+    def __init__(self, rules: Rules, root: Schema) -> None:
+        self._rules = rules
+        self._targets = {
+            f"#/{keyword}/{name}": part
+            for keyword in ("$defs", "definitions")
+            for name, part in root.get(keyword, {}).items()
+        }
+        self._names: dict[str, str] = {}  # of the rules of definitions; "" is any value
+
+    def object(self, schema: Schema) -> str:
+        """Return the expression of an object."""
+        rules, others = self._rules, schema.get("additionalProperties", {})
+        required, properties = schema.get("required", []), schema.get("properties", {})
+        properties = {**properties, **{name: {} for name in required if name not in properties}}
+        if properties or others is False:
+            parts = [(f"{self._key(name)} {self.value(part)}", name in required) for name, part in properties.items()]
+            inner = rules.separated(parts, ",")
+        else:
+            pair = f'/[A-Za-z0-9_]+/ ":" {self.value(others)}'
+            inner = f'({pair} ("," {pair})*)?'
+        return f"{rules.text('{')} {inner} {rules.text('}')}"
+
+    def value(self, schema: Any) -> str:
+        """Return the expression of a value, the name of a rule."""
+        if not isinstance(schema, dict) or not schema:
+            return self._any()
+        if "$ref" in schema:
+            return self._reference(schema["$ref"])
+        if "enum" in schema or "const" in schema:
+            options = schema.get("enum", [schema.get("const")])
+            if not options:
+                raise GrammarError("it has no values; list at least one", ("enum",))
+            return self._rules.add(" | ".join(map(self._literal, options)))
+        for keyword in ("anyOf", "oneOf", "allOf"):
+            if parts := schema.get(keyword):
+                if keyword == "allOf" and len(parts) > 1:
+                    raise GrammarError("several schemas in allOf are not supported in this form of calls", ("allOf",))
+                return self._rules.add(" | ".join(map(self.value, parts)))
+        types = schema.get("type", _TYPES)
+        kinds = [types] if isinstance(types, str) else types
+        return self._rules.add(" | ".join(self._of_type(kind, schema) for kind in kinds))
+
+    def _of_type(self, kind: str, schema: Schema) -> str:
+        rules = self._rules
+        if kind == "string":
+            return f"{rules.text(_QUOTE)} {rules.raw(_QUOTE)}"
+        if kind == "object":
+            return self.object(schema)
+        if kind == "array":
+            item = self.value(schema.get("items"))
+            optional = "" if schema.get("minItems") else "?"
+            return f'"[" ({item} ("," {item})*){optional} "]"'
+        return rules.json({"type": kind, **{name: schema[name] for name in _LIMITS if name in schema}})
+
+    def _key(self, name: str) -> str:
+        if not _NAME.fullmatch(name):
+            message = "a property's name may have letters, digits and '_' in this form of calls"
+            raise GrammarError(message, ("properties", name))
+        return self._rules.text(f"{name}:")
+
+    def _literal(self, value: Any) -> str:
+        rules = self._rules
+        if isinstance(value, str):
+            return rules.text(f"{_QUOTE}{value}{_QUOTE}")
+        if isinstance(value, dict):
+            parts = [(f"{self._key(name)} {self._literal(part)}", True) for name, part in value.items()]
+            return f"{rules.text('{')} {rules.separated(parts, ',')} {rules.text('}')}"
+        if isinstance(value, list):
+            return f'"[" {rules.separated([(self._literal(part), True) for part in value], ",")} "]"'
+        return rules.json({"const": value})
+
+    def _reference(self, target: str) -> str:
+        if target not in self._names:
+            if target not in self._targets:
+                raise GrammarError(f"the schema has no {target[:64]!r}", ("$ref",))
+            name = self._names[target] = self._rules.name()
+            self._rules.lines.append(f"{name}: {self.value(self._targets[target])}")
+        return self._names[target]
+
+    def _any(self) -> str:
+        if "" not in self._names:
+            name = self._names[""] = self._rules.name()
+            parts = " | ".join(self._of_type(kind, {}) for kind in _TYPES)
+            self._rules.lines.append(f"{name}: {parts}")
+        return self._names[""]

@@ -1,0 +1,122 @@
+"""`DraftModel`: drafts tokens with a smaller model."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import trim_prompt_cache
+
+from mlx_tq.cache.layer import cache_parts
+from mlx_tq.errors import ConfigError
+from mlx_tq.integration.probe import position_limit
+from mlx_tq.integration.speculative import check_rollback, widen_windows
+from mlx_tq.speculative.draft_gate import MAX_ROWS
+from mlx_tq.speculative.rollback import lookup_blocker, window_of
+
+_STEP = 512  # tokens prefilled between two tokens of an answer
+
+
+class DraftModel:
+    """A smaller model with the caches of the conversation that it drafted for last, with which a later turn continues.
+
+    It drafts its most likely tokens.
+    """
+
+    def __init__(self, model: Any, make_caches: Callable[[], list[Any]], num_drafted: int) -> None:
+        self._model, self._make_caches, self.num_drafted = model, make_caches, num_drafted
+        self._positions = position_limit(model)
+        check_rollback(model, make_caches())
+        self._caches: list[Any] = []  # made by the thread that runs the model
+        self._held: list[int] = []  # tokens that the caches hold
+        self._last: ModelDrafts | None = None  # for which the caches were used
+
+    def check(self, model: Any, caches: list[Any]) -> None:
+        """Raise ConfigError if a model's caches cannot drop rejected drafts."""
+        reason = lookup_blocker(model, caches)
+        if reason is not None:
+            raise ConfigError(f"a draft model is given, but {reason}. Drop the draft model.")
+
+    def begin(self, model: Any, caches: list[Any], ids: Sequence[int]) -> "ModelDrafts":
+        """Return the drafts for an answer to a conversation of tokens `ids`."""
+        self.check(model, caches)
+        return ModelDrafts(self, ids)
+
+    def continuation(self, drafts: "ModelDrafts", count: int) -> list[int]:
+        """Return `count` tokens after those of an answer; none while many of these still have to be prefilled."""
+        if self._positions is not None and len(drafts) + count > self._positions:
+            return []
+        try:
+            return self._continue(drafts, count)
+        except BaseException:  # such as a memory error, after which the caches may hold other tokens
+            self._caches, self._held = [], []
+            raise
+
+    def _continue(self, drafts: "ModelDrafts", count: int) -> list[int]:
+        ids, agreed = drafts.ids, drafts.num_held if self._last is drafts else 0
+        self._last = drafts
+        self._caches = self._caches or self._open_caches()
+        self._trim_to(agreed + _shared_prefix(self._held[agreed:], ids[agreed:-1]))
+        unread = ids[len(self._held) :]
+        logits = self._run(unread[:_STEP])
+        drafts.num_held = len(self._held)
+        if len(unread) > _STEP:
+            mx.eval([cache.state for cache in self._caches])
+            return []
+        drawn = [mx.argmax(logits[:, -1], axis=-1)]
+        while len(drawn) < count:
+            drawn.append(mx.argmax(self._model(drawn[-1][None], cache=self._caches)[:, -1], axis=-1))
+        tokens: Any = mx.concatenate(drawn).tolist()
+        self._held += tokens[:-1]
+        return list(tokens)
+
+    def _open_caches(self) -> list[Any]:
+        caches = self._make_caches()
+        widen_windows(caches, MAX_ROWS)
+        return caches
+
+    def _run(self, ids: list[int]) -> mx.array:
+        logits: mx.array = self._model(mx.array([ids], mx.uint32), cache=self._caches)
+        self._held += ids
+        return logits
+
+    def _trim_to(self, count: int) -> None:
+        excess = len(self._held) - count
+        if excess > MAX_ROWS and any(window_of(part) is not None for part in cache_parts(self._caches)):
+            self._caches, count = self._open_caches(), 0
+        elif excess:
+            trim_prompt_cache(self._caches, excess)
+        del self._held[count:]
+
+
+class ModelDrafts:
+    """The drafts of a `DraftModel` for one answer."""
+
+    gate = None
+
+    def __init__(self, source: DraftModel, ids: Sequence[int]) -> None:
+        self.ids = list(ids)
+        self.num_held = 0  # of these tokens, in the caches of the draft model unless another answer used it
+        self._source = source
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def append(self, token: int) -> None:
+        """Add the next token of the conversation."""
+        self.ids.append(token)
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether `draft` may return tokens after the next `append`."""
+        return True
+
+    def draft(self, limit: int) -> list[int]:
+        """Return the tokens to verify after the last one, at most `limit`."""
+        count = min(limit, self._source.num_drafted)
+        return self._source.continuation(self, count) if count > 0 else []
+
+
+def _shared_prefix(first: list[int], second: list[int]) -> int:
+    """Return how many first tokens two lists share."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (mine, other) in pairs if mine != other), min(len(first), len(second)))
