@@ -28,7 +28,7 @@ from benchmarks.models import random_long
 
 from .agents import AGENTS, DONE
 
-INSTALLED = Path(os.environ["AGENTS_FOLDER"]).resolve()
+INSTALLED = Path(os.environ.get("AGENTS_FOLDER", ROOT / ".venv" / "agents")).resolve()
 SERVER = Path(__file__).with_name("scripted_server.py")
 NEXT = "417296"
 LIMIT_S = 240  # for a run of a client
