@@ -254,6 +254,29 @@ def by_layer() -> str:
     return table(list(files), ["model", "formats", "KLD", "top-1 %"], rows, on="the models named", command=command)
 
 
+STATES = {"hybrid": "small hybrid, 1.2M tokens of training", "random": "random, head dims of Qwen3.5"}
+
+
+def states() -> str:
+    files = {f"state_formats_{name}.json": label for name, label in STATES.items()}
+    rows = [
+        [
+            label,
+            row["format"],
+            f"{row['kld']:.1e}",
+            f"{row['kld_99']:.1e}",
+            f"{row['top1']:.2f}",
+            f"{row['equal_answers']} of {about['prompts']}",
+            f"{sorted(row['agreed_tokens'])[len(row['agreed_tokens']) // 2]}",
+        ]
+        for name, label in files.items()
+        for about in [report(name)]
+        for row in about["rows"]
+    ]
+    columns = ["model", "states", "KLD", "KLD, 99 %", "top-1 %", "answers equal", "tokens equal, median"]
+    return table([*files], columns, rows, on="two models in float32")
+
+
 ANSWERS = {
     "reasoning": "reasoning --data problems.jsonl --samples 40 --max-tokens 32",
     "tools": "tools --tool-parser json_tools --shots 3 --samples 33 --max-tokens 40",
@@ -971,7 +994,7 @@ def everyday_facts() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        *(profiles, formats, divergence, frontier, normalization, trellis, by_layer, answers),
+        *(profiles, formats, divergence, frontier, normalization, trellis, states, by_layer, answers),
         *(whole_models, long_contexts, llama_cpp, one_layer, kernels, attention_counts, verify_counts, gpu_attention),
         *(machine_code, h100_predicted, macs_predicted, prediction_checks),
         *(lookup_speed, lookup_acceptance),

@@ -30,6 +30,7 @@ class Arch:
     layers: str = "KK"  # of `LETTERS`, for each cache
     dims: tuple[int, int] = (64, 64)  # key and value dim
     shared: int = 0  # later layers that attend, with cache=None, to the pair which an earlier layer fetched
+    uncompressed_part: int | None = None  # of each CacheList, that stays mlx-lm's own
     why: str = ""  # reason why mlx_tq cannot serve it
     note: str = ""  # about mlx-lm's source
     buildable: bool = True
@@ -41,7 +42,7 @@ class Arch:
 
     @property
     def plain_layers(self) -> int:
-        return self.layers.count("K")
+        return "".join(self.caches).count("K")
 
     @property
     def file(self) -> str:
@@ -50,8 +51,12 @@ class Arch:
 
     @property
     def caches(self) -> list[str]:
-        """Letters of each cache, in mlx-lm's list of them."""
-        return re.findall(r"\(\w+\)|\w", self.layers)
+        """Letters of each cache, in mlx-lm's list of them; a small one stays mlx-lm's own."""
+        caches = re.findall(r"\(\w+\)|\w", self.layers)
+        if self.uncompressed_part is None:
+            return caches
+        place = self.uncompressed_part + 1
+        return [letters[:place] + letters[place : place + 1].lower() + letters[place + 1 :] for letters in caches]
 
     def resized(self, **changes) -> dict:
         """Return the configuration with changes, also to what it nests."""

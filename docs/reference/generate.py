@@ -24,6 +24,7 @@ from mlx_tq.config import KVConfig
 from mlx_tq.errors import UnsupportedModelError
 from mlx_tq.integration.batch_probe import BatchFacts, batch_facts
 from mlx_tq.integration.probe import model_facts
+from mlx_tq.integration.rollback import rollback_blocker
 from mlx_tq.policies import parse_policy, policy_names
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import plan_caches
@@ -58,7 +59,8 @@ ARCHITECTURE_PAGE = f"""{MARK}
 Each row is a model file of mlx-lm {version("mlx-lm")}, as the probe sees a tiny random model of it.
 
 - **supported**: the KV caches in the second column are compressed, the others are mlx-lm's own.
-- **partly supported**: the same, but sequences run one at a time.
+- **partly supported**: the same, but sequences run one at a time, or a layer has a second plain KV cache that stays
+  mlx-lm's own, as the model does more with it than attend.
 - **left unchanged**: the model has no plain KV cache. It runs with `--kv-profile off`.
 - **refused**: the model computes with the keys and values of its cache itself. It runs with `--kv-profile off`.
 
@@ -280,10 +282,12 @@ def architecture_cells(arch: Arch) -> list[str]:
     else:
         plan = plan_caches(model, KVConfig(key="q8", value="tq4"))
         batches = batch_facts(model, partial(build_caches, plan))
-        status = "partly supported" if batches.refusal else "supported"
+        status = "partly supported" if batches.refusal or facts.uncompressed else "supported"
         compressed, others = f"{len(facts.slots)} of {len(re.findall(r'[A-Z]', letters))}", others - {"KVCache"}
-        why = batches.refusal or batches.padding_refusal
-    drafts = "no" if others & {"ArraysCache", "LayerCache"} or arch.file in ("plamo3", "phi3small") else "yes"
+        parts = {f"KVCache (part {part.part})": part.reason for part in facts.uncompressed}
+        others |= parts.keys()
+        why = "; ".join(filter(None, [*parts.values(), batches.refusal or batches.padding_refusal]))
+    drafts = "no" if rollback_blocker(model, make_prompt_cache(model)) else "yes"
     return [compressed, ", ".join(sorted(others)), status, batch_cell(batches), drafts, why.replace("|", "\\|")]
 
 

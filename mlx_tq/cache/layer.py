@@ -100,6 +100,16 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         """Tokens seen: the position of the next one, which RoPE uses."""
         return self.regions.length
 
+    @property
+    def keys(self) -> mx.array | None:
+        """The keys in full precision, by which a model makes the next pass compute other arrays as well."""
+        return None if self._full is None else self._full[0]
+
+    @keys.setter
+    def keys(self, keys: mx.array) -> None:
+        assert self._full is not None  # noqa: S101 - tells the type checker: the caller got keys
+        self._full = keys, self._full[1]
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
         """Append keys [B, H, L, Dk] and values [B, H, L, Dv]; return handles of all that these tokens attend to."""
         check_attention_is_patched()

@@ -16,7 +16,7 @@ from mlx_tq.cache.layer import CompressedKVCache, Group
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.cache.view import Handle, StepView, check_attention_is_patched, make_handles
 from mlx_tq.kernels.mlx_attention import attention
-from mlx_tq.kernels.regions import Mask
+from mlx_tq.kernels.regions import Mask, apply_mask
 
 
 class ShadowKVCache(CompressedKVCache):
@@ -98,25 +98,26 @@ class ShadowView:
         if self.positions is None:
             pending = self.compressed.notify(queries, scale, sinks)
         else:
-            other = self.compressed.attend(queries, scale, None, sinks)
-            divergence = self._divergence(queries, scale, self.positions)
+            index = mx.array(self.positions, mx.int32)
+            stored_mask = mx.take(mask, index, axis=-1) if isinstance(mask, mx.array) else None
+            other = self.compressed.attend(queries, scale, stored_mask, sinks)
+            exact, stored = (
+                _log_weights(queries, keys, scale, selected)
+                for keys, selected in ((self.keys, mask), (self.compressed.materialize()[0], stored_mask))
+            )
+            divergence = (mx.exp(stored) * (stored - mx.take(exact, index, axis=-1))).sum(axis=-1)
             pending = [mx.stack([_cosine(out, other)[0, :, 0], divergence])]
             self.notes.extend(pending)
         return mx.depends(out, pending) if pending else out
 
-    def _divergence(self, queries: mx.array, scale: float, positions: np.ndarray) -> mx.array:
-        """Compare the weights of queries [1, Hq, 1, Dk] on the stored tokens with those on all tokens: [Hq]."""
-        exact = _log_weights(queries, self.keys, scale)
-        stored = _log_weights(queries, self.compressed.materialize()[0], scale)
-        exact = mx.take(exact, mx.array(positions, mx.int32), axis=-1)
-        return (mx.exp(stored) * (stored - exact)).sum(axis=-1)
 
-
-def _log_weights(queries: mx.array, keys: mx.array, scale: float) -> mx.array:
+def _log_weights(queries: mx.array, keys: mx.array, scale: float, mask: Mask) -> mx.array:
     """Return the logarithms of attention's weights, fp32 [Hq, S]."""
     heads, dim = keys.shape[1], keys.shape[3]
-    grouped = queries.reshape(heads, -1, dim).astype(mx.float32)
-    scores = (scale * grouped @ keys[0].astype(mx.float32).swapaxes(-1, -2)).reshape(-1, keys.shape[2])
+    grouped = queries.reshape(1, heads, -1, dim).astype(mx.float32)
+    scores = scale * grouped @ keys.astype(mx.float32).swapaxes(-1, -2)
+    scores = apply_mask(scores, mask, 1) if isinstance(mask, mx.array) else scores
+    scores = scores.reshape(-1, keys.shape[2])
     return scores - mx.logsumexp(scores, axis=-1, keepdims=True)
 
 

@@ -28,6 +28,7 @@ from mlx_tq.cli.loading import (
     note_weights,
     open_caches,
     open_prefix_folder,
+    state_storage,
     waits_for_calibration,
     weights_dict,
 )
@@ -84,7 +85,7 @@ def answer_request(request: Request, inputs: Inputs | None) -> int:
     """
     args = request.args
     ranks = join_ranks(request)
-    folder = open_prefix_folder(request, ranks)
+    folder, states = open_prefix_folder(request, ranks), state_storage(request)
     prompt, schema = inputs or ranks.broadcast(lambda: (read_prompt(args), read_schema(args)))
     if args.seed is not None:
         mx.random.seed(args.seed)
@@ -120,7 +121,7 @@ def answer_request(request: Request, inputs: Inputs | None) -> int:
     options["sampler"] = ranks.share_sampler(_make_sampler(args, tokenizer))
     constraints = [] if schema is None else [_make_constraint(schema, tokenizer, ids, args.json_schema)]
     options["logits_processors"] = [*make_processors(vars(args)), *constraints]
-    prefix_cache = None if folder is None or plan is None else PrefixCache(model, plan, folder, warn)
+    prefix_cache = None if folder is None or plan is None else PrefixCache(model, plan, folder, warn, states=states)
     shadow = make_shadow(model, plan, request.shadow, has_prefix_cache=prefix_cache is not None)
     if shadow is not None:
         opened = opened._replace(caches=shadow.caches)

@@ -11,7 +11,7 @@ from typing import Any
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_tq.cli.inputs import read_share
-from mlx_tq.cli.loading import apply_cache_source, join_ranks, load_model, open_prefix_folder
+from mlx_tq.cli.loading import apply_cache_source, join_ranks, load_model, open_prefix_folder, state_storage
 from mlx_tq.cli.options import PENALTIES, RESCUE_FIELDS, SAMPLING, Option, Request, name_of
 from mlx_tq.cli.runner import DONE, INTERRUPTED
 from mlx_tq.cli.sampling_settings import choose_sampling, make_processors, parse_setting
@@ -89,6 +89,7 @@ def run_chat(request: Request) -> int:
     rescue = request.rescue if ranks.is_first else RescueConfig(service=OFF)  # the first one searches for all
     if args.load is not None:
         apply_cache_source(args, args.load)
+    states = state_storage(request)
     model, tokenizer = load_model(args, config, ranks=ranks)
     settings, sampling_line = choose_sampling(args, args.model)
     settings |= {"max_tokens": args.max_tokens, "seed": args.seed}
@@ -104,6 +105,8 @@ def run_chat(request: Request) -> int:
         prefill_step_size=args.prefill_step_size,
         seed=args.seed,
         prefix_cache=open_prefix_folder(request, ranks),
+        state_format=states.format,
+        state_step=states.step,
         shadow=request.shadow,
         prompt_lookup=args.prompt_lookup,
         on_full=args.on_full,

@@ -13,6 +13,7 @@ from mlx_lm.models.cache import load_prompt_cache as load_native_cache
 from mlx_lm.models.cache import make_prompt_cache as make_native_cache
 
 from mlx_tq.cache.layer import cache_parts
+from mlx_tq.cache.recurrent_states import StateStorage
 from mlx_tq.cli.fast_blas import blas_warning
 from mlx_tq.cli.head_calibration import save_head_scores
 from mlx_tq.cli.inputs import load_text
@@ -340,6 +341,12 @@ def _check_native_flags(path: str, model: Any, caches: list[Any], args: argparse
         if made_with is None and given.startswith("--max-kv-size"):
             raise ConfigError(f"{path} was made without --max-kv-size, and {given} cannot shorten it. Drop that flag.")
     return made_with
+
+
+def state_storage(request: Request) -> StateStorage:
+    """Return how a command stores recurrent states; raise ConfigError for a wrong value."""
+    fields = {"format": request.values["--state-format"], "step": request.values["--state-step"]}
+    return StateStorage(**{name: value for name, value in fields.items() if value is not None})
 
 
 def open_prefix_folder(request: Request, ranks: Ranks) -> Folder | None:

@@ -29,6 +29,8 @@ DTYPES = ("float32", "float16", "bfloat16")
 ON_FULL = ("stop", "drop-oldest")
 PROMPT_LOOKUP = ("auto", "on", "off")
 
+STATE_FORMATS = ("exact", "q8")
+
 OFF, AUTO, NONE = "off", "auto", "none"
 STDOUT = "-"  # in place of a file
 API_KEY_VARIABLE = "MLX_TQ_API_KEY"
@@ -86,6 +88,12 @@ def parse_penalty(text: str) -> float:
     if 0 < penalty < LOWEST_PENALTY:
         raise argparse.ArgumentTypeError(f"{text!r} is too small; write 0 or 1 (off), or {LOWEST_PENALTY:g} to 10")
     return penalty
+
+
+def parse_state_format(text: str) -> str:
+    if text not in STATE_FORMATS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {' or '.join(STATE_FORMATS)}")
+    return text
 
 
 def given_models(args: argparse.Namespace) -> list[str | None]:
@@ -154,6 +162,11 @@ _PREFIX_CACHE = (
     "folder in which the KV cache of prompts is kept and reused by prompts that share a prefix; auto is the user's "
     "cache folder"
 )
+_STATE_FORMAT = (
+    "how the recurrent states of stored prompts are kept: exact, or q8 for 8 bits, a quarter of the bytes; for models "
+    "with linear attention or state space layers"
+)
+_STATE_STEP = "tokens of a prompt after which its recurrent states are stored; they are at the end of each turn, too"
 _SHADOW = (
     "answer with the uncompressed cache, run the compressed cache alongside, and report every N tokens what it would "
     "have changed, e.g. 16"
@@ -193,6 +206,8 @@ RECALL = (
 PREFIX_CACHE = (
     Option("--prefix-cache", "DIR|auto|off", str, f"{_PREFIX_CACHE} (default: off)"),
     Option("--prefix-cache-limit", "SIZE", parse_size, "maximum size of the prefix cache (default: 50GB)"),
+    Option("--state-format", "exact|q8", parse_state_format, f"{_STATE_FORMAT} (default: exact)"),
+    Option("--state-step", "N", int, f"{_STATE_STEP} (default: 2048)"),
 )
 SHADOW = (Option("--kv-shadow", "N", int, f"{_SHADOW} (default: off)"),)
 BACKEND = Option("--backend", "BACKEND", str, f"compute backend: {', '.join(BACKENDS)} (default: auto)")
@@ -234,6 +249,8 @@ REQUIRES: dict[str, tuple[str, ...]] = {
     "--context": ("--memory",),
     "--prefix-cache-limit": ("--prefix-cache",),
     "--prefix-cache-share": ("--prefix-cache",),
+    "generate --state-format": ("--prefix-cache",),
+    **{f"{command} --state-step": ("--prefix-cache",) for command in ("generate", "chat")},
     "server --num-draft-tokens": ("--draft-model",),
     "--rescue-tokens": ("--rescue",),
     "--rescue-timeout": ("--rescue",),
@@ -298,6 +315,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "--repetition-context-size": (1, math.inf),
     "--xtc-threshold": (0, 0.5),
     "--port": (0, 65535),
+    "--state-step": (32, math.inf),
 }
 
 

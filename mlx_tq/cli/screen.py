@@ -16,7 +16,7 @@ from mlx_tq.cli.terminal_text import readable
 from mlx_tq.distributed.group import Ranks
 from mlx_tq.kernels import backend, thresholds
 from mlx_tq.policies.heads import Division
-from mlx_tq.prompt_cache.layer_bytes import RegionBytes
+from mlx_tq.prompt_cache.layer_bytes import RegionBytes, native_capacity
 from mlx_tq.prompt_cache.layer_group import EvictionPlan
 from mlx_tq.prompt_cache.plan import LayerPlan, Plan
 from mlx_tq.prompt_cache.statistics import CacheStats, predict_stats
@@ -137,6 +137,12 @@ def show_plan(plan: Plan, tokens: int, recall_blocker: str | None = None) -> Non
     others = [name for index, name in enumerate(plan.classes) if index not in compressed]
     for name in sorted(set(others)):
         rows.add_row(f"{others.count(name)} others", "unchanged", "", "", "", name)
+    for reason, same in groupby(plan.uncompressed, key=lambda part: part.reason):
+        parts = list(same)
+        size = human_bytes(native_capacity(tokens) * sum(part.token_nbytes for part in parts))
+        indices = sorted({parts[0].index, parts[-1].index})
+        sizes = size, size if native else ""
+        rows.add_row("-".join(map(str, indices)), "unchanged", "", *sizes, f"part {parts[0].part}: {reason}")
     stderr.print(rows)
     for line in _describe_plan(plan, tokens, recall_blocker):
         note(line)
@@ -355,6 +361,9 @@ def plan_dict(plan: Plan, tokens: int) -> dict[str, Any]:
         "config": plan.config.to_dict(),
         "layers": list(map(describe_layer, plan.layers, plan.layers_at(tokens))),
         "caches": plan.classes,
+        "uncompressed": [
+            {**asdict(part), "nbytes": native_capacity(tokens) * part.token_nbytes} for part in plan.uncompressed
+        ],
         "cache": predict_stats(plan, tokens).to_dict(),
         "eviction": eviction,
         **({} if plan.allocation is None else {"allocation": asdict(plan.allocation)}),

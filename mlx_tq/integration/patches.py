@@ -171,14 +171,28 @@ class _RecordingRope:
         return getattr(self.module, name)
 
 
-def _wrap_ropes(model: Any) -> Undo:
+def _find_ropes(model: Any) -> list[tuple[Any, str, Any]]:
+    """Return all RoPE modules with the modules and attributes that they belong to."""
     list_modules: Callable[[], list[Any]] = getattr(model, "modules", list)
-    for owner in list_modules():
-        for name, value in {**owner, **vars(owner)}.items():
-            if callable(value) and (name in _ROPE_NAMES or _ROPE_CLASS.search(type(value).__name__)):
-                setattr(owner, name, _RecordingRope(value))
+    return [
+        (owner, name, value)
+        for owner in list_modules()
+        for name, value in {**owner, **vars(owner)}.items()
+        if callable(value) and (name in _ROPE_NAMES or _ROPE_CLASS.search(type(value).__name__))
+    ]
+
+
+def rope_modules(model: Any) -> list[Any]:
+    """Return all RoPE modules of a model, whether they are called or not."""
+    return [value.module if isinstance(value, _RecordingRope) else value for _, _, value in _find_ropes(model)]
+
+
+def _wrap_ropes(model: Any) -> Undo:
+    for owner, name, value in _find_ropes(model):
+        setattr(owner, name, _RecordingRope(value))
 
     def restore() -> None:
+        list_modules: Callable[[], list[Any]] = getattr(model, "modules", list)
         for owner in list_modules():  # again, as layers may have been replaced meanwhile
             for name, value in list(vars(owner).items()):
                 if isinstance(value, _RecordingRope):

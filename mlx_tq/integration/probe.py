@@ -6,7 +6,9 @@ Lists of model names would go stale.
 import threading
 import traceback
 import weakref
-from dataclasses import dataclass
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +21,28 @@ from mlx_tq.cache.view import Handle, make_handles
 from mlx_tq.codec.formats.base import dtype_name, dtype_of
 from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import UnsupportedModelError
-from mlx_tq.integration.patches import capture_queries, find_call, patch_attention, patch_rope, recorded_calls
+from mlx_tq.integration.patches import (
+    capture_queries,
+    find_call,
+    patch_attention,
+    patch_rope,
+    recorded_calls,
+    rope_modules,
+)
 from mlx_tq.kernels.gpu import gpu_backend
 from mlx_tq.kernels.mlx_attention import probe_vector_queries
 from mlx_tq.kernels.regions import Mask
 from mlx_tq.models import config_value, is_outline, loaded_name, ranks_of
+from mlx_tq.policies.rope import Rope, find_pairs
 
 _MODELS = ("mlx_lm", "models")  # folders of mlx-lm's model files
 _TOKENS = 64
 _STRIDE = 7919  # a prime, so that the tokens are spread over any vocabulary
+
+_NO_ROPE = "its attention has no RoPE"
+_ROPE_TOLERANCE = 0.02  # of a key's norm: bfloat16 rounds to a quarter of a percent, another RoPE changes most of it
+
+Place = tuple[int, int | None]  # of a cache: its index in the model's list, and its number inside a CacheList
 
 
 @dataclass(frozen=True)
@@ -44,8 +59,19 @@ class SlotFacts:
     shared: bool  # later layers read this cache too
     rope: Any = None  # the RoPE module that made the queries
     no_rope: str = ""  # why there is none
+    is_rope_fused: bool = False  # the model computes what the module does in a kernel with more
     query_heads: int = 0  # 0 if not known
     nearby_rope: Any = None  # the RoPE module of this or an earlier layer that rotates vectors of this size
+
+
+@dataclass(frozen=True)
+class UncompressedPart:
+    """A plain KV cache inside a CacheList that stays mlx-lm's own, as the model does more with it than attend."""
+
+    index: int  # of the CacheList in the model's list
+    part: int
+    reason: str
+    token_nbytes: int  # of a token's keys and values
 
 
 @dataclass(frozen=True)
@@ -60,6 +86,7 @@ class ModelFacts:
     positions: int | None = None  # that the model allows, if its configuration says
     ranks: Ranks = ALONE  # each has its own heads
     activations: int = 0  # numbers that a token's pass through one layer keeps at once, as far as the model says
+    uncompressed: tuple[UncompressedPart, ...] = ()
 
 
 # By id of a model: the model, the shapes and types of its weights at the time, and its facts.
@@ -129,7 +156,7 @@ class _ProbeView:
         nearby = next((near.module for near in calls if near.output.shape[-1] == queries.shape[-1]), None)
         reason = "queries are not what RoPE returned: they skip it, or are scaled, normed or cast afterwards"
         if not calls:
-            reason = "its attention has no RoPE"
+            reason = _NO_ROPE
         elif nearby is None:
             reason = "RoPE rotates only a part of each query, which is joined to the rest afterwards, as in MLA"
         module: dict[str, Any] = {"no_rope": reason} if call is None else {"rope": call.module}
@@ -195,54 +222,157 @@ def spread_tokens(model: Any, count: int, start: int = 0) -> mx.array:
 
 
 def _probe(model: Any) -> ModelFacts:
-    name = architecture_name(model)
-    native, probes = native_caches(model), dict[tuple[int, int | None], _ProbeCache]()
-
-    def replace(cache: Any, index: int, part: int | None = None) -> Any:
-        if type(cache) is CacheList:
-            return CacheList(*(replace(inner, index, part) for part, inner in enumerate(cache.caches)))
-        if type(cache) is KVCache:
-            cache = probes[index, part] = _ProbeCache()
-        return cache
-
-    caches = [replace(cache, index) for index, cache in enumerate(native)]
+    name, native = architecture_name(model), native_caches(model)
     classes = [type(cache).__name__ for cache in native]
-    if not probes:
+    places = _plain_places(native)
+    if not places:
         raise UnsupportedModelError(
             f"{name} keeps no plain KV cache (its caches are {', '.join(sorted(set(classes)))}), so there is nothing "
             "to compress. Use --kv-profile off."
         )
-    tokens = spread_tokens(model, _TOKENS)
-    try:
-        with patch_attention(), patch_rope(model), capture_queries():
-            _run(model, tokens, caches)
-    except Exception as error:
-        _run(model, tokens, native)  # a model that fails on its own caches raises its own error
+    trial = _Trial(model, places)
+    reasons: dict[int, str] = {}  # why a part of every CacheList cannot be compressed
+    if trial.refusal:
+        reasons = _refused_parts(model, places)
+        rest = [place for place in places if place[1] not in reasons]
+        if len(rest) < len(places):
+            trial = _Trial(model, rest)
+    if trial.refusal:
         raise UnsupportedModelError(
-            f"{name} cannot run on a compressed cache: it computes with the keys and values that it fetched, instead "
-            f"of handing them to mlx-lm's scaled_dot_product_attention ({_find_line(error)}). Use --kv-profile off."
-        ) from error
-    unattended = [index for (index, _), probe in probes.items() if not any(view.is_attended for view in probe.views)]
-    if unattended:
-        raise UnsupportedModelError(
-            f"{name} cannot run on a compressed cache: its layers {unattended} fetch keys and values, but attention "
-            "never sees them. Use --kv-profile off."
-        )
-    slots = [probe.facts(index, part, model) for (index, part), probe in probes.items()]
+            f"{name} cannot run on a compressed cache: {trial.refusal}. Use --kv-profile off."
+        ) from trial.error
+    slots = _with_fused_ropes(model, [probe.facts(index, part, model) for (index, part), probe in trial.probes.items()])
     if gpu_backend() == "metal" and not is_outline(model):
         for dims in {(slot.key_dim, slot.value_dim, slot.query_heads // slot.heads, slot.dtype) for slot in slots}:
             probe_vector_queries(*dims[:3], dtype_of(dims[3]))
-    counts_keys = any(view.is_counted for probe in probes.values() for view in probe.views)
+    uncompressed = tuple(
+        UncompressedPart(index, part, reasons[part], _token_nbytes(trial.caches[index].caches[part]))
+        for index, part in places
+        if part in reasons
+    )
     return ModelFacts(
         name,
         loaded_name(model),
         classes,
         slots,
-        counts_keys,
+        trial.counts_keys,
         position_limit(model),
         ranks_of(model),
         _count_activations(model),
+        uncompressed,
     )
+
+
+def _plain_places(caches: list[Any]) -> list[Place]:
+    """Return the places of plain KV caches."""
+    return [
+        (index, part)
+        for index, cache in enumerate(caches)
+        for part, inner in (enumerate(cache.caches) if type(cache) is CacheList else [(None, cache)])
+        if type(inner) is KVCache
+    ]
+
+
+def _refused_parts(model: Any, places: list[Place]) -> dict[int, str]:
+    """Try the parts of CacheLists by their number; return those that cannot be compressed, and why.
+
+    The number says what a part is for: a model builds its CacheLists alike.
+    """
+    numbers = sorted({part for _, part in places if part is not None})
+    trials = {number: _Trial(model, [place for place in places if place[1] in (None, number)]) for number in numbers}
+    reasons = {number: trial.part_reason for number, trial in trials.items() if trial.refusal}
+    return reasons if len(reasons) < len(numbers) else {}
+
+
+class _Trial:
+    """A run of a model in which the plain KV caches at some places return handles."""
+
+    def __init__(self, model: Any, places: Collection[Place], tokens: mx.array | None = None) -> None:
+        self.probes = {place: _ProbeCache() for place in places}
+        self.caches = [self._replace(cache, index) for index, cache in enumerate(native_caches(model))]
+        self.error: Exception | None = None
+        tokens = spread_tokens(model, _TOKENS) if tokens is None else tokens
+        try:
+            with patch_attention(), patch_rope(model), capture_queries():
+                _run(model, tokens, self.caches)
+        except Exception as error:  # noqa: BLE001  of any operation in the model
+            _run(model, tokens, native_caches(model))  # a model that fails on its own caches raises its own error
+            self.error = error
+
+    def _replace(self, cache: Any, index: int) -> Any:
+        if type(cache) is CacheList:
+            return CacheList(*(self.probes.get((index, part), inner) for part, inner in enumerate(cache.caches)))
+        return self.probes.get((index, None), cache)
+
+    @property
+    def refusal(self) -> str:
+        """Why these caches cannot be compressed, or ""."""
+        if self.error is not None:
+            return (
+                "it computes with the keys and values that it fetched, instead of handing them to mlx-lm's "
+                f"scaled_dot_product_attention ({_find_line(self.error)})"
+            )
+        unattended = sorted(
+            {index for (index, _), probe in self.probes.items() if not any(view.is_attended for view in probe.views)}
+        )
+        return f"its layers {unattended} fetch keys and values, but attention never sees them" if unattended else ""
+
+    @property
+    def part_reason(self) -> str:
+        """Why one part of each CacheList cannot be compressed."""
+        if self.error is None:
+            return "attention never sees its keys"
+        return f"the model computes with its keys ({_find_line(self.error)})"
+
+    @property
+    def counts_keys(self) -> bool:
+        return any(view.is_counted for probe in self.probes.values() for view in probe.views)
+
+
+def _with_fused_ropes(model: Any, slots: list[SlotFacts]) -> list[SlotFacts]:
+    """Find RoPE by its effect where no module was called.
+
+    In a prompt of equal tokens attention returns the same for all of them, so that keys differ by RoPE alone, and are
+    equal again where it is undone.
+    """
+    ropeless = {(slot.index, slot.part): slot for slot in slots if slot.no_rope == _NO_ROPE}
+    if not ropeless or is_outline(model):
+        return slots
+    trial = _Trial(model, ropeless, mx.zeros((1, _TOKENS), mx.int32))
+    ropes = {dim: _distinct_ropes(model, dim) for dim in {slot.key_dim for slot in ropeless.values()}}
+
+    def find(slot: SlotFacts) -> SlotFacts:
+        if (place := (slot.index, slot.part)) not in ropeless:
+            return slot
+        keys = trial.probes[place].keys[:, :, :_TOKENS].astype(mx.float32)
+        for rope in ropes[slot.key_dim]:
+            if _is_equal_everywhere(model, rope.unrotate(keys, 0)):
+                return replace(slot, rope=rope.module, nearby_rope=rope.module, no_rope="", is_rope_fused=True)
+        norms = mx.linalg.norm(keys, axis=-1, keepdims=True)
+        is_rotated = not _is_equal_everywhere(model, keys) and _is_equal_everywhere(model, norms)
+        return replace(slot, no_rope="its keys are rotated, but by no module") if is_rotated else slot
+
+    return list(map(find, slots))
+
+
+def _is_equal_everywhere(model: Any, vectors: mx.array) -> bool:
+    """Return whether vectors [B, H, L, D] are the same at all positions, on all ranks."""
+    norms = mx.linalg.norm(vectors - vectors[:, :, :1], axis=-1).max(), mx.linalg.norm(vectors, axis=-1).max()
+    return not ranks_of(model).any([bool(norms[0] > _ROPE_TOLERANCE * norms[1])])[0]
+
+
+def _distinct_ropes(model: Any, dim: int) -> list[Rope]:
+    """Return those of a model's RoPEs of vectors of `dim` dims that differ."""
+    ropes = {}  # by fingerprint
+    for module in {id(module): module for module in rope_modules(model)}.values():
+        with suppress(Exception):  # of modules that are called otherwise, or rotate no pairs
+            rope = find_pairs(module, dim)
+            ropes[np.array(rope.fingerprint()).tobytes()] = rope
+    return list(ropes.values())
+
+
+def _token_nbytes(cache: KVCache) -> int:
+    return sum(array.shape[1] * array.shape[3] * array.dtype.size for array in (cache.keys, cache.values))
 
 
 def _find_line(error: Exception) -> str:

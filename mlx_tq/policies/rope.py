@@ -25,6 +25,7 @@ class Rope:
     pairs: mx.array  # dims that rotate together, int32 [2, F]
     gain: mx.array  # growth of each pair's norm (YaRN's mscale), fp32 [F]
     unrotated: mx.array  # dims that it leaves alone, int32 [D - 2 F]
+    is_fused: bool = False  # the model computes the same in a kernel with more, and calls no module
 
     def __deepcopy__(self, memo: object) -> "Rope":
         return self
@@ -33,6 +34,18 @@ class Rope:
         """Return vectors [..., D], all of them at position `offset`, after RoPE."""
         flat = x.reshape(1, -1, 1, x.shape[-1])
         return self.module(flat, offset=offset).reshape(x.shape)  # type: ignore[no-any-return]
+
+    def unrotate(self, x: mx.array, start: int) -> mx.array:
+        """Return vectors [B, H, L, D], which have the positions from `start` on, as they were before RoPE: fp32."""
+        (first, second), x = self.pairs, x.astype(mx.float32)
+        probe = mx.zeros(self.dim)
+        probe[first] = 1 / self.gain
+        turned = self.module(mx.broadcast_to(probe, (1, 1, x.shape[2], self.dim)), offset=start)
+        cosine, sine = turned[..., first], turned[..., second]
+        before = mx.array(x)
+        before[..., first] = (cosine * x[..., first] + sine * x[..., second]) / self.gain
+        before[..., second] = (cosine * x[..., second] - sine * x[..., first]) / self.gain
+        return before
 
     @property
     def dim(self) -> int:

@@ -17,10 +17,12 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import CacheList, can_trim_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, can_trim_prompt_cache
 
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.packed_rows import BLOCK_ROWS
+from mlx_tq.cache.recurrent_states import EXACT, PackedState, is_state, pack_state, unpack_state
+from mlx_tq.codec.formats.base import dtype_name, dtype_of
 from mlx_tq.config import BLOCK
 from mlx_tq.errors import CacheFormatError, is_out_of_memory
 from mlx_tq.prefix_cache.summary import Summary, read_summary
@@ -28,7 +30,7 @@ from mlx_tq.prompt_cache.cache_file import CacheState, join_caches, split_caches
 from mlx_tq.prompt_cache.capacity import with_trimmed_windows
 
 _THREADS = min(8, os.cpu_count() or 1)
-_ROWS = ".rows"
+_ROWS, _CODES, _SCALES = ".rows", ".codes", ".scales"
 _DTYPES = ("uint32", "float16")  # of arrays that grow
 
 
@@ -42,9 +44,12 @@ class _Growing:
 
 
 class Checkpoint:
-    """The state of caches of `tokens`, from which nothing was evicted. The caches may go on; the checkpoint stays."""
+    """The state of caches of `tokens`, from which nothing was evicted. The caches may go on; the checkpoint stays.
 
-    def __init__(self, caches: list[Any], tokens: Sequence[int]) -> None:
+    Recurrent states are in one of the `STATE_FORMATS`.
+    """
+
+    def __init__(self, caches: list[Any], tokens: Sequence[int], state_format: str = EXACT) -> None:
         self._parts = split_caches([with_trimmed_windows(cache) for cache in caches])
         self.tokens = np.array(tokens, np.int32)
         layers: dict[str, Any] = {}  # by their paths in the states of all caches
@@ -65,6 +70,19 @@ class Checkpoint:
         self._sinks = compressed[0].spec.sinks if compressed else 0
         self._has_prefixes = len(grow) == len(layers) and len({cache.spec.sinks for cache in grow}) == 1
         self._slack = BLOCK if can_trim_prompt_cache(caches) else 0
+        self._packed_states: dict[str, str] = {}  # their types before, by the names of their arrays
+        if state_format != EXACT:
+            self._pack_states(layers)
+
+    def _pack_states(self, layers: dict[str, Any]) -> None:
+        arrays = self._parts.arrays
+        for path, cache in layers.items():
+            for number, entry in enumerate(cache.cache if isinstance(cache, ArraysCache) else ()):
+                if is_state(entry):
+                    name = f"{path}.0.{number}"
+                    packed = pack_state(arrays.pop(name))
+                    arrays[name + _CODES], arrays[name + _SCALES] = packed
+                    self._packed_states[name] = dtype_name(entry.dtype)
 
     @property
     def num_blocks(self) -> int:
@@ -103,6 +121,7 @@ class Checkpoint:
             "scalars": self._parts.scalars,
             "growing": growing,
             "sinks": self._sinks,
+            "packed_states": self._packed_states,
         }
         summary = Summary(root, self.tokens, tuple(block_keys), self._slack, self._has_prefixes)
         file = io.BytesIO()
@@ -132,6 +151,9 @@ def decode_checkpoint(data: bytes, read_block: ReadBlock, count: int | None = No
             rows = count - header["sinks"]
             _drop_window(arrays, scalars, growing, count, header["sinks"])
         arrays |= _join_rows(arrays, growing, summary.block_keys, rows, read_block)
+        for name, dtype in header["packed_states"].items():
+            packed = PackedState(arrays.pop(name + _CODES), arrays.pop(name + _SCALES))
+            arrays[name] = unpack_state(packed, dtype_of(dtype))
         return join_caches(CacheState(header["classes"], scalars, arrays)), summary
     except Exception as error:
         if is_out_of_memory(error):

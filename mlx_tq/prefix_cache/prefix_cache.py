@@ -6,6 +6,8 @@ computes. A prompt that shares all tokens of a checkpoint continues from exactly
 the first ones continues from their packed rows, at the end of a block of 32 tokens, with the state that the stored
 caches would have if they were trimmed to that place. The shared tokens behind it, about a window, are prefilled again.
 Recurrent states and sliding windows continue from whole checkpoints only.
+
+States are large, and are stored on a grid of tokens (`StateStorage`) instead of after each step.
 """
 
 import copy
@@ -26,6 +28,7 @@ from mlx_lm.models.cache import trim_prompt_cache
 
 from mlx_tq import __version__
 from mlx_tq.cache.packed_rows import BLOCK_ROWS
+from mlx_tq.cache.recurrent_states import DEFAULT_STATES, EXACT, StateStorage, has_states, state_shapes
 from mlx_tq.config import BLOCK
 from mlx_tq.errors import CacheFormatError, is_out_of_memory
 from mlx_tq.kernels import backend, thresholds
@@ -37,10 +40,11 @@ from mlx_tq.prompt_cache.cache_file import refuse_damaged, try_out
 from mlx_tq.prompt_cache.capacity import all_arrays
 from mlx_tq.prompt_cache.compressed import check_caches
 from mlx_tq.prompt_cache.layer_group import compressed_caches, layer_group_of
+from mlx_tq.prompt_cache.memory import probe_states
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.statistics import tokens_seen
 
-FORMAT = 1  # of the records
+FORMAT = 2  # of the records
 _TRIMS = 2 * BLOCK  # more than the tokens by which a whole state is trimmed
 _COMPARED_FIRST = 64  # tokens, among which most prompts differ
 
@@ -52,12 +56,14 @@ def derive_key(parent: str, content: bytes) -> str:
     return digest.hexdigest()
 
 
-def root_key(model: Any, plan: Plan, salt: str = "") -> str:
-    """Return the key from which all keys of a model and plan derive. Reads all weights."""
+def root_key(model: Any, plan: Plan, salt: str = "", state_format: str = EXACT) -> str:
+    """Return the key from which all keys of a model, a plan and a format of states derive. Reads all weights."""
     versions = (FORMAT, __version__, version("mlx"), version("mlx-lm"))
     stored = (plan.config.to_dict(), [layer.spec.to_dict() for layer in plan.layers], plan.classes)
     parts = (exact_fingerprint(model), _environment(), versions, stored)
     key = derive_key(salt, json.dumps(parts, sort_keys=True).encode())
+    if state_format != EXACT:
+        key = derive_key(key, state_format.encode())
     for layer in plan.layers:
         for array in layer.queries.arrays() if layer.queries else ():
             key = derive_key(key, np.array(array.astype(mx.float32)).tobytes())
@@ -122,9 +128,13 @@ def reuse_prefix(prefix_cache: "PrefixCache | None", caches: list[Any], ids: lis
         started = time.perf_counter()
         caches[:] = prompt.restore() or caches
         prompt.checkpoint = None  # these caches alone have the rows
-        yield ReusedPrefix(
-            prompt.restored, time.perf_counter() - started, lambda stop: prompt.store(ids[:stop], caches)
-        )
+        seconds = time.perf_counter() - started
+
+        def note(stop: int) -> None:
+            if stop >= len(ids) or prefix_cache.is_due(stop, prompt.last_checkpoint):
+                prompt.store(ids[:stop], caches)
+
+        yield ReusedPrefix(prompt.restored, seconds, note)
     finally:
         prompt.close()
 
@@ -134,11 +144,23 @@ class PrefixCache:
 
     Any process may use the same folder. Prefixes that include evicted tokens are not stored, and those that were stored
     with another `salt` never match. `warn` is called when prompts cannot be stored, once until they can be again.
+    `states` says how recurrent states are stored, if there are any.
     """
 
-    def __init__(self, model: Any, plan: Plan, folder: Folder, warn: Callable[[str], None], salt: str = "") -> None:
+    def __init__(
+        self,
+        model: Any,
+        plan: Plan,
+        folder: Folder,
+        warn: Callable[[str], None],
+        salt: str = "",
+        states: StateStorage = DEFAULT_STATES,
+    ) -> None:
         self.plan, self.folder, self._model, self._warn = plan, folder, model, warn
-        self.root, self._environment = root_key(model, plan, salt), _environment()
+        self._states = states if has_states(plan.native_caches()) else None
+        self.state_format = EXACT if self._states is None else self._states.format
+        self._state_shapes = state_shapes(probe_states(model))
+        self.root, self._environment = root_key(model, plan, salt, self.state_format), _environment()
         self._has_failed = self._has_refused = False
         self.live: WeakValueDictionary[_State, RestoredCheckpoint] = WeakValueDictionary()
 
@@ -146,6 +168,10 @@ class PrefixCache:
     def is_usable(self) -> bool:
         """Whether what computes is what it was; a kernel that fails on the way changes it."""
         return _environment() == self._environment
+
+    def is_due(self, tokens: int, stored: int) -> bool:
+        """Return whether a prompt is to be stored in the middle, after `tokens` tokens; `stored` were so last."""
+        return self._states is None or self._states.is_due(tokens, stored)
 
     def summaries(self) -> dict[str, Summary]:
         """Return the checkpoints under this root, by their keys."""
@@ -174,6 +200,8 @@ class PrefixCache:
         layers = compressed_caches(caches)
         if [layer.spec for layer in layers] != [layer.spec for layer in self.plan.layers]:
             raise CacheFormatError("its layers are stored in other formats than those of the plan")
+        if state_shapes(caches) != self._state_shapes:  # those of fewer heads could be broadcast to all
+            raise CacheFormatError("its recurrent states have other shapes than the model's")
         if any(layer.offset != tokens for layer in layers):
             raise CacheFormatError(f"it holds {layers[0].offset} tokens, not {tokens}")
         finite = [mx.isfinite(array).all() for array in all_arrays(caches) if mx.issubdtype(array.dtype, mx.floating)]
@@ -304,7 +332,7 @@ class CachedPrompt:
         try:
             with self._folder.writing() as may_write:
                 if may_write:
-                    self._write(Checkpoint(caches, tokens))
+                    self._write(Checkpoint(caches, tokens, self._cache.state_format))
         except OSError as error:
             self._has_failed = True
             self._cache.report_write(error)

@@ -386,7 +386,13 @@ class LayerGroup:
         listeners = []
         calibrator, buffer = self.calibrators.get(number), self._buffers.get(number)
         if calibrator is not None and calibrator.due(stop):
-            listeners.append(QueryListener(lambda q, rope: calibrator.observe(q, start, rope), before_rope=True))
+            rope = calibrator.rope
+            if rope is not None and rope.is_fused:
+                listeners.append(
+                    QueryListener(lambda q, *_: calibrator.observe(rope.unrotate(q, start), start, rope.module))
+                )
+            else:
+                listeners.append(QueryListener(lambda q, rope: calibrator.observe(q, start, rope), before_rope=True))
         if buffer is not None:
             listeners.append(QueryListener(buffer.append))
         return tuple(listeners)

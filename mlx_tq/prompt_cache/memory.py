@@ -8,7 +8,10 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_reduce
+from mlx_lm.models.cache import ArraysCache
 
+from mlx_tq.cache.layer import cache_parts
+from mlx_tq.cache.recurrent_states import StoredStates, has_states
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.codec.formats import get_format
 from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig
@@ -18,7 +21,7 @@ from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.layer_bytes import native_cache_bytes, native_capacity, native_row_bytes
 from mlx_tq.prompt_cache.layer_group import EvictionPlan, cache_arrays
 from mlx_tq.prompt_cache.plan import LayerPlan, Plan, budget_in_tokens, choose_formats
-from mlx_tq.prompt_cache.transient import activation_nbytes, attention_nbytes, growth_nbytes
+from mlx_tq.prompt_cache.transient import activation_nbytes, attention_nbytes, growth_nbytes, selection_nbytes
 
 PREFILL_STEP = 256  # tokens, the shortest that --memory chooses
 MAX_PREFILL_STEP = 2048  # tokens; longer steps prefill no prompt faster
@@ -147,8 +150,13 @@ def sequence_bytes(model: Any, config: KVConfig, others: Bytes, step: int = 1) -
     `others` comes from `other_bytes`.
     """
     if config.is_off:
-        slots = model_facts(model).slots
-        return lambda tokens: others(tokens) + sum(native_cache_bytes(slot, tokens) for slot in slots)
+        facts = model_facts(model)
+        rest = sum(part.token_nbytes for part in facts.uncompressed)
+        return lambda tokens: (
+            others(tokens)
+            + rest * native_capacity(tokens)
+            + sum(native_cache_bytes(slot, tokens) for slot in facts.slots)
+        )
     plan = plan_caches(model, config)
     return lambda tokens: others(tokens) + plan.cache_peak_nbytes(tokens, step)
 
@@ -160,26 +168,49 @@ def transient_bytes(model: Any, config: KVConfig, step: int) -> Bytes:
         return lambda tokens: plan.transient_nbytes(tokens, step)
     facts = model_facts(model)
 
+    selecting = {part.index for part in facts.uncompressed}
+
     def count(tokens: int) -> int:
         layer = max(
-            attention_nbytes(slot, tokens, step, compressed=False) + growth_nbytes(slot, tokens) for slot in facts.slots
+            attention_nbytes(slot, tokens, step, compressed=False)
+            + growth_nbytes(slot, tokens)
+            + (selection_nbytes(slot, tokens, step) if slot.index in selecting else 0)
+            for slot in facts.slots
         )
         return layer + activation_nbytes(facts.slots, facts.activations, min(step, tokens))
 
     return count
 
 
+def probe_states(model: Any) -> list[ArraysCache]:
+    """Return the caches of a model's recurrent layers after a few tokens, not evaluated."""
+    caches = native_caches(model)
+    if has_states(caches):
+        model(mx.zeros((1, _PROBE_TOKENS), mx.int32), cache=caches)
+    return [part for part in cache_parts(caches) if isinstance(part, ArraysCache)]
+
+
+def state_nbytes(model: Any, state_format: str) -> int:
+    """Return the bytes of a model's recurrent states of one sequence, in one of the `STATE_FORMATS`.
+
+    Inputs of convolutions are included. They stay exact.
+    """
+    return sum(StoredStates(cache, state_format).nbytes for cache in probe_states(model))
+
+
 def other_bytes(model: Any) -> Bytes:
-    """Return the bytes of caches that are not compressed: a window of tokens, or a state of fixed size.
+    """Return the bytes of caches that do not grow with the tokens: a window of tokens, or a state of fixed size.
 
     If there are such caches, the model is called on a few tokens, and nothing is evaluated.
     """
-    slots = {(slot.index, slot.part) for slot in model_facts(model).slots}
+    facts = model_facts(model)
+    growing = {(slot.index, slot.part) for slot in facts.slots}
+    growing |= {(part.index, part.part) for part in facts.uncompressed}
     caches = native_caches(model)
     others = []
     for index, cache in enumerate(caches):
         parts = enumerate(cache.caches) if hasattr(cache, "caches") else [(None, cache)]
-        others += [part for number, part in parts if (index, number) not in slots]
+        others += [part for number, part in parts if (index, number) not in growing]
     if others:
         model(mx.zeros((1, _PROBE_TOKENS), mx.int32), cache=caches)
     fixed, windows = 0, []

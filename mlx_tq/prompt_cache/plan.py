@@ -15,7 +15,7 @@ from mlx_tq.codec.formats import get_format
 from mlx_tq.config import BLOCK, COLD, Budget, EvictConfig, KVConfig, parse_budget
 from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import ConfigError, UnsupportedModelError
-from mlx_tq.integration.probe import ModelFacts, SlotFacts
+from mlx_tq.integration.probe import ModelFacts, SlotFacts, UncompressedPart
 from mlx_tq.kernels.arguments import can_run
 from mlx_tq.policies.calibration import SKIP, Calibration, QueryStats
 from mlx_tq.policies.heads import Division, Heads, divide_heads
@@ -30,10 +30,11 @@ from mlx_tq.prompt_cache.layer_bytes import (
     layer_bytes,
     layer_layout,
     native_cache_bytes,
+    native_capacity,
 )
 from mlx_tq.prompt_cache.layer_group import EvictionPlan
 from mlx_tq.prompt_cache.measurements import HeadScores
-from mlx_tq.prompt_cache.transient import activation_nbytes, attention_nbytes, compression_nbytes
+from mlx_tq.prompt_cache.transient import activation_nbytes, attention_nbytes, compression_nbytes, selection_nbytes
 
 _PROMOTED = "q8"  # the least format of layers where low-bit keys would hurt
 
@@ -87,6 +88,7 @@ class Plan:
     ranks: Ranks = ALONE  # processes that have parts of the model; heads and bytes are this rank's
     name: str = ""  # of the model, as users know it
     activations: int = 0  # numbers that a token's pass through one layer keeps at once
+    uncompressed: tuple[UncompressedPart, ...] = ()  # plain KV caches that stay mlx-lm's own
 
     @property
     def recalls(self) -> bool:
@@ -145,11 +147,16 @@ class Plan:
         return self.ranks.size * sum(layer.slot.heads for layer in self.layers)
 
     def bytes_at(self, tokens: int, extra: int = 0, recalled: int = 0) -> RegionBytes:
-        """Return the sum of `layers_at`."""
-        return sum(self.layers_at(tokens, extra, recalled), RegionBytes())
+        """Return the sum of `layers_at`, and of what stays uncompressed and grows with the tokens."""
+        total = sum(self.layers_at(tokens, extra, recalled), RegionBytes())
+        return replace(total, allocated=total.allocated + self.uncompressed_nbytes(tokens))
+
+    def uncompressed_nbytes(self, tokens: int) -> int:
+        """Return the bytes of the plain KV caches that stay mlx-lm's own after prefilling `tokens` tokens."""
+        return native_capacity(tokens) * sum(part.token_nbytes for part in self.uncompressed)
 
     def nbytes(self, tokens: int) -> int:
-        """Return the bytes of the compressed layers after `tokens` tokens, before the next forward pass."""
+        """Return the bytes of plain KV caches, compressed or not, after `tokens` tokens, before the next pass."""
         return self.bytes_at(tokens).allocated
 
     def peak_nbytes(self, tokens: int, step: int = 1) -> int:
@@ -168,9 +175,11 @@ class Plan:
         stored = min(tokens, self.live(max(0, tokens - step)) + step + recalled)
         if self.division is not None and self.division.num_retrieval:
             stored = tokens
-        slots = [layer.slot for layer in self.layers]
+        slots, selecting = [layer.slot for layer in self.layers], {part.index for part in self.uncompressed}
         layers = (
-            attention_nbytes(slot, stored, step, rows, compressed=True) + compression_nbytes(slot, stored, step, rows)
+            attention_nbytes(slot, stored, step, rows, compressed=True)
+            + compression_nbytes(slot, stored, step, rows)
+            + (selection_nbytes(slot, stored, step) if slot.index in selecting else 0)
             for slot in slots
         )
         return max(layers) + activation_nbytes(slots, self.activations, rows * min(step, tokens))
@@ -202,8 +211,8 @@ class Plan:
         return sum(layer.shared_nbytes(tokens) for layer in self.layers) if self.live(total) == total else 0
 
     def native_nbytes(self, tokens: int) -> int:
-        """Return the bytes that mlx-lm's own caches of the same layers allocate for `tokens` tokens."""
-        return sum(layer.native_nbytes(tokens) for layer in self.layers)
+        """Return the bytes that mlx-lm's own caches allocate for `tokens` tokens in place of `nbytes`."""
+        return self.uncompressed_nbytes(tokens) + sum(layer.native_nbytes(tokens) for layer in self.layers)
 
     @property
     def native_dtype(self) -> str:
@@ -255,6 +264,7 @@ def make_plan(
         ranks=facts.ranks,
         name=facts.name,
         activations=facts.activations,
+        uncompressed=facts.uncompressed,
     )
     return plan if config.evict is None else _with_eviction(plan, facts, config.evict, calibration, head_scores)
 
@@ -323,6 +333,11 @@ def _with_eviction(
     if facts.counts_keys:
         raise UnsupportedModelError(
             f"{name} takes positions from the number of keys it fetched, which eviction changes. Use --kv-evict none."
+        )
+    if facts.uncompressed:
+        raise UnsupportedModelError(
+            f"{name} has a part of its cache that stays uncompressed and keeps all tokens: "
+            f"{facts.uncompressed[0].reason}. The other parts cannot evict any without it. Use --kv-evict none."
         )
     policy, source = config.policy, ""
     if len(plan.layers) < policy.min_layers:
@@ -406,7 +421,7 @@ def learn_ropes(facts: ModelFacts) -> list[Rope]:
             )
         if id(slot.rope) not in learned:
             try:
-                learned[id(slot.rope)] = learn_rope(slot.rope, slot.key_dim)
+                learned[id(slot.rope)] = replace(learn_rope(slot.rope, slot.key_dim), is_fused=slot.is_rope_fused)
             except UnsupportedModelError as error:
                 raise UnsupportedModelError(f"{facts.model_type}, layer {slot.index}: {error}") from error
     return [learned[id(slot.rope)] for slot in facts.slots]

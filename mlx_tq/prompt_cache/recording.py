@@ -3,14 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache
 
 from mlx_tq.cache.view import Handle, make_handles
-from mlx_tq.integration.probe import native_caches
+from mlx_tq.integration.probe import model_facts, native_caches
 from mlx_tq.kernels.mlx_attention import attend_in_full_precision
 from mlx_tq.kernels.regions import Mask
 from mlx_tq.prompt_cache.compressed import compressed_attention
@@ -84,15 +83,16 @@ def record_attention(model: Any, ids: list[int], last: int) -> list[Attended]:
 
 
 def watched_caches(model: Any, watch: Callable[[int, Attended], None]) -> list[Any]:
-    """Return empty caches of mlx-lm's, which call `watch` with each pass; plain ones have numbers as in a `Plan`."""
-    numbers = count()
+    """Return empty caches of mlx-lm's; those of a `Plan` call `watch` with each pass, and with their number in it."""
+    numbers = {(slot.index, slot.part): number for number, slot in enumerate(model_facts(model).slots)}
 
-    def watched(cache: Any) -> Any:
+    def watched(cache: Any, index: int, part: int | None = None) -> Any:
         if type(cache) is CacheList:
-            return CacheList(*map(watched, cache.caches))
-        return WatchedCache(partial(_attend, watch, next(numbers))) if type(cache) is KVCache else cache
+            return CacheList(*(watched(inner, index, place) for place, inner in enumerate(cache.caches)))
+        number = numbers.get((index, part))
+        return cache if number is None else WatchedCache(partial(_attend, watch, number))
 
-    return list(map(watched, native_caches(model)))
+    return [watched(cache, index) for index, cache in enumerate(native_caches(model))]
 
 
 def _attend(

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from mlx_tq.kernels import backend, execution_record
@@ -45,8 +46,10 @@ def _full_precision(plan: Plan, tokens: int) -> list[FullPrecision]:
     compressed = {layer.slot.index for layer in plan.layers}
     reasons = {index: f"{name}, {_KEPT}" for index, name in enumerate(plan.classes) if index not in compressed}
     reasons |= {layer.slot.index: reason for layer in plan.layers if (reason := _plain_parts(layer))}
-    by_reason = sorted(reasons, key=lambda index: (reasons[index], index))
-    return [FullPrecision(list(layers), reason) for reason, layers in groupby(by_reason, key=reasons.__getitem__)]
+    pairs = [(reason, index) for index, reason in reasons.items()]
+    pairs += [(f"part {part.part} of their caches: {part.reason}", part.index) for part in plan.uncompressed]
+    by_reason = groupby(sorted(pairs), key=itemgetter(0))
+    return [FullPrecision([index for _, index in layers], reason) for reason, layers in by_reason]
 
 
 def _plain_parts(layer: LayerPlan) -> str:

@@ -122,7 +122,7 @@ def cache_stats(caches: Sequence[Any], plan: Plan | None) -> CacheStats:
     others = [part for part in cache_parts(caches) if id(part) not in counted]
     native_nbytes = sum(part.nbytes for part in others) + sum(map(_dequantized_nbytes, quantized))
     if compressed and plan is not None:
-        native_nbytes += plan.native_nbytes(tokens)
+        native_nbytes += plan.native_nbytes(tokens) - plan.uncompressed_nbytes(tokens)
     group = layer_group_of(compressed)
     eviction = group.stats if group else EvictionStats()
     blocks = [b for b in group.archived if not b.lost and b.positions[0] not in group.recalled] if group else []

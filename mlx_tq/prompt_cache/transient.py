@@ -19,6 +19,7 @@ _GROWN_COPIES = 2
 # one per operation, and mlx begins up to ten operations ahead.
 _DECODED_COPIES, _ENCODED_COPIES = 1, 2
 _REFERENCE_DECODED_COPIES, _REFERENCE_ENCODED_COPIES = 3, 4
+_SELECTION_COPIES = 2
 _FP32_BYTES = 4
 
 
@@ -35,6 +36,12 @@ def attention_nbytes(slot: SlotFacts, tokens: int, step: int, rows: int = 1, *, 
     shape = AttentionShape(1, slot.query_heads, slot.heads, queries, tokens, *dims, causal)
     projected = rows * queries * (slot.query_heads + slot.heads) * head_dims * dtype.size
     return (0 if in_kernel else scores_nbytes(shape)) + _PROJECTED_COPIES * projected
+
+
+def selection_nbytes(slot: SlotFacts, tokens: int, step: int) -> int:
+    """Return the bytes of what selects tokens: scores of as many heads as keys have, and a mask for all queries."""
+    scores = _SELECTION_COPIES * slot.heads * _FP32_BYTES
+    return (slot.query_heads + scores) * min(step, tokens) * tokens
 
 
 def growth_nbytes(slot: SlotFacts, tokens: int) -> int:

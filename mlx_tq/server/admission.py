@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mlx_tq.cache.packed_rows import SharedBuffers
+from mlx_tq.cache.recurrent_states import DEFAULT_STATES, StateStorage
 from mlx_tq.cli.screen import human_bytes
 from mlx_tq.prefix_cache.prefix_cache import common_prefix
 from mlx_tq.prompt_cache.layer_group import compressed_caches
@@ -38,6 +39,7 @@ class EngineLimits:
     queue: int  # waiting jobs
     prefill_grid: PrefillGrid
     prompt_cache_bytes: int = sys.maxsize
+    states: StateStorage = DEFAULT_STATES  # of stored prompts
     memory: int | None = None
     memory_includes_steps: bool = False
     decode_share: float = 0.5  # of the time that running answers keep while prompts are prefilled

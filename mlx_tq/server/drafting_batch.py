@@ -5,11 +5,10 @@ from typing import Any, Self
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationBatch
-from mlx_lm.models.cache import trim_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
+from mlx_tq.integration.rollback import RejectablePass, narrow_windows, widen_windows
 from mlx_tq.speculative.drafts import Drafter, Drafts
-from mlx_tq.speculative.rollback import can_roll_back
 from mlx_tq.speculative.stopwatch import Stopwatch
 
 
@@ -28,7 +27,9 @@ class DraftingBatch(GenerationBatch):  # type: ignore[misc]
     _drafts: Drafts | None  # of the single answer
     _drafts_uid: int | None
     _ahead: list[tuple[int, mx.array]]  # drafted tokens that the caches hold, and the logits [1, V] after each
-    _verifying: int  # tokens of the verify pass whose first draw is not known yet, or 0
+    _verified: RejectablePass | None  # the pass that made them
+    _windows: list[Any]  # sliding windows that are widened, so that they can forget these tokens
+    _verifying: int  # tokens of the verify pass whose time is not noted yet, or 0
     _is_plain: bool  # the next token was drawn from a plain step
     _watch: Stopwatch
 
@@ -38,14 +39,18 @@ class DraftingBatch(GenerationBatch):  # type: ignore[misc]
         batch: Self = cls.empty(model, greedy_sampler)
         batch._drafter, batch._count_drafts = drafter, count_drafts
         batch._drafts, batch._drafts_uid = None, None
-        batch._ahead, batch._verifying, batch._is_plain, batch._watch = [], 0, False, Stopwatch()
+        batch._ahead, batch._verified, batch._windows = [], None, []
+        batch._verifying, batch._is_plain, batch._watch = 0, False, Stopwatch()
         return batch
 
     def settle(self) -> None:
         """Trim what was drafted and not delivered, so that the caches hold `tokens`."""
         if self._ahead:
-            trim_prompt_cache(self.prompt_cache, len(self._ahead))
+            assert self._verified is not None  # noqa: S101 - tells the type checker
+            self._verified.forget(len(self._ahead))
             self._ahead = []
+        narrow_windows(self._windows)
+        self._windows = []
 
     def extend(self, batch: Any) -> None:
         self.settle()
@@ -84,15 +89,16 @@ class DraftingBatch(GenerationBatch):  # type: ignore[misc]
     def _step_with_drafts(self, drafts: Drafts) -> Any:
         if self._ahead or drafts.may_draft:
             token: Any = self._next_tokens.item()
-            self._note_time(drafts)
             if self._ahead and token == self._ahead[0][0]:
                 self._count_drafts(0, 1)
                 return self._deliver(token, self._ahead.pop(0)[1])
             self.settle()
+            self._note_time(drafts)
             drafts.append(token)
             draft = drafts.draft(self.max_tokens[0] - self._num_tokens[0] - 1)
-            if draft and can_roll_back(self.prompt_cache, 1 + len(draft)):
+            if draft:
                 return self._verify(token, draft)
+        self.settle()
         # Without a draft in sight, mlx-lm's step begins the next pass before the token of this one is known.
         delivered = super()._step()
         self._note_time(drafts)
@@ -100,7 +106,7 @@ class DraftingBatch(GenerationBatch):  # type: ignore[misc]
         return delivered
 
     def _note_time(self, drafts: Drafts) -> None:
-        """Note the time of the pass from which the token of this step was drawn."""
+        """Note the time since the last pass: of a plain step, or of a verify pass and what it took to settle it."""
         if drafts.gate is not None and self._verifying:
             drafts.gate.note_verify_pass(self._verifying, self._watch.lap())
         elif drafts.gate is not None and self._is_plain:
@@ -110,10 +116,16 @@ class DraftingBatch(GenerationBatch):  # type: ignore[misc]
     def _verify(self, token: int, draft: list[int]) -> Any:
         """Run the token of this step and a draft through the model."""
         self._count_drafts(len(draft), 0)
-        logits = self.model(mx.array([[token, *draft]], mx.uint32), cache=self.prompt_cache)
+        self._windows = widen_windows(self.prompt_cache, 1 + len(draft))
+        ids = [token, *draft]
+        self._verified = RejectablePass(self.prompt_cache, ids, self._run)
+        logits = self._run(ids)
         self._ahead = [(drafted, logits[:, i]) for i, drafted in enumerate(draft, start=1)]
         self._verifying = 1 + len(draft)
         return self._deliver(token, logits[:, 0])
+
+    def _run(self, ids: list[int]) -> Any:
+        return self.model(mx.array([ids], mx.uint32), cache=self.prompt_cache)
 
     def _deliver(self, token: int, logits: mx.array) -> Any:
         """Deliver the token that was drawn ahead, and draw the next from its logits [1, V], as mlx-lm's step does."""

@@ -18,6 +18,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import BatchGenerator, make_stop_sequences
 
+from mlx_tq.cache.recurrent_states import has_states
 from mlx_tq.cli.runner import end_rank
 from mlx_tq.config import PROFILES, KVConfig
 from mlx_tq.errors import is_out_of_memory
@@ -75,6 +76,9 @@ class OneRowModel:
 
     def __call__(self, tokens: mx.array, cache: Any = None) -> Any:
         return self._model(tokens, cache=[part.cache for part in cache])
+
+    def make_cache(self) -> list[OneRow]:
+        return list(map(OneRow, native_caches(self._model)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -140,11 +144,16 @@ class Engine:
         self._prefill_order = PrefillOrder(pads=limits.pads_prompts)
         # Sessions are local to rank 0, but all ranks must get the same cache hits.
         shared_sessions = sessions if self._ranks.is_alone else None
-        self._stored_prompts = StoredPrompts(limits.prompt_cache_bytes, tokenizer.decode, prefix_cache, shared_sessions)
+        self._stored_prompts = StoredPrompts(
+            limits.prompt_cache_bytes, tokenizer.decode, prefix_cache, shared_sessions, limits.states.format
+        )
+        self._has_states = has_states(native_caches(model))
         self.memory_need: MemoryNeed | None = None
         if plan is not None and limits.memory is not None:
             self.memory_need = MemoryNeed(
-                model, plan, limits.prefill_grid, limits.memory, includes_steps=limits.memory_includes_steps
+                *(model, plan, limits.prefill_grid, limits.memory),
+                includes_steps=limits.memory_includes_steps,
+                state_format=limits.states.format,
             )
         self._admission = Admission(plan, self.memory_need, limits, self._stored_prompts, sessions)
         self._samplers: MutableMapping[int, ErrorGuard] = WeakValueDictionary()  # by id of the job's sampler
@@ -590,14 +599,19 @@ class Engine:
         extracted = cache(partial(self._extract, uid))  # once: states and windows are copied out of the batch
         is_at_question = running.question and num_remaining == len(running.question)
         is_segment_end = prefilled in running.segment_ends
-        least = MIN_STORED if is_segment_end or num_remaining == 1 else STORED_STEP
-        if stored is not None and prefilled - stored.last_checkpoint >= least and stored.can_store(prefilled):
+        is_end = is_segment_end or num_remaining == 1
+        if (
+            stored is not None
+            and self._is_due(prefilled, stored.last_checkpoint, is_end)
+            and stored.can_store(prefilled)
+        ):
             stored.store(running.prompt_ids[:prefilled], extracted().caches)
         if any(stop <= running.prefilled for stop in running.followers.values()):
             self._release_followers(running, extracted().caches)
-        if is_segment_end and not response.end_of_prompt:
+        is_grid_point = self._has_states and bool(running.segment_ends) and self._is_due(prefilled, running.kept)
+        if (is_segment_end or is_grid_point) and not response.end_of_prompt:
             caches, tokens = extracted()
-            running.shared = self._admission.shared_rows(running.job, caches)
+            running.shared, running.kept = self._admission.shared_rows(running.job, caches), prefilled
             self._stored_prompts.insert(tokens, caches, stored)
         if is_at_question:
             self._recall_for_question(uid, running)
@@ -607,6 +621,12 @@ class Engine:
             caches, tokens = self._extract(uid)
             for other in self._take_others(running):
                 self._insert(other, [running.prompt_ids[-1:]], caches, tokens)
+
+    def _is_due(self, tokens: int, stored: int, is_end: bool = False) -> bool:
+        """Return whether a prompt is to be stored after `tokens` tokens, if it is after `stored`."""
+        if is_end:
+            return tokens - stored >= MIN_STORED
+        return self.limits.states.is_due(tokens, stored) if self._has_states else tokens - stored >= STORED_STEP
 
     def _extract(self, uid: int) -> HeldCaches:
         """Return the caches of a job in the batch or out of it, None if nothing is prefilled, and their tokens."""

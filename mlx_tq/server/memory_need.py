@@ -5,8 +5,9 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
+from mlx_tq.cache.recurrent_states import EXACT
 from mlx_tq.cli.loading import check_fits
-from mlx_tq.prompt_cache.memory import other_bytes
+from mlx_tq.prompt_cache.memory import other_bytes, state_nbytes
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.server.prefill_grid import PrefillGrid
 
@@ -16,8 +17,20 @@ _POSITIONS = 8  # of a prompt at which the bytes of a step are computed
 class MemoryNeed:
     """Computes bytes from a model's shape, and adds to those of a step what steps of its length took beyond them."""
 
-    def __init__(self, model: Any, plan: Plan, grid: PrefillGrid, available: int, *, includes_steps: bool) -> None:
-        """`available` bytes are for all caches, and, if `includes_steps`, for what a prefill step takes."""
+    def __init__(
+        self,
+        model: Any,
+        plan: Plan,
+        grid: PrefillGrid,
+        available: int,
+        *,
+        includes_steps: bool,
+        state_format: str = EXACT,
+    ) -> None:
+        """`available` bytes are for all caches, and, if `includes_steps`, for what a prefill step takes.
+
+        `state_format` is that of stored prompts.
+        """
         self._plan, self._grid, self.available, self._includes_steps = plan, grid, available, includes_steps
         others = other_bytes(model)
         # States and windows are held twice while a step replaces them, and while a sequence joins a batch.
@@ -25,6 +38,9 @@ class MemoryNeed:
         self.caches_nbytes: Callable[[int], int] = lru_cache(maxsize=1024)(
             lambda tokens: plan.cache_peak_nbytes(tokens, grid.first) + 2 * others(tokens)
         )
+        saved = state_nbytes(model, EXACT) - state_nbytes(model, state_format)
+        # Of a prompt that stays in memory when nothing continues from it.
+        self.stored_nbytes: Callable[[int], int] = lambda tokens: self.caches_nbytes(tokens) - others(tokens) - saved
         self._computed = lru_cache(maxsize=1024)(self._compute)
         self._excess: dict[int, int] = {}  # bytes that steps took beyond those computed, by the bits of their length
 

@@ -5,7 +5,7 @@ import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
@@ -227,7 +227,7 @@ class ModelService:
         Refuse what exceeds them.
         """
         requested, count, limits = request.answer_tokens or self._max_tokens, request.n or 1, self.engine.limits
-        if count > limits.concurrency:
+        if limits.batches and count > limits.concurrency:  # else they run one after the other
             raise InvalidRequestError(f"n is {count}; this server generates at most {limits.concurrency}", "n")
         param = "messages" if isinstance(request, ChatRequest) else "prompt"
         least = 1 if requested else _LEAST_ANSWER
@@ -265,6 +265,7 @@ class ModelService:
         report["plan"] = {
             "layers": [{"count": len(list(layers)), "key": key, "value": value} for (key, value), layers in groups],
             "other_layers": len(plan.classes) - len({layer.slot.index for layer in plan.layers}),
+            "uncompressed": [asdict(part) for part in plan.uncompressed],
             "sinks": spec.sinks,
             "window": spec.window,
             "dtype": str(plan.layers[0].slot.dtype),
@@ -285,7 +286,7 @@ class ModelService:
         servable = cacheable = positions
         if need is not None:
             servable = need.most_tokens(1, positions or _UNKNOWN_CONTEXT)
-            cacheable = bisect_right(range(1, servable + 1), limits.prompt_cache_bytes, key=need.caches_nbytes)
+            cacheable = bisect_right(range(1, servable + 1), limits.prompt_cache_bytes, key=need.stored_nbytes)
         most = None if servable is None else max(1, servable - _LEAST_ANSWER)
         return {
             "max_model_len": servable,

@@ -18,7 +18,7 @@ import uvicorn
 from mlx_lm.models.cache import make_prompt_cache
 
 from http_limits.connections import server_config, url_of
-from mlx_tq.cli.loading import free_memory, load_draft_model, load_model
+from mlx_tq.cli.loading import free_memory, load_draft_model, load_model, state_storage
 from mlx_tq.cli.options import API_KEY_VARIABLE, OFF, Request
 from mlx_tq.cli.runner import DONE, FAILED, INTERRUPTED
 from mlx_tq.cli.screen import note, show_lookup, show_plan, stderr
@@ -215,6 +215,7 @@ def _load(
         prefill_grid=measured_grid(model, request.config) if step is None else PrefillGrid(step),
         prompt_cache_bytes=stored_nbytes,
         decode_share=args.decode_share,
+        states=state_storage(request),
     )
     plan = None if request.config.is_off else plan_caches(model, request.config)
     caches = make_prompt_cache(model) if plan is None else build_caches(plan)
@@ -239,7 +240,7 @@ def _load(
     show_plan(plan, min(_SHOWN_TOKENS, positions or _SHOWN_TOKENS))
     if positions is not None and (most := need.most_tokens(1, positions)) < positions:
         note(f"The memory holds {most:,} of the model's {positions:,} tokens of context; longer requests are refused")
-    prefix_cache = None if folder is None else PrefixCache(model, plan, folder, log.warning, salt)
+    prefix_cache = None if folder is None else PrefixCache(model, plan, folder, log.warning, salt, limits.states)
     return model, tokenizer, plan, limits, prefix_cache, drafter
 
 

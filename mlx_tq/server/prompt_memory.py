@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
+from mlx_tq.cache.recurrent_states import EXACT, pack_states, unpack_states
 from mlx_tq.errors import CacheFormatError
 from mlx_tq.prefix_cache.prefix_cache import common_prefix
 from mlx_tq.prompt_cache.capacity import all_arrays, release_capacity
@@ -51,11 +52,11 @@ class PromptMemory:
     """Finds the caches of the longest stored prefix.
 
     Beyond `limit` bytes, prompts are removed by worth: their tokens, and how recently they were used. `decode` turns
-    token ids into text for the log.
+    token ids into text for the log. Recurrent states are stored in one of the `STATE_FORMATS`.
     """
 
-    def __init__(self, limit: int, decode: Callable[[list[int]], str] = str) -> None:
-        self._limit, self._decode = limit, decode
+    def __init__(self, limit: int, decode: Callable[[list[int]], str] = str, state_format: str = EXACT) -> None:
+        self._limit, self._decode, self._state_format = limit, decode, state_format
         self._prompts: list[_Stored] = []
         self._holders: Counter[int] = Counter()  # prompts that hold an array, by its id
         self._uses = 0
@@ -66,6 +67,7 @@ class PromptMemory:
 
     def insert(self, ids: Sequence[int], caches: list[Any]) -> None:
         """Store caches that hold `ids`, and belong to this memory from now on."""
+        caches = pack_states(caches, self._state_format)
         release_capacity(caches)
         tokens = np.array(ids, np.int64)
         is_trimmable = can_trim_prompt_cache(caches) and not has_evicted(caches)
@@ -97,7 +99,7 @@ class PromptMemory:
                 continue
             if notes_use:
                 stored.last_use = self._next_use()
-            return caches, count
+            return unpack_states(caches), count
         return None, 0
 
     def longest(self, ids: Sequence[int], most: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache
 
+from mlx_tq.cache.recurrent_states import EXACT
 from mlx_tq.prefix_cache.prefix_cache import CachedPrompt, PrefixCache, common_prefix
 from mlx_tq.server.job import Job, SessionCaches
 from mlx_tq.server.job_recall import log_archive_warning
@@ -18,7 +19,7 @@ from mlx_tq.session.restore import release
 # Upper bound of the seconds to restore a token, as a share of those to prefill it.
 _RESTORE_COST = 0.05
 MIN_STORED = 32  # prefilling fewer tokens than this is faster than storing them
-STORED_STEP = 2048  # tokens of a long prompt after which it is stored while it is prefilled
+STORED_STEP = 2048  # tokens of a long prompt after which it is stored on disk while it is prefilled
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,9 @@ class StoredPrompts:
         decode: Callable[[list[int]], str],
         prefix_cache: PrefixCache | None,
         sessions: Sessions | None = None,
+        state_format: str = EXACT,
     ) -> None:
-        self.memory = PromptMemory(limit, decode)
+        self.memory = PromptMemory(limit, decode, state_format)
         self._prefix_cache, self._sessions = prefix_cache, sessions
 
     def insert(self, tokens: list[int], caches: list[Any], stored: CachedPrompt | None) -> None:

@@ -15,6 +15,7 @@ from mlx_lm.models.cache import CacheList
 from mlx_tq.cache.compacted import CompactedKVCache
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.errors import ConfigError
+from mlx_tq.integration.probe import model_facts
 from mlx_tq.models import ranks_of
 from mlx_tq.prompt_cache.compressed import compressed_attention
 from mlx_tq.prompt_cache.layer_group import compressed_caches
@@ -89,6 +90,11 @@ def _check(model: Any, layers: list[CompressedKVCache], tokens: int) -> None:
         )
     if not ranks_of(model).is_alone:
         raise ConfigError("compaction ranks the rows of all heads, which several processes divide. Use one process.")
+    if uncompressed := model_facts(model).uncompressed:
+        raise ConfigError(
+            "compaction keeps different rows of each head, and a part of this model's cache keeps all: "
+            f"{uncompressed[0].reason}. Do without --compact."
+        )
     if any(layer.evicts for layer in layers):
         raise ConfigError("compaction needs the rows of all tokens, and --kv-evict keeps some of them. Drop it.")
     if any(type(layer) is CompactedKVCache for layer in layers):

@@ -11,8 +11,9 @@ from typing import Any, Self
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_tq.cache.recurrent_states import DEFAULT_STATES, StateStorage
 from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig, RescueConfig
 from mlx_tq.errors import CacheFormatError, ConfigError, unknown_name
 from mlx_tq.integration.probe import position_limit
@@ -31,9 +32,10 @@ from mlx_tq.session.compaction import compact_prompt_cache
 from mlx_tq.session.restore import ProgressCallback, live_positions, prefill, take_archive_warning
 from mlx_tq.session.saved_conversation import SavedConversation
 from mlx_tq.session.shadow_mode import make_shadow
+from mlx_tq.session.state_history import StateHistory
 from mlx_tq.session.text import SESSION_ID, PlainText, PromptLengthLimit, TurnTemplate, check_max_tokens, check_text
 from mlx_tq.session.transcript import Quotation, Transcript, TurnRange, quotation_limit
-from mlx_tq.session.turn import UNLIMITED, StoppedError, Turn, TurnStats, search_evicted, trim_caches
+from mlx_tq.session.turn import UNLIMITED, StoppedError, Turn, TurnStats, roll_back, search_evicted
 from mlx_tq.session.worker import Worker
 from mlx_tq.speculative.lookup_mode import LookupMode
 
@@ -68,6 +70,9 @@ class Session:
         template: options of the chat template.
         prefix_cache: where the first prompt of a conversation is cached: a folder, "auto" for one in the user's cache
             folder, "off", or a `Folder` with a limit.
+        state_format: how the recurrent states of a model that has them are kept for `undo` and in the prefix cache:
+            "exact", or "q8" for 8 bits.
+        state_step: tokens of a prompt after which its states are stored in the prefix cache.
         shadow: let the model's own cache answer, and compare the compressed one with it every `shadow` tokens.
         prompt_lookup: speculative decoding with drafts copied from the conversation. "auto" drafts when that is
             expected to be faster, "on" whenever text repeats, and "off" never. With caches that cannot be rolled back,
@@ -104,6 +109,8 @@ class Session:
         prefill_step_size: int = 512,
         template: dict[str, Any] | None = None,
         prefix_cache: str | Folder | None = None,
+        state_format: str = DEFAULT_STATES.format,
+        state_step: int = DEFAULT_STATES.step,
         shadow: int | None = None,
         prompt_lookup: str = OFF,
         on_full: str = STOP,
@@ -139,6 +146,7 @@ class Session:
             warn_uncalibrated(self.plan, stacklevel=3)
         self._prefix_folder, self._shadow_every = open_folder(prefix_cache, ranks=ranks_of(model)), shadow
         self._prefix_cache: PrefixCache | None = None
+        self._states, self._history = StateStorage(state_format, state_step), StateHistory(state_format)
         self.client = open_client(self.rescue.service)
         caches = self._worker.run(self._make_caches)
         self.lookup_mode.check(model, caches)
@@ -205,6 +213,7 @@ class Session:
         except StoppedError:
             return
         start = len(transcript.ids)
+        self._history.keep(self.cache, start)
         before = self._template.between(transcript.ids[-1]) if start else transcript.opening
         prompt = [*before, *message_ids]
         room = self._room_after(len(prompt), start)
@@ -218,6 +227,7 @@ class Session:
             prefix_cache=None if start else self._open_prefix_cache(),
             shadow=self.shadow,
             lookup_mode=self.lookup_mode,
+            history=self._history,
             progress=lambda done, total: progress(prefilled + done, prefilled + total),
             is_stopped=lambda: self._is_stopping,
         )
@@ -309,7 +319,9 @@ class Session:
         if self._prefix_folder is None or self.plan is None:
             return None
         if self._prefix_cache is None or self._prefix_cache.plan is not self.plan:
-            self._prefix_cache = PrefixCache(self.model, self.plan, self._prefix_folder, self._warn_once)
+            self._prefix_cache = PrefixCache(
+                self.model, self.plan, self._prefix_folder, self._warn_once, states=self._states
+            )
         return self._prefix_cache
 
     def stop(self) -> None:
@@ -436,7 +448,7 @@ class Session:
 
     def _undo(self, progress: ProgressCallback | None) -> None:
         length = self._transcript.turn_ranges[-1].start
-        if not (length and can_trim_prompt_cache(self.cache) and trim_caches(self.cache, length)):
+        if not (length and roll_back(self.cache, length, self._history)):
             self.cache = self._prefill_again(self._transcript.ids[:length], progress)
         self._transcript.truncate(length)
         del self.turns[-1:]

@@ -10,9 +10,10 @@ from typing import Any, Self
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import stream_generate
-from mlx_lm.models.cache import can_trim_prompt_cache
+from mlx_lm.models.cache import ArraysCache, can_trim_prompt_cache
 
 from mlx_tq.cache.layer import CompressedKVCache, cache_parts
+from mlx_tq.cache.recurrent_states import EXACT, has_states
 from mlx_tq.errors import CacheFormatError, NonFiniteError
 from mlx_tq.models import ranks_of
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache, ReusedPrefix, reuse_prefix
@@ -31,6 +32,7 @@ from mlx_tq.session.restore import (
     split_question,
 )
 from mlx_tq.session.shadow_mode import Shadow
+from mlx_tq.session.state_history import StateHistory
 from mlx_tq.session.transcript import NO_QUOTATION, Quotation, SearchHits, Transcript
 from mlx_tq.speculative.lookup_decode import stream_with_lookup
 from mlx_tq.speculative.lookup_mode import LookupMode
@@ -91,11 +93,13 @@ class Turn:
         shadow: Shadow | None,
         lookup_mode: LookupMode,
         progress: ProgressCallback,
+        history: StateHistory | None = None,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self._model, self._tokenizer, self._caches, self._transcript = model, tokenizer, caches, transcript
         self._step, self._prefix_cache, self._shadow = step, prefix_cache, shadow
-        self._lookup_mode, self._progress, self._is_stopped = lookup_mode, progress, is_stopped
+        self._lookup_mode, self._history = lookup_mode, history or StateHistory(EXACT)
+        self._progress, self._is_stopped = progress, is_stopped
         self.start = len(transcript.ids)
         self.is_undone = False  # nothing was answered, and no tokens stay; the caches of a first turn must be replaced
         self.is_consistent = True  # the caches could be trimmed to one length
@@ -248,12 +252,15 @@ class Turn:
         if not is_answered and not self.start:  # new caches also free the buffers
             self.is_undone = True
             return
-        can_undo = not is_answered and can_trim_prompt_cache(self._caches)
-        self.is_undone = can_undo and trim_caches(self._caches, self.start)
+        self.is_undone = not is_answered and roll_back(self._caches, self.start, self._history)
         length = self.start if self.is_undone else min([len(self._transcript.ids), *cache_offsets(self._caches)])
         # After Ctrl-C in a forward pass, some layers have a token that others have not.
         is_even = all(offset == length for offset in cache_offsets(self._caches))
-        self.is_consistent = is_even or trim_caches(self._caches, length)
+        if not is_even and has_states(self._caches):
+            length = self.start
+            self.is_consistent = self.is_undone = roll_back(self._caches, length, self._history)
+        else:
+            self.is_consistent = is_even or trim_caches(self._caches, length)
         if self.is_consistent:
             self._transcript.truncate(length)
             self._send_evicted()  # after an undo: its text does not go to the service
@@ -298,6 +305,17 @@ def trim_caches(caches: list[Any], length: int) -> bool:
         for part in sorted(parts, key=lambda part: not isinstance(part, CompressedKVCache)):
             part.trim(part.offset - length)
     return all(offset == length for offset in cache_offsets(caches))
+
+
+def roll_back(caches: list[Any], length: int, history: StateHistory) -> bool:
+    """Trim caches to `length` tokens, with the states that `history` keeps; return whether that is possible."""
+    if not has_states(caches):
+        return can_trim_prompt_cache(caches) and trim_caches(caches, length)
+    others = [part for part in cache_parts(caches) if not isinstance(part, ArraysCache)]
+    if not (history.holds(caches, length) and can_trim_prompt_cache(others) and trim_caches(caches, length)):
+        return False
+    history.restore(length)
+    return True
 
 
 def search_evicted(model: Any, transcript: Transcript, query: str, live: np.ndarray) -> SearchHits:

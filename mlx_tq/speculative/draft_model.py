@@ -9,9 +9,9 @@ from mlx_lm.models.cache import trim_prompt_cache
 from mlx_tq.cache.layer import cache_parts
 from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import position_limit
-from mlx_tq.integration.speculative import check_rollback, widen_windows
+from mlx_tq.integration.rollback import RollbackWindow, draft_blocker, widen_windows
+from mlx_tq.integration.speculative import check_rollback
 from mlx_tq.speculative.draft_gate import MAX_ROWS
-from mlx_tq.speculative.rollback import lookup_blocker, window_of
 
 _STEP = 512  # tokens prefilled between two tokens of an answer
 
@@ -32,7 +32,7 @@ class DraftModel:
 
     def check(self, model: Any, caches: list[Any]) -> None:
         """Raise ConfigError if a model's caches cannot drop rejected drafts."""
-        reason = lookup_blocker(model, caches)
+        reason = draft_blocker(model, caches)
         if reason is not None:
             raise ConfigError(f"a draft model is given, but {reason}. Drop the draft model.")
 
@@ -81,7 +81,7 @@ class DraftModel:
 
     def _trim_to(self, count: int) -> None:
         excess = len(self._held) - count
-        if excess > MAX_ROWS and any(window_of(part) is not None for part in cache_parts(self._caches)):
+        if excess > MAX_ROWS and any(isinstance(part, RollbackWindow) for part in cache_parts(self._caches)):
             self._caches, count = self._open_caches(), 0
         elif excess:
             trim_prompt_cache(self._caches, excess)

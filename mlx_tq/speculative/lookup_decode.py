@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationResponse, generation_stream, maybe_quantize_kv_cache, wired_limit
-from mlx_lm.models.cache import trim_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
+from mlx_tq.integration.rollback import RejectablePass, rollback_windows
 from mlx_tq.speculative.prompt_lookup import PromptLookup
-from mlx_tq.speculative.rollback import can_roll_back
 from mlx_tq.speculative.stopwatch import Stopwatch
 
 _CLEAR_EVERY = 256  # tokens between releases of unused buffers, as in mlx-lm
@@ -71,7 +70,7 @@ class LookupDecoder:
                     lookup.gate.note_plain_step(watch.lap())
                 lookup.append(token)
                 draft = [] if following is not None else lookup.draft(self._max_tokens - self._count - 1)
-                is_plain = not draft or not can_roll_back(self._caches, 1 + len(draft))
+                is_plain = not draft
                 if is_plain:
                     following = following or self._begin_step(drawn.token)
                     yield self._report(token, drawn, from_draft=False)
@@ -82,7 +81,15 @@ class LookupDecoder:
 
     def _verify(self, drawn: Drawn, ids: list[int]) -> Generator[tuple[int, mx.array, bool], None, Drawn]:
         """Run the last token and a draft; yield the token and what is accepted, and return the draw after that."""
+        with rollback_windows(self._caches, len(ids)):
+            drawn = yield from self._accept(drawn, ids)
+        if self._lookup.gate is not None:
+            self._lookup.gate.note_verify_pass(len(ids), self._watch.lap())
+        return drawn
+
+    def _accept(self, drawn: Drawn, ids: list[int]) -> Generator[tuple[int, mx.array, bool], None, Drawn]:
         lookup, rows, num_read = self._lookup, mx.array(ids, mx.uint32), 1
+        verified = RejectablePass(self._caches, ids, lambda ids: self._run(mx.array(ids, mx.uint32)))
         logits = self._run(rows)
         mx.async_eval(logits)  # type: ignore[no-untyped-call]
         lookup.drafted += len(ids) - 1
@@ -103,9 +110,7 @@ class LookupDecoder:
             self._sampler(drawn.logprobs[None])  # as a plain step would have, so that a later answer draws the same
             raise
         finally:
-            trim_prompt_cache(self._caches, len(ids) - num_read)
-        if lookup.gate is not None:
-            lookup.gate.note_verify_pass(len(ids), self._watch.lap())
+            verified.forget(len(ids) - num_read)
         return drawn
 
     def _report(self, token: int, drawn: Drawn, *, from_draft: bool) -> tuple[int, mx.array, bool]:

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_tq.errors import ConfigError, unknown_name
+from mlx_tq.integration.rollback import draft_blocker
 from mlx_tq.speculative.draft_gate import DraftGate
 from mlx_tq.speculative.prompt_lookup import PromptLookup
-from mlx_tq.speculative.rollback import has_windows, lookup_blocker
 
 MODES = AUTO, ON, OFF = "auto", "on", "off"
 
@@ -25,12 +25,7 @@ class LookupMode:
 
     def blocker(self, model: Any, caches: list[Any]) -> str | None:
         """Return why nothing is drafted although the mode is not "off", or None."""
-        if self.name == OFF:
-            return None
-        reason = lookup_blocker(model, caches)
-        if reason is None and self.name == ON and has_windows(caches):
-            return "the model's sliding windows cannot drop a rejected draft once they are full"
-        return reason
+        return None if self.name == OFF else draft_blocker(model, caches)
 
     def check(self, model: Any, caches: list[Any]) -> None:
         """Raise ConfigError if the mode is "on" and drafts are not possible."""

@@ -8,6 +8,7 @@ import pytest
 
 from mlx_tq import config
 from mlx_tq.__main__ import COMMANDS
+from mlx_tq.cache.recurrent_states import DEFAULT_STATES, STATE_FORMATS
 from mlx_tq.cli import options as table
 from mlx_tq.cli.parser import command_parser
 from mlx_tq.kernels.backend import BACKENDS
@@ -187,4 +188,11 @@ def test_names_in_help_texts_are_those_of_the_registries():
     assert (tuple(config.PROFILES), config.DEFAULT_PROFILE) == (table.PROFILES, table.DEFAULT_PROFILE)
     assert tuple(name for name in policy_names() if name != "published") == table.POLICIES
     assert (BACKENDS, DTYPES, ON_FULL) == (table.BACKENDS, table.DTYPES, table.ON_FULL)
-    assert MODES == table.PROMPT_LOOKUP
+    assert (MODES, STATE_FORMATS) == (table.PROMPT_LOOKUP, table.STATE_FORMATS)
+
+
+def test_defaults_of_stored_states_are_those_of_the_package():
+    for flag, value in (("--state-format", DEFAULT_STATES.format), ("--state-step", DEFAULT_STATES.step)):
+        assert table.OPTIONS[flag].help.endswith(f"(default: {value})")
+    with pytest.raises(argparse.ArgumentTypeError, match="'q4' is not exact or q8"):
+        table.parse_state_format("q4")

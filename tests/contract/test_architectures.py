@@ -26,6 +26,7 @@ SERVED = [
 # The others that are; muse_spark computes in bfloat16, whatever the dtype.
 OTHERS = [name for name, arch in ARCHITECTURES.items() if arch.servable and name not in [*SERVED, "muse_spark"]]
 CLASSES = {letter: getattr(native, name, None) for name, letter in LETTERS.items()} | {"K": CompressedKVCache}
+CLASSES |= {"k": native.KVCache}  # of a part that stays uncompressed
 CHUNKS = [166, 40, 1, 5, 8, 1]  # the first one packs as soon as attention has told what keys are weighted by
 TOKENS = [(7 * i * i + 3 * i) % 160 for i in range(sum(CHUNKS))]
 

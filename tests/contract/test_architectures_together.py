@@ -13,12 +13,16 @@ from mlx_tq.config import PROFILES, KVConfig
 from mlx_tq.errors import UnsupportedModelError
 from mlx_tq.integration.batch_probe import batch_facts
 from mlx_tq.prompt_cache.compressed import compressed, compressed_attention, make_prompt_cache
+from mlx_tq.speculative.lookup_decode import LookupDecoder
+from mlx_tq.speculative.lookup_mode import LookupMode
+from mlx_tq.speculative.prompt_lookup import PromptLookup
 
 generate = import_module("mlx_lm.generate")  # whose functions are patched by name
 CONFIG = KVConfig(key="q8", value="tq4", sinks=16, window=32)
 CHUNKS = [166, 40, 1, 5, 8, 1]
 LENGTHS = (70, 20, 156, 5)  # the third packs a block while it generates
 TOKENS = 9
+BLOCKED = ("plamo3", "phi3small")  # several tokens do not get the logits of one at a time
 BUILT = [name for name, arch in ARCHITECTURES.items() if arch.buildable]
 QUICK = {"gpt_oss", "lfm2", "bailing_moe_linear"}
 # Mean KL of the logits, in nats. Where attention is sharp, or experts are near a tie, a tiny random model loses more.
@@ -37,6 +41,7 @@ SHARP = {
     "bitnet",
     "olmo_hybrid",
     "phimoe",
+    "minimax_m3_vl",  # experts and blocks of keys: if it takes all of both, it loses no more than others
 }
 SHARP_LIMITS = {"q8": 5e-4, "tq4": 2e-2}
 
@@ -92,7 +97,7 @@ def test_drafts_change_nothing_or_are_refused(name):
             plain = [token for token, _ in generate_step(prompt, model, max_tokens=40)]
             for draft in (other, build(name)):  # guesses that are mostly wrong, and its own
                 steps = generate.speculative_generate_step(prompt, model, draft, num_draft_tokens=3, max_tokens=40)
-                if set(ARCHITECTURES[name].layers) & {"A", "Y"} or name in ("plamo3", "phi3small"):
+                if set(ARCHITECTURES[name].layers) & {"A", "Y"} or name in BLOCKED:
                     with pytest.raises(UnsupportedModelError, match="speculative decoding is not supported"):
                         next(steps)
                 else:
@@ -101,11 +106,38 @@ def test_drafts_change_nothing_or_are_refused(name):
                     assert draft is other or sum(is_drafted for *_, is_drafted in drafted) > 10
 
 
+@pytest.mark.parametrize("name", cases(BUILT))
+def test_lookup_changes_nothing_or_is_refused(name):
+    model, prompt = build(name), ids(20)
+    for config in configs(name):
+        with compressed(model, config):
+            caches = native.make_prompt_cache(model)
+            reason = LookupMode("on").blocker(model, caches)
+            assert bool(reason) == (name in BLOCKED or bool(set(ARCHITECTURES[name].layers) & {"A", "Y"}))
+            if reason:
+                continue
+            plain = [token for token, _ in generate_step(mx.array(prompt), model, max_tokens=40)]
+            # A conversation in which the answer was given before, with some other tokens.
+            said = [token if number % 9 else 7 for number, token in enumerate(plain, start=1)]
+            lookup = PromptLookup([*prompt, *said, *prompt], None)
+            found = [
+                token for token, *_ in LookupDecoder(model, lookup, caches, max_tokens=40).tokens(mx.array(prompt))
+            ]
+            assert found == plain
+            assert lookup.accepted > 10
+
+
 @pytest.mark.parametrize("name", cases(name for name in BUILT if ARCHITECTURES[name].servable))
 def test_what_formats_lose(name):
-    model = build(name, spread=False)
+    check_loss(build(name, spread=False), SHARP_LIMITS if name in SHARP else LIMITS)
+
+
+def test_what_formats_lose_without_choices():
+    check_loss(build("minimax_m3_vl", spread=False, num_experts_per_tok=4, index_topk_blocks=100), LIMITS)
+
+
+def check_loss(model, limits):
     plain = spies.run(model, native.make_prompt_cache(model), ids(sum(CHUNKS)), CHUNKS)
-    limits = SHARP_LIMITS if name in SHARP else LIMITS
     for kind, limit in limits.items():
         with compressed_attention(model):
             caches = make_prompt_cache(model, KVConfig(key=kind, value=kind, sinks=16, window=32))

@@ -66,7 +66,7 @@ def test_weights_that_would_take_half_of_the_memory_stay_packed(tmp_path):
     assert bytes_of(packed) == bytes_of(load_outline(path, dequantize=False))
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next", "falcon_h1", "deepseek_v2"])
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next", "falcon_h1", "deepseek_v2", "minimax_m3_vl"])
 def test_architectures(tmp_path, name):
     """Windows, states, mixtures of experts, heads with two sizes."""
     write_folder(tmp_path, build(name), ARCHITECTURES[name].config)

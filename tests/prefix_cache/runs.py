@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from zoo import build
 
+from mlx_tq.cache.recurrent_states import StateStorage
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.models import load
 from mlx_tq.prefix_cache.folder import Folder
@@ -20,17 +21,19 @@ from mlx_tq.prompt_cache.capacity import with_trimmed_windows
 from mlx_tq.prompt_cache.compressed import compressed_attention, plan_caches
 
 STEP, LENGTH = 200, 560
+EACH_STEP = StateStorage(step=STEP)
 SMALL = KVConfig(key="q8", value="tq4", sinks=16, window=32)
 EVICTS = KVConfig(
     key="q8", sinks=16, window=32, evict=EvictConfig("triattention:warmup=64:trigger=16:granularity=1", 300, "off")
 )
-# A plain model, sliding windows, a hybrid, one whose layers have two caches each, and one that evicts on the way.
+# A plain model, sliding windows, a hybrid, two whose layers have two caches each, and one that evicts on the way.
 CASES = {
     "llama": ("llama", SMALL),
     "embedded": ("embedded", SMALL),
     "gemma3_text": ("gemma3_text", SMALL),
     "qwen3_next": ("qwen3_next", SMALL),
     "falcon_h1": ("falcon_h1", SMALL),
+    "minimax_m3_vl": ("minimax_m3_vl", SMALL),
     "evicts": ("embedded", EVICTS),
 }
 
@@ -60,11 +63,11 @@ def digest(caches):
     return hashed.hexdigest()
 
 
-def run_prompt(model, config, ids, folder=None):
+def run_prompt(model, config, ids, folder=None, states=EACH_STEP, max_tokens=8):
     """Return the tokens restored, those of the answer, and digests of the caches before and after the answer."""
     plan = plan_caches(model, config)
     caches = build_caches(plan)
-    prefix_cache = PrefixCache(model, plan, Folder(Path(folder)), print) if folder else None
+    prefix_cache = PrefixCache(model, plan, Folder(Path(folder)), print, states=states) if folder else None
     before = []
     with compressed_attention(model), reuse_prefix(prefix_cache, caches, ids[:-1]) as prefix:
 
@@ -75,7 +78,7 @@ def run_prompt(model, config, ids, folder=None):
 
         rest = mx.array(ids[prefix.restored :])
         options = {"prompt_cache": caches, "prefill_step_size": STEP, "prompt_progress_callback": progress}
-        answer = [token for token, _ in generate_step(rest, model, max_tokens=8, **options)]
+        answer = [token for token, _ in generate_step(rest, model, max_tokens=max_tokens, **options)]
     return {"restored": prefix.restored, "answer": answer, "before": before, "after": digest(caches)}
 
 

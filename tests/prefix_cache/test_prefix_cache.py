@@ -90,7 +90,7 @@ def test_bits_and_tokens_of_two_processes_are_those_without_a_prefix_cache(tmp_p
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next", "minimax_m3_vl"])
 def test_a_longer_prompt_continues_from_the_last_step_that_it_shares(name, tmp_path):
     model, (_, config) = load_model(name), CASES[name]
     longer = random_tokens(450) + random_tokens(80, seed=4)
@@ -345,7 +345,13 @@ CHANGED = {
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen3_next", *(pytest.param(name, marks=pytest.mark.full) for name in ("llama", "gemma3_text", "falcon_h1"))],
+    [
+        "qwen3_next",
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in ("llama", "gemma3_text", "falcon_h1", "minimax_m3_vl")
+        ),
+    ],
 )
 def test_a_stored_prompt_that_does_not_fit_the_model_is_a_miss_and_is_removed(name, tmp_path):
     model, ids = load_model(name), PROMPT[: STEP + 50]
@@ -482,7 +488,7 @@ def test_another_model_version_or_configuration_finds_nothing(monkeypatch):
         assert not keys & keys_of(LLAMA, config)
     assert not keys & keys_of(LLAMA, salt="another API key")
     assert not keys & keys_of(LLAMA, ids=[*PROMPT[:299], 7])
-    for name, value in (("FORMAT", 2), ("__version__", "0.2.0"), ("version", lambda name: "9")):
+    for name, value in (("FORMAT", 3), ("__version__", "0.2.0"), ("version", lambda name: "9")):
         with monkeypatch.context() as changed:
             changed.setattr(f"mlx_tq.prefix_cache.prefix_cache.{name}", value)
             assert not keys & keys_of(LLAMA)

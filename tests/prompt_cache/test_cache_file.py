@@ -53,7 +53,8 @@ def saved(written, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "length"), [("llama", 0), ("llama", 2), *((name, 100) for name in ("gemma3_text", "falcon_h1", "afm7"))]
+    ("name", "length"),
+    [("llama", 0), ("llama", 2), *((name, 100) for name in ("gemma3_text", "falcon_h1", "afm7", "minimax_m3_vl"))],
 )
 def test_save_load_and_continue_is_never_saved(name, length, tmp_path):
     model, path = build(name), tmp_path / "cache.safetensors"

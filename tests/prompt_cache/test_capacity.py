@@ -18,7 +18,7 @@ from mlx_tq.prompt_cache.memory import (
 TOKENS = 320
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "falcon_h1"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "falcon_h1", "minimax_m3_vl"])
 @pytest.mark.parametrize("profile", ["off", "small"])
 def test_bytes_are_those_of_filled_caches(name, profile):
     """Plain caches, sliding windows and states whose size never changes."""

@@ -189,6 +189,8 @@ REFUSED = {
     "deepseek_v2": "in layer 0, RoPE rotates only a part of each query, which is joined to the rest afterwards",
     "minicpm3": "as in MLA",
     "jamba": "in layer 1, its attention has no RoPE",
+    "muse_spark": "in layer 1, its attention has no RoPE",
+    "talkie": "in layer 0, its keys are rotated, but by no module",
     "cohere2": "in layer 1, queries are not what RoPE returned: they skip it",
     "ministral3": "in layer 1, .* or are scaled, normed or cast afterwards",
     "hunyuan_v1_dense": "scaled, normed or cast",
@@ -268,6 +270,7 @@ def test_a_budget_of_bytes():
         ("internlm3", ""),  # dynamic NTK, whose pairs are as steady as any
         ("deepseek_v2", "keys not weighted: RoPE rotates only a part of each query, which is joined to the rest"),
         ("jamba", "keys not weighted: its attention has no RoPE"),
+        ("nanochat", "keys not weighted: its keys are rotated, but by no module"),
     ],
 )
 def test_a_plan_says_which_keys_are_not_weighted(name, why):

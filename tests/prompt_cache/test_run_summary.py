@@ -10,6 +10,10 @@ from mlx_tq.prompt_cache.compressed import compressed_attention, make_prompt_cac
 from mlx_tq.prompt_cache.run_summary import RunSummary
 
 CONFIG = KVConfig(key="tq4", value="tq4", sinks=4, window=24)
+INDEX = (
+    "the model computes with its keys (minimax_m3_vl.py: scores = q.astype(mx.float32) @ "
+    "k.astype(mx.float32).swapaxes(-1, -2))"
+)
 
 
 @pytest.mark.parametrize(
@@ -20,6 +24,7 @@ CONFIG = KVConfig(key="tq4", value="tq4", sinks=4, window=24)
         ("smollm3", KVConfig(key="fp16", value="tq4"), 500, "layers 0-3 (the format of keys is fp16)"),
         ("gemma3_text", CONFIG, 200, "layers 0, 2 (RotatingKVCache, not a plain KV cache)"),
         ("qwen3_5", CONFIG, 200, "layers 0, 2 (ArraysCache, not a plain KV cache)"),
+        ("minimax_m3_vl", CONFIG, 200, f"layers 1-2 (part 1 of their caches: {INDEX})"),
     ],
 )
 def test_layers_in_full_precision_have_a_reason(name, config, tokens, kept):

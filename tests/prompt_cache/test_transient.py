@@ -5,13 +5,14 @@ import gc
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
+from zoo import build
 
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.cli.inputs import load_text
 from mlx_tq.cli.loading import check_memory
 from mlx_tq.config import PROFILES, KVConfig
 from mlx_tq.errors import ConfigError
-from mlx_tq.integration.probe import SlotFacts
+from mlx_tq.integration.probe import SlotFacts, model_facts
 from mlx_tq.kernels import backend, mlx_attention
 from mlx_tq.kernels.mlx_attention import MemoryBounds
 from mlx_tq.prompt_cache.build import build_caches
@@ -19,6 +20,7 @@ from mlx_tq.prompt_cache.compressed import compressed_attention, make_prompt_cac
 from mlx_tq.prompt_cache.layer_group import begin_pass
 from mlx_tq.prompt_cache.memory import other_bytes, sequence_bytes, transient_bytes
 from mlx_tq.prompt_cache.plan import LayerPlan, Plan
+from mlx_tq.prompt_cache.transient import selection_nbytes
 
 DIM, STEP, CONTEXT = 256, 2048, 65536
 SLOW = pytest.mark.full  # a minute or more of prefill on a CPU
@@ -47,6 +49,16 @@ def prefill(model, config, ids, step):
         for start in range(0, len(ids), step):
             model(mx.array(ids[start : start + step])[None], cache=caches)
             mx.eval([cache.state for cache in caches])  # as mlx-lm, which computes no logits of a prompt
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("profile", ["off", "balanced"])
+def test_what_selects_tokens_counts(profile):
+    model, ids = build("minimax_m3_vl", num_attention_heads=16), [i % 160 for i in range(2048)]
+    peak = peak_of(lambda: prefill(model, PROFILES[profile], ids, 512))
+    needed = needed_by(model, PROFILES[profile], len(ids), 512)
+    slot = model_facts(model).slots[1]
+    assert needed - selection_nbytes(slot, len(ids), 512) < peak < needed
 
 
 FULL = [(profile, 4000, step) for profile in ("balanced", "small", "off") for step in (256, 512, 2048)]

@@ -15,8 +15,11 @@ TOKENS = 12
 PROMPTS = ["The garden", "Nine boats and a lamp went over the hill, as " * 12, "Which house has seven trees? " * 5]
 ONE_AT_A_TIME, UNPADDED = "answers run one at a time", "prompts of different lengths are not prefilled together"
 SAYS = {"llama4": ONE_AT_A_TIME, "gpt_bigcode": ONE_AT_A_TIME, "afm7": ONE_AT_A_TIME}
-SAYS |= {"deepseek_v41": ONE_AT_A_TIME, "gemma2": ONE_AT_A_TIME}
+SAYS |= dict.fromkeys(("deepseek_v41", "gemma2", "internlm3", "mistral3", "minimax_m3_vl"), ONE_AT_A_TIME)
 SAYS |= dict.fromkeys(("jamba", "bailing_moe_linear", "nemotron_h", "mamba"), UNPADDED)
+
+
+SERVED_ALONE = ("afm7", "gpt_bigcode", "internlm3", "mistral3", "minimax_m3_vl")
 
 
 def alone(folder, profile):
@@ -37,9 +40,9 @@ def alone(folder, profile):
     ("name", "profile"),
     [
         ("llama4", "balanced"),
-        *(pytest.param(name, "off", marks=pytest.mark.full) for name in SAYS),
+        *(pytest.param(name, "off", marks=pytest.mark.full) for name in SAYS if name != "mistral3"),
         pytest.param("bailing_moe_linear", "balanced", marks=pytest.mark.full),
-        pytest.param("afm7", "balanced", marks=pytest.mark.full),
+        *(pytest.param(name, "balanced", marks=pytest.mark.full) for name in SERVED_ALONE),
     ],
 )
 def test_answers_together_are_those_alone(tmp_path, name, profile):
@@ -50,6 +53,9 @@ def test_answers_together_are_those_alone(tmp_path, name, profile):
         answers = together(
             [lambda prompt=prompt: server.post("/v1/completions", prompt=prompt, **body) for prompt in PROMPTS]
         )
+        both = server.post("/v1/completions", prompt=PROMPTS[1], n=2, **body).json()
     assert all(answer.status_code == 200 for answer in answers), answers[0].text
     assert SAYS[name] in log.read_text()
-    assert [answer.json()["choices"][0]["text"].lstrip() for answer in answers] == alone(folder, profile)
+    expected = alone(folder, profile)
+    assert [answer.json()["choices"][0]["text"].lstrip() for answer in answers] == expected
+    assert [choice["text"].lstrip() for choice in both["choices"]] == [expected[1]] * 2

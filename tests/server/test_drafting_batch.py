@@ -4,6 +4,7 @@ import asyncio
 
 import mlx.core as mx
 import pytest
+from zoo import build
 
 from mlx_tq.config import KVConfig
 from mlx_tq.prompt_cache.compressed import plan_caches
@@ -12,7 +13,20 @@ from mlx_tq.server.job import Piece
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.sampling import Sampling
 from mlx_tq.speculative.lookup_mode import LookupMode
-from server.engines import CONFIG, GREEDY, job_of, limits_of, make_job, metric, outcome, serve, text_of, watch_passes
+from server.engines import (
+    CONFIG,
+    GREEDY,
+    job_of,
+    limits_of,
+    make_job,
+    metric,
+    outcome,
+    run_job,
+    serve,
+    text_of,
+    tokens_of,
+    watch_passes,
+)
 
 LINE = "The access code for Victor is 0707. "
 TOKENS = 30
@@ -51,6 +65,63 @@ def test_an_answer_is_the_same_as_without(exact, config, seed):
     assert [piece.logprob.token for piece in drafted] == [piece.logprob.token for piece in plain]
     assert mx.allclose(*(mx.array([piece.logprob.logprob for piece in said]) for said in (plain, drafted)), atol=1e-3)
     assert metric(engine, "drafted_tokens_total") > metric(engine, "accepted_tokens_total") > 4
+
+
+@pytest.mark.parametrize("config", [CONFIG, pytest.param(KVConfig.from_profile("off"), marks=pytest.mark.full)])
+def test_states_are_set_back_when_a_draft_is_rejected(exact, config):
+    """Also when another answer joins in the middle of a draft."""
+    loaded = build("qwen3_5"), exact[1]
+
+    def sampler(logprobs):
+        return 3 + logprobs[..., 3:6].argmax(axis=-1)  # three tokens, so that text repeats
+
+    def make(tokenizer):
+        prompts = [[3 + i * i % 7 % 3 for i in range(count)] for count in (100, 250)]
+        return [job_of(prompt, max_tokens=TOKENS, logprobs=0, sampler=sampler) for prompt in prompts]
+
+    plain, _ = answers(loaded, "off", make, config)
+    drafted, engine = answers(loaded, "on", make, config)
+    assert [tokens_of(events) for events in drafted] == [tokens_of(events) for events in plain]
+    for pair in zip(drafted, plain, strict=True):
+        logprobs = (mx.array([piece.logprob.logprob for piece in said]) for said in pair)
+        assert mx.allclose(*logprobs, atol=1e-4)
+    assert metric(engine, "drafted_tokens_total") > metric(engine, "accepted_tokens_total") > 4
+
+
+@pytest.mark.parametrize("config", [CONFIG, pytest.param(KVConfig.from_profile("off"), marks=pytest.mark.full)])
+def test_drafts_go_on_when_a_sliding_window_is_full(exact, config, monkeypatch):
+    """Another answer joins in the middle, and a later turn continues from the stored windows."""
+    loaded = build("gemma3_text"), exact[1]
+    kind, sizes = type(loaded[0]), set()
+    forward = kind.__call__
+
+    def watched(model, tokens, cache=None, **options):
+        sizes.update((tokens.shape[1] > 1, part.max_size > 16) for part in cache or () if hasattr(part, "max_size"))
+        return forward(model, tokens, cache=cache, **options)
+
+    monkeypatch.setattr(kind, "__call__", watched)
+
+    def sampler(logprobs):
+        return 3 + logprobs[..., 3:6].argmax(axis=-1)  # three tokens, so that text repeats
+
+    def make(*ids, max_tokens=TOKENS):
+        return job_of(ids, max_tokens=max_tokens, logprobs=0, sampler=sampler)
+
+    prompts = [[3 + i * i % 7 % 3 for i in range(count)] for count in (100, 250)]
+    said = tokens_of(serve(engine_with(loaded, "off", config), [make(*prompts[0])])[0])
+
+    def run(mode):
+        engine = engine_with(loaded, mode, config)
+        jobs, later = [make(*prompt) for prompt in prompts], make(*prompts[0], *said, 4, max_tokens=8)
+        events, continued = serve(engine, jobs, lambda: run_job(engine, later))
+        return [tokens_of(of_job) for of_job in (*events, continued)], engine
+
+    (plain, _), (drafted, engine) = run("off"), run("on")
+    assert drafted == plain
+    assert drafted[0] == said
+    assert metric(engine, "drafted_tokens_total") > metric(engine, "accepted_tokens_total") > 4
+    assert metric(engine, "cached_tokens_total") > 100
+    assert sizes == {(True, False), (False, False), (True, True)}, "only drafts see wider windows"
 
 
 def test_a_stop_sequence_inside_a_draft(exact):

@@ -8,12 +8,14 @@ from dataclasses import replace
 import mlx.core as mx
 import mlx_lm
 import pytest
-from cli.tools import copy_model
+from cli.tools import copy_model, zoo_model
 from mlx_lm.models import gemma3_text
+from mlx_lm.models.cache import ArraysCache
 from rescue.harness import Server
 from zoo import ARCHITECTURES
 
 from mlx_tq import EvictConfig, KVConfig, Session, save_prompt_cache
+from mlx_tq.cache.recurrent_states import EXACT, Q8
 from mlx_tq.cli.inputs import load_text
 from mlx_tq.config import PROFILES, RescueConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
@@ -585,6 +587,46 @@ def test_a_stopped_undo_leaves_sliding_layers_as_they_were(chat, exact):
     assert [cache.offset for cache in session.cache] == before
     say(session, "Hi")
     assert session.num_turns == 3
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    return load(zoo_model(tmp_path_factory.mktemp("models") / "qwen3_5", "qwen3_5"))
+
+
+@pytest.mark.parametrize("state_format", [EXACT, pytest.param(Q8, marks=pytest.mark.full)])
+def test_undo_goes_back_to_the_states_of_a_turn(chat, hybrid, state_format):
+    """Of one that was stopped before its answer, too; nothing is prefilled again."""
+    options = {"loaded": hybrid, "max_tokens": 8, "prefill_step_size": 32, "state_format": state_format}
+    session, other = chat(SMALL, **options), chat(SMALL, **options)
+    for each in (session, other):
+        say(each, FACT)
+        say(each, QUESTION)
+    before = session.ids
+    say(session, page())
+    assert list(session.respond(page(), progress=lambda done, _: session.stop() if done > 64 else None)) == []
+    assert session.undo(lambda done, total: pytest.fail("it prefills")) == page()
+    assert session.ids == before
+    pairs = [
+        (undone[1], never[1])
+        for undone, never in zip(session.cache, other.cache, strict=True)
+        if isinstance(undone, ArraysCache)
+    ]
+    step = 0 if state_format == EXACT else 1 / 127
+    assert len(pairs) == 2
+    assert all((mx.abs(undone - never) <= 0.503 * step * mx.abs(never).max()).all() for undone, never in pairs)
+    assert say(session, QUESTION)[:2] == say(other, QUESTION)[:2]
+
+
+def test_undo_prefills_again_where_no_states_are_kept(chat, hybrid):
+    """Those of the last two turns are."""
+    session, calls = chat(SMALL, loaded=hybrid, max_tokens=2), []
+    for number in range(4):
+        say(session, f"Note {number}.")
+    for number in range(3, 0, -1):
+        session.undo(lambda done, total, number=number: calls.append((number, done, total)))
+    assert calls[-1] == (1, len(session.ids), len(session.ids))
+    assert {number for number, *_ in calls} == {1}
 
 
 def stored_text(service, session):

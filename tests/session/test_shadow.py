@@ -48,6 +48,19 @@ def test_the_answer_is_the_models_own(name, evict, exact):
     assert all(0 < layer.kld <= layer.most_kld for layer in report.layers)
 
 
+def test_only_selected_tokens_are_compared(exact):
+    """What an index hides from a query is hidden from both caches."""
+    model, tokenizer, ids = build("minimax_m3_vl"), exact[1], prompt(180)
+    shadow = Shadow(model, plan_caches(model, replace(CONFIG, key="q8", value="q8")), every=1)
+    with compressed_attention(model):
+        shadow.begin(ids[-1], len(ids) - 1)
+        for reply in stream_generate(model, tokenizer, ids, max_tokens=6, prompt_cache=shadow.caches):
+            shadow.token(reply.token, reply.text, reply.logprobs)
+    report = shadow.report()
+    assert len(report.layers) == 3
+    assert all(layer.least_cosine > 0.999 and layer.most_kld < 1e-3 for layer in report.layers)
+
+
 def test_weights_and_outputs_against_numpy(exact):
     """In float64, from the rows of both caches."""
     model, tokenizer, ids = build("llama"), exact[1], prompt(150)
