@@ -19,7 +19,7 @@ one_thread = $(if $(openblas),OMP_NUM_THREADS=1)
 # With .pyc files, also where PYTHONDONTWRITEBYTECODE is set: else every command that a test starts compiles all of mlx_tq.
 pytest = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(workers)
 
-.PHONY: demo mutants rescue postgres smollm2 test test-kernels test-vlm test-full check format bench plot browser minilm neon clean
+.PHONY: demo mutants rescue postgres smollm2 test test-kernels test-vlm test-full test-agents check format bench plot browser minilm neon clean
 
 # `make demo MODEL=smollm2` runs it with SmolLM2-135M-Instruct, MODEL=FOLDER with a model of your own.
 demo: $(VENV)/rescue $(filter smollm2,$(MODEL))
@@ -53,6 +53,11 @@ test-vlm: $(VENV)/vlm/ready
 test-full: $(VENV)/dev
 	$(fast_blas) $(one_thread) $(pytest) tests --ignore $(simulated)
 	$(pytest) metal_sim $(simulated)
+
+# Coding agents and SDKs of npm and PyPI against the server: 3 GB, and Node.js is needed. `make test-agents CLIENT=codex` runs one.
+test-agents: $(VENV)/dev smollm2
+	$(BIN)/python tests/agents/install.py $(VENV)/agents
+	AGENTS_FOLDER=$(VENV)/agents MLX_DISABLE_COMPILE=1 $(BIN)/python -m pytest tests/agents/check_agents.py $(if $(CLIENT),-k '[$(CLIENT)]')
 
 check: $(VENV)/dev
 	$(BIN)/ruff check .

@@ -22,6 +22,9 @@ _JSON_TYPES: dict[type, str] = {dict: "an object", list: "an array", str: "a str
 # Formats of strings that grammars follow. Others are annotations, as JSON Schema has them.
 _FORMATS = frozenset(("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
 
+# Values that match several parts of a oneOf are allowed too: the alternative is no grammar at all.
+_GUIDANCE = {**JSON_SEPARATORS, "coerce_one_of": True}
+
 
 def make_argument_schema(parameters: Schema | None) -> Schema:
     """Return the schema of a call's arguments.
@@ -50,7 +53,7 @@ def make_argument_schema(parameters: Schema | None) -> Schema:
         schema.setdefault("type", "object")
     if schema.get("type", "object") != "object":
         raise GrammarError(f"the type of a tool's parameters is {str(schema['type'])[:64]!r}; it must be 'object'")
-    return {"x-guidance": JSON_SEPARATORS, **schema, **definitions}
+    return {"x-guidance": _GUIDANCE, **schema, **definitions}
 
 
 def _check(part: Schema, path: tuple[str, ...]) -> None:

@@ -391,11 +391,18 @@ class CustomCallItem(Loose):
 
 
 class CallOutputItem(Loose):
-    call_id: str
+    """The result of a call. One without a call is what the client tells the model, such as Codex a new goal."""
+
+    call_id: str | None = None
+    name: str | None = None
     output: Texts
 
     def add_to(self, messages: list[ChatMessage]) -> None:
-        messages.append({"role": "tool", "tool_call_id": self.call_id, "content": _join(self.output)})
+        text = _join(self.output)
+        if self.call_id is None:
+            messages.append({"role": "user", "content": f"{self.name}: {text}" if self.name else text})
+        else:
+            messages.append({"role": "tool", "tool_call_id": self.call_id, "content": text})
 
 
 class ReasoningText(Loose):

@@ -26,7 +26,7 @@ from mlx_tq.clients.config_file import COPY_SUFFIX, settings_text
 from mlx_tq.clients.endpoint import Endpoint, find_endpoint
 from mlx_tq.errors import MlxTqError
 
-from .tools import EMBEDDED, FLOAT32, command, environment, refused
+from .tools import EMBEDDED, FLOAT32, ROOT, command, environment, refused
 
 MODEL, CONTEXT = EMBEDDED.name, 4096
 FILES = [name for name, client in CLIENTS.items() if client.folder is not None]
@@ -400,3 +400,11 @@ def test_a_server_that_does_not_start_says_why(cli):
     assert said.code == 1
     assert "the server ended with exit code 2: mlx_tq server: " in said.err
     assert "/nope/model" in said.err
+
+
+def test_the_guide_has_the_versions_that_make_test_agents_runs():
+    versions = tomllib.loads((ROOT / "tests/agents/versions.toml").read_text())
+    versions = {**versions["npm"], **versions["pip"]["aider"]}
+    guide = (ROOT / "docs/guides/coding_agents.md").read_text()
+    rows = dict(re.findall(r"^\| ([^|]+) \| (\d[\d.]+) \|", guide, re.MULTILINE))
+    assert rows == {client.title: versions[client.install.split()[-1]] for client in CLIENTS.values()}

@@ -299,6 +299,14 @@ def test_schemas_of_arguments(parameters, expected):
     assert schema == expected
 
 
+def test_alternatives_that_may_match_the_same_values(accepts):
+    parameter = {"oneOf": [{"type": "string", "enum": ["all"]}, {"type": "string", "pattern": "^[a-z]+$"}]}
+    source = write_grammar(form_of("json_tools"), [Tool("f", {"properties": {"a": parameter}})], {})
+    for value, is_valid in (("all", True), ("some", True), ("3", False)):
+        call = f'<tool_call>{{"name": "f", "arguments": {{"a": "{value}"}}}}</tool_call>'
+        assert accepts(source, call) is is_valid
+
+
 @pytest.mark.parametrize("parser", ["json_tools", "pythonic", "qwen3_coder"])
 @pytest.mark.parametrize(
     ("keyword", "value"),

@@ -157,6 +157,18 @@ TALK = [
 ]
 
 
+def test_a_result_without_a_call_is_told_by_the_user():
+    """Codex sends one when the model has called its tool `create_goal`."""
+    goal = {"type": "function_call_output", "name": "goal_objective", "namespace": "agent", "output": "Add all."}
+    items = [*TALK, goal, {"type": "function_call_output", "output": "Now."}]
+    *_, tool, named, unnamed = parse(ResponseRequest, json.dumps({"input": items}).encode()).to_chat().messages
+    assert (tool.role, tool.tool_call_id) == ("tool", "c")
+    assert [(message.role, message.content) for message in (named, unnamed)] == [
+        ("user", "goal_objective: Add all."),
+        ("user", "Now."),
+    ]
+
+
 def test_a_conversation_is_compacted(scripted):  # noqa: F811
     """Its user messages stay, and a summary is the rest; it continues from there."""
     scripted.script("<think>Hm.</think>\nThe sum is 4.\n")
