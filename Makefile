@@ -46,7 +46,7 @@ test: $(VENV)/dev
 test-kernels: $(VENV)/dev
 	$(pytest) -m "not full" metal_sim $(simulated) $(compiled)
 
-# Models of mlx-vlm, which brings OpenCV and pyarrow: half a GB, in an environment of its own.
+# Models of mlx-vlm, which brings OpenCV, pandas and pyarrow, in an environment of its own: 1.2 GB.
 test-vlm: $(VENV)/vlm/ready
 	MLX_DISABLE_COMPILE=1 $(VENV)/vlm/bin/python -m pytest -m "not full" tests/vlm
 
