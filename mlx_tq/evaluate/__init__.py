@@ -69,8 +69,8 @@ def build_parser() -> CommandParser:
     for name in ("perplexity", "divergence", "formats"):
         _add_numbers(parsers[name], chunks=(3, "pieces of the text"), length=(2048, "tokens per piece"), step=_STEP)
     pieces = {"chunks": (8, "prompts, pieces of the text"), "length": (1024, "tokens per prompt")}
-    own = {"answer_tokens": (256, "tokens per answer"), "seed": (0, "random seed")}
-    _add_numbers(parsers["trajectory"], **pieces, **own, step=_STEP)
+    answer_numbers = {"answer_tokens": (256, "tokens per answer"), "seed": (0, "random seed")}
+    _add_numbers(parsers["trajectory"], **pieces, **answer_numbers, step=_STEP)
     _add_temperature(parsers["trajectory"])
     add = parsers["formats"].add_argument
     keys = "key formats, such as tq4 or tq4:raw, separated by commas (default: tq4 with --values)"

@@ -108,9 +108,9 @@ def _trajectory(run: Run) -> list[Record]:
     arms = [arm for arm in run.arms if not arm.config.is_off]
     options = {"answer": args.answer_tokens, "step": args.step, "temp": args.temp, "seed": args.seed}
     with progress_bar("trajectory", (1 + len(arms)) * args.chunks * args.answer_tokens) as advance:
-        reference, *found = run_trajectories(model, run.chunks, arms, advance=advance, **options)
-    for arm, each in zip((OFF, *arms), (reference, *found), strict=True):
-        run.results.add(arm.name, trajectory(arm.name, each, reference))
+        reference, *trajectories = run_trajectories(model, run.chunks, arms, advance=advance, **options)
+    for arm, answers in zip((OFF, *arms), (reference, *trajectories), strict=True):
+        run.results.add(arm.name, trajectory(arm.name, answers, reference))
     return list(run.results.rows.values())
 
 

@@ -47,7 +47,7 @@ def run_trajectories(
     check_length(model, max(map(len, prompts)) + answer)
     plan = planner(model)
     makers = [arm.caches(model, plan) for arm in (OFF, *arms)]
-    found: list[list[tuple[list[int], list[float]]]] = [[] for _ in makers]
+    answers: list[list[tuple[list[int], list[float]]]] = [[] for _ in makers]
     with compressed_attention(model):
         for number, prompt in enumerate(prompts):
             keys = mx.random.split(mx.random.key(seed + number), answer)
@@ -57,10 +57,10 @@ def run_trajectories(
                 caches = make()
                 reseed_random(caches, number)
                 prefill(model, caches, prompt[:-1], step)
-                found[arm].append(_write(model, caches, copy.deepcopy(reference), prompt[-1], keys, temp, advance))
+                answers[arm].append(_write(model, caches, copy.deepcopy(reference), prompt[-1], keys, temp, advance))
                 if arm:
                     check_evicted(arms[arm - 1].name, caches)
-    return [Trajectories(*map(np.array, zip(*of_arm, strict=True))) for of_arm in found]
+    return [Trajectories(*map(np.array, zip(*of_arm, strict=True))) for of_arm in answers]
 
 
 def _write(
@@ -69,7 +69,7 @@ def _write(
     """Return the answer after `token`, with one key a token, and the divergence at each of its tokens."""
     tokens, klds = [], []
     for key in keys:
-        expected, log_p = (log_probabilities(model, [token], each)[-1] for each in (reference, caches))
+        expected, log_p = (log_probabilities(model, [token], cache)[-1] for cache in (reference, caches))
         drawn = mx.random.categorical(log_p / temp, key=key) if temp else log_p.argmax()
         token, kld = np.array(drawn).item(), np.array(kl_divergence(expected, log_p)).item()
         if not math.isfinite(kld):
@@ -80,12 +80,12 @@ def _write(
     return tokens, klds
 
 
-def trajectory(name: str, found: Trajectories, reference: Trajectories) -> Record:
+def trajectory(name: str, answers: Trajectories, reference: Trajectories) -> Record:
     """Return how the answers of an arm differ from those of the uncompressed cache; errors are over answers."""
-    equal = found.tokens == reference.tokens
+    equal = answers.tokens == reference.tokens
     count, length = equal.shape
     same_until = np.where(equal.all(axis=1), length, equal.argmin(axis=1))
-    agreement, kld = equal.mean(axis=1), found.kld.mean(axis=1)
+    agreement, kld = equal.mean(axis=1), answers.kld.mean(axis=1)
     return {
         "name": name,
         "answers": count,
@@ -96,5 +96,5 @@ def trajectory(name: str, found: Trajectories, reference: Trajectories) -> Recor
         "exact": int(equal.all(axis=1).sum()),
         "kld": float(kld.mean()),
         "kld_error": standard_error(kld),
-        "kld_quarters": [float(part.mean()) for part in np.array_split(found.kld, 4, axis=1)],
+        "kld_quarters": [float(part.mean()) for part in np.array_split(answers.kld, 4, axis=1)],
     }

@@ -125,7 +125,7 @@ def _make_attention(family: ModuleFamily, original: Callable[..., Any]) -> Calla
 
 
 class _FamilyFunction:
-    """What replaces a function of a family while contexts are open."""
+    """Replaces a function of a family while contexts are open."""
 
     def __init__(self, family: ModuleFamily, original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
         self.replacement = replacement

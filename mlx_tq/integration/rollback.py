@@ -69,7 +69,7 @@ def _is_window(part: Any) -> bool:
 
 
 class _Widened:
-    """What both widened windows have in common."""
+    """A window that keeps older tokens: the part that is the same for one sequence and for a batch."""
 
     keys: Any
     values: Any

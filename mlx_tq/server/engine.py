@@ -608,10 +608,12 @@ class Engine:
             stored.store(running.prompt_ids[:prefilled], extracted().caches)
         if any(stop <= running.prefilled for stop in running.followers.values()):
             self._release_followers(running, extracted().caches)
-        is_grid_point = self._has_states and bool(running.segment_ends) and self._is_due(prefilled, running.kept)
+        is_grid_point = (
+            self._has_states and bool(running.segment_ends) and self._is_due(prefilled, running.stored_in_memory)
+        )
         if (is_segment_end or is_grid_point) and not response.end_of_prompt:
             caches, tokens = extracted()
-            running.shared, running.kept = self._admission.shared_rows(running.job, caches), prefilled
+            running.shared, running.stored_in_memory = self._admission.shared_rows(running.job, caches), prefilled
             self._stored_prompts.insert(tokens, caches, stored)
         if is_at_question:
             self._recall_for_question(uid, running)

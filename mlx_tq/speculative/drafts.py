@@ -1,4 +1,4 @@
-"""What verifies drafts asks of their source."""
+"""`Drafts` and `Drafter`: the interface between a source of drafts and the code that verifies them."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ class Drafts(Protocol):
 
     @property
     def gate(self) -> DraftGate | None:
-        """What wants to know how long passes take."""
+        """The gate that is told how long passes take, if there is one."""
 
     @property
     def may_draft(self) -> bool:
@@ -28,7 +28,7 @@ class Drafts(Protocol):
 
 
 class Drafter(Protocol):
-    """What drafts for the conversations with one model."""
+    """A source of drafts for the conversations with one model."""
 
     def check(self, model: Any, caches: list[Any]) -> None:
         """Raise ConfigError if drafts are required and not possible."""
