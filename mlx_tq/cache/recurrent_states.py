@@ -94,7 +94,10 @@ def unpack_state(packed: PackedState, dtype: mx.Dtype) -> mx.array:
         raise CacheFormatError(
             f"a state has {codes.dtype} codes {codes.shape} and {scales.dtype} scales {scales.shape}, which do not fit"
         )
-    return (codes.astype(mx.float32) * scales.astype(mx.float32)).astype(dtype)
+    # A scale that was rounded up would take the largest numbers of the type beyond it.
+    most, factors = mx.finfo(dtype).max, scales.astype(mx.float32)
+    rows = codes.astype(mx.float32) * factors
+    return mx.where(mx.isfinite(factors), mx.clip(rows, -most, most), rows).astype(dtype)
 
 
 def state_shapes(caches: Sequence[Any]) -> list[tuple[tuple[int, ...], mx.Dtype]]:

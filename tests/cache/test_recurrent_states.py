@@ -57,6 +57,15 @@ def test_what_is_not_finite_stays_so_and_in_its_channel(state, value, data):
     assert (result == expected).all()
 
 
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+def test_the_largest_numbers_of_a_type_stay_finite(dtype):
+    most = mx.finfo(dtype).max
+    state = mx.array([most, -most, 0, mx.inf]).astype(dtype).reshape(1, 1, 4, 1) * mx.ones((1, 1, 1, 2), dtype)
+    result = unpack_state(pack_state(state), dtype).astype(mx.float32)
+    assert mx.allclose(result[..., :3, :], state[..., :3, :].astype(mx.float32), rtol=1 / 256)
+    assert not mx.isfinite(result[..., 3, :]).any(), "a row that is not finite decodes to none that is"
+
+
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_caches_come_back_with_their_types_and_what_is_no_state_exactly(dtype):
     layer, inner = ArraysCache(2), ArraysCache(2)
