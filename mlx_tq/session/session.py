@@ -146,7 +146,7 @@ class Session:
             warn_uncalibrated(self.plan, stacklevel=3)
         self._prefix_folder, self._shadow_every = open_folder(prefix_cache, ranks=ranks_of(model)), shadow
         self._prefix_cache: PrefixCache | None = None
-        self._states, self._history = StateStorage(state_format, state_step), StateHistory(state_format)
+        self._states = StateStorage(state_format, state_step)
         self.client = open_client(self.rescue.service)
         caches = self._worker.run(self._make_caches)
         self.lookup_mode.check(model, caches)
@@ -167,11 +167,15 @@ class Session:
         return make_prompt_cache(self.model) if self.plan is None else build_caches(self.plan)
 
     def _begin(self, session_id: str, caches: list[Any]) -> None:
-        self.session_id, self.cache = session_id, caches
+        self.session_id = session_id
+        self._use_caches(caches)
         limit = quotation_limit(self.rescue, self.context_length)
         temporary = not self._keeps_text
         self._transcript = Transcript(self._plain, self.client, self.rescue, session_id, limit, temporary=temporary)
         self._transcript.opening = self._template.opening
+
+    def _use_caches(self, caches: list[Any]) -> None:
+        self.cache, self._history = caches, StateHistory(self._states.format)
 
     # A turn.
 
@@ -249,7 +253,7 @@ class Session:
                 end = len(transcript.ids)  # before these if the turn was interrupted and cannot be undone
                 transcript.turn_ranges.append(TurnRange(start, min(start + len(before), end), min(stop, end)))
             elif not start:
-                self.cache = self._make_caches()
+                self._use_caches(self._make_caches())
                 transcript.truncate(0)
 
     def _remove_if_full(self, message_tokens: int, max_tokens: int, progress: ProgressCallback) -> int:
@@ -274,7 +278,7 @@ class Session:
         remaining, tokens = transcript.ids_after_removal(count), len(transcript.ids)
         caches = self._prefill_again(remaining, lambda done, total: progress(done, total + message_tokens))
         transcript.remove(count)
-        self.cache = caches
+        self._use_caches(caches)
         searched = "; a search still finds their text" if self.client is not None else ""
         self._warn(
             f"the context of {limit:,} tokens was full: the oldest {count:,} of {len(lengths) - 1:,} turns "
@@ -449,7 +453,7 @@ class Session:
     def _undo(self, progress: ProgressCallback | None) -> None:
         length = self._transcript.turn_ranges[-1].start
         if not (length and roll_back(self.cache, length, self._history)):
-            self.cache = self._prefill_again(self._transcript.ids[:length], progress)
+            self._use_caches(self._prefill_again(self._transcript.ids[:length], progress))
         self._transcript.truncate(length)
         del self.turns[-1:]
 
@@ -473,9 +477,10 @@ class Session:
         self._is_busy, self._is_stopping = True, False
         ids, report = self._transcript.ids, self._stoppable(progress)
         try:
-            self.cache = self._worker.run(
+            compacted = self._worker.run(
                 lambda: compact_prompt_cache(self.model, self.tokenizer, self.cache, ids, share, progress=report)
             )
+            self._use_caches(compacted)
         except StoppedError as error:
             raise ConfigError("interrupted: nothing was compacted.") from error
         finally:

@@ -21,14 +21,15 @@ class StateHistory:
 
     def keep(self, caches: list[Any], length: int) -> None:
         """Keep the states of caches that hold `length` tokens; nothing happens if they have none."""
+        states = [StoredStates(part, self._format) for part in _states_of(caches)]
+        if not states:
+            return
         if caches is not self._caches:
             self._caches, self._states = caches, {}
-        states = [StoredStates(part, self._format) for part in _states_of(caches)]
-        if states:
-            mx.eval([entry.state for entry in states])  # else they keep what they are encoded from
-            self._states[length] = states
-            for oldest in [*self._states][:-_TURNS]:
-                del self._states[oldest]
+        mx.eval([entry.state for entry in states])  # else they keep what they are encoded from
+        self._states[length] = states
+        for oldest in [*self._states][:-_TURNS]:
+            del self._states[oldest]
 
     def holds(self, caches: list[Any], length: int) -> bool:
         return caches is self._caches and length in self._states

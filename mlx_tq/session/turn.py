@@ -242,10 +242,10 @@ class Turn:
         try:
             self._stack.close()
         finally:
-            self._restore_consistency()
+            self._restore_consistency(kind not in (None, StoppedError, GeneratorExit))
         return kind is StoppedError
 
-    def _restore_consistency(self) -> None:
+    def _restore_consistency(self, has_failed: bool) -> None:
         self._ranks.synchronize()
         self._recall.stop()
         is_answered = self._response is not None
@@ -256,7 +256,8 @@ class Turn:
         length = self.start if self.is_undone else min([len(self._transcript.ids), *cache_offsets(self._caches)])
         # After Ctrl-C in a forward pass, some layers have a token that others have not.
         is_even = all(offset == length for offset in cache_offsets(self._caches))
-        if not is_even and has_states(self._caches):
+        # The states may even have one that no layer's keys and values have yet.
+        if (not is_even or has_failed) and not self.is_undone and has_states(self._caches):
             length = self.start
             self.is_consistent = self.is_undone = roll_back(self._caches, length, self._history)
         else:

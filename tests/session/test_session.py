@@ -1,8 +1,10 @@
 """Sessions: prefill, eviction, recall, interruptions, files, and the prefix cache."""
 
+import gc
 import json
 import signal
 import threading
+import weakref
 from dataclasses import replace
 
 import mlx.core as mx
@@ -627,6 +629,38 @@ def test_undo_prefills_again_where_no_states_are_kept(chat, hybrid):
         session.undo(lambda done, total, number=number: calls.append((number, done, total)))
     assert calls[-1] == (1, len(session.ids), len(session.ids))
     assert {number for number, *_ in calls} == {1}
+
+
+@pytest.mark.parametrize("name", ["embedded", "hybrid"])
+@pytest.mark.parametrize("change", ["reset", "compact"])
+def test_replaced_caches_are_freed(chat, request, name, change):
+    options = {} if name == "embedded" else {"loaded": request.getfixturevalue("hybrid")}
+    session = chat(SMALL, max_tokens=2, **options)
+    say(session, page())
+    caches = [weakref.ref(cache) for cache in session.cache]
+    if change == "reset":
+        session.reset()
+    else:
+        session.compact(0.5)
+    gc.collect()
+    assert [cache for cache in caches if cache() is not None] == []
+
+
+def test_an_error_before_keys_and_values_have_a_token_undoes_the_turn(chat, hybrid, monkeypatch):
+    """The states of earlier layers have that token, which offsets do not tell."""
+    options = {"loaded": hybrid, "max_tokens": 8}
+    session, other = chat(SMALL, **options), chat(SMALL, **options)
+    for each in (session, other):
+        say(each, FACT)
+    before, attend = session.ids, type(next(layer for layer in hybrid[0].layers if not layer.is_linear).self_attn)
+    with monkeypatch.context() as patch:
+        answer = session.respond(QUESTION)
+        next(answer)
+        patch.setattr(attend, "__call__", lambda *args, **options: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            [*answer]
+    assert session.ids == before
+    assert say(session, QUESTION)[:2] == say(other, QUESTION)[:2]
 
 
 def stored_text(service, session):
