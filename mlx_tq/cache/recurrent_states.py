@@ -100,10 +100,10 @@ def unpack_state(packed: PackedState, dtype: mx.Dtype) -> mx.array:
     return mx.where(mx.isfinite(factors), mx.clip(rows, -most, most), rows).astype(dtype)
 
 
-def state_shapes(caches: Sequence[Any]) -> list[tuple[tuple[int, ...], mx.Dtype]]:
-    """Return the shape and type of each state."""
-    states = [part for part in cache_parts(caches) if isinstance(part, ArraysCache)]
-    return [(entry.shape, entry.dtype) for part in states for entry in part.cache if is_state(entry)]
+def array_shapes(caches: Sequence[Any]) -> list[tuple[tuple[int, ...], mx.Dtype] | None]:
+    """Return the shape and type of each array of the layers with states, None for one that is missing."""
+    arrays = [entry for part in cache_parts(caches) if isinstance(part, ArraysCache) for entry in part.cache]
+    return [None if array is None else (array.shape, array.dtype) for array in arrays]
 
 
 class StoredStates:

@@ -28,7 +28,7 @@ from mlx_lm.models.cache import trim_prompt_cache
 
 from mlx_tq import __version__
 from mlx_tq.cache.packed_rows import BLOCK_ROWS
-from mlx_tq.cache.recurrent_states import DEFAULT_STATES, EXACT, StateStorage, has_states, state_shapes
+from mlx_tq.cache.recurrent_states import DEFAULT_STATES, EXACT, StateStorage, array_shapes
 from mlx_tq.config import BLOCK
 from mlx_tq.errors import CacheFormatError, is_out_of_memory
 from mlx_tq.kernels import backend, thresholds
@@ -40,7 +40,7 @@ from mlx_tq.prompt_cache.cache_file import refuse_damaged, try_out
 from mlx_tq.prompt_cache.capacity import all_arrays
 from mlx_tq.prompt_cache.compressed import check_caches
 from mlx_tq.prompt_cache.layer_group import compressed_caches, layer_group_of
-from mlx_tq.prompt_cache.memory import probe_states
+from mlx_tq.prompt_cache.memory import choose_state_storage, probe_states
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.statistics import tokens_seen
 
@@ -157,9 +157,9 @@ class PrefixCache:
         states: StateStorage = DEFAULT_STATES,
     ) -> None:
         self.plan, self.folder, self._model, self._warn = plan, folder, model, warn
-        self._states = states if has_states(plan.native_caches()) else None
+        self._states = choose_state_storage(model, states)
         self.state_format = EXACT if self._states is None else self._states.format
-        self._state_shapes = state_shapes(probe_states(model))
+        self._state_shapes = array_shapes(probe_states(model))
         self.root, self._environment = root_key(model, plan, salt, self.state_format), _environment()
         self._has_failed = self._has_refused = False
         self.live: WeakValueDictionary[_State, RestoredCheckpoint] = WeakValueDictionary()
@@ -200,7 +200,7 @@ class PrefixCache:
         layers = compressed_caches(caches)
         if [layer.spec for layer in layers] != [layer.spec for layer in self.plan.layers]:
             raise CacheFormatError("its layers are stored in other formats than those of the plan")
-        if state_shapes(caches) != self._state_shapes:  # those of fewer heads could be broadcast to all
+        if array_shapes(caches) != self._state_shapes:  # those of fewer heads could be broadcast to all
             raise CacheFormatError("its recurrent states have other shapes than the model's")
         if any(layer.offset != tokens for layer in layers):
             raise CacheFormatError(f"it holds {layers[0].offset} tokens, not {tokens}")

@@ -11,11 +11,11 @@ from mlx.utils import tree_reduce
 from mlx_lm.models.cache import ArraysCache
 
 from mlx_tq.cache.layer import cache_parts
-from mlx_tq.cache.recurrent_states import StoredStates, has_states
+from mlx_tq.cache.recurrent_states import EXACT, StateStorage, StoredStates, has_states, is_state
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.codec.formats import get_format
 from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig
-from mlx_tq.errors import ConfigError
+from mlx_tq.errors import ConfigError, UnsupportedModelError
 from mlx_tq.integration.probe import SlotFacts, model_facts, native_caches
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.layer_bytes import native_cache_bytes, native_capacity, native_row_bytes
@@ -26,6 +26,7 @@ from mlx_tq.prompt_cache.transient import activation_nbytes, attention_nbytes, g
 PREFILL_STEP = 256  # tokens, the shortest that --memory chooses
 MAX_PREFILL_STEP = 2048  # tokens; longer steps prefill no prompt faster
 _PROBE_TOKENS = 8
+_SMALL_STATE_STEP = 512  # tokens after which states are stored that take no more than these tokens' KV
 _DEFAULT_LIMIT = 1 << 20  # tokens, if a model's configuration names no limit
 
 Bytes = Callable[[int], int]
@@ -196,6 +197,30 @@ def state_nbytes(model: Any, state_format: str) -> int:
     Inputs of convolutions are included. They stay exact.
     """
     return sum(StoredStates(cache, state_format).nbytes for cache in probe_states(model))
+
+
+def choose_state_storage(model: Any, storage: StateStorage) -> StateStorage | None:
+    """Return how the states of a model are stored, with a shorter step if they are small; None if it has none.
+
+    Raises:
+        ConfigError: the format is q8, and the model has no state that it would encode.
+    """
+    states = probe_states(model)
+    if not states:
+        return None
+    nbytes = sum(StoredStates(cache, EXACT).nbytes for cache in states)
+    if any(is_state(entry) for cache in states for entry in cache.cache):
+        return storage
+    if storage.format != EXACT:
+        raise ConfigError(
+            f"the state format {storage.format} saves nothing for this model: none of its states are arrays "
+            f"[batch, heads, channels, numbers], which alone it encodes. Valid is {EXACT}."
+        )
+    try:
+        step_nbytes = sum(native_row_bytes(slot, _SMALL_STATE_STEP) for slot in model_facts(model).slots)
+    except UnsupportedModelError:  # as it keeps nothing but states
+        return storage
+    return storage if nbytes > step_nbytes else replace(storage, step=min(storage.step, _SMALL_STATE_STEP))
 
 
 def other_bytes(model: Any) -> Bytes:

@@ -18,7 +18,6 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import BatchGenerator, make_stop_sequences
 
-from mlx_tq.cache.recurrent_states import has_states
 from mlx_tq.cli.runner import end_rank
 from mlx_tq.config import PROFILES, KVConfig
 from mlx_tq.errors import is_out_of_memory
@@ -30,7 +29,7 @@ from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.capacity import all_arrays, with_trimmed_windows
 from mlx_tq.prompt_cache.compressed import compressed
 from mlx_tq.prompt_cache.layer_group import batch_row
-from mlx_tq.prompt_cache.memory import other_bytes, sequence_bytes
+from mlx_tq.prompt_cache.memory import choose_state_storage, other_bytes, sequence_bytes
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.run_summary import RunSummary
 from mlx_tq.prompt_cache.statistics import cache_stats
@@ -147,7 +146,7 @@ class Engine:
         self._stored_prompts = StoredPrompts(
             limits.prompt_cache_bytes, tokenizer.decode, prefix_cache, shared_sessions, limits.states.format
         )
-        self._has_states = has_states(native_caches(model))
+        self._states = choose_state_storage(model, limits.states)
         self.memory_need: MemoryNeed | None = None
         if plan is not None and limits.memory is not None:
             self.memory_need = MemoryNeed(
@@ -609,7 +608,9 @@ class Engine:
         if any(stop <= running.prefilled for stop in running.followers.values()):
             self._release_followers(running, extracted().caches)
         is_grid_point = (
-            self._has_states and bool(running.segment_ends) and self._is_due(prefilled, running.stored_in_memory)
+            self._states is not None
+            and bool(running.segment_ends)
+            and self._is_due(prefilled, running.stored_in_memory)
         )
         if (is_segment_end or is_grid_point) and not response.end_of_prompt:
             caches, tokens = extracted()
@@ -628,7 +629,7 @@ class Engine:
         """Return whether a prompt is to be stored after `tokens` tokens, if it is after `stored`."""
         if is_end:
             return tokens - stored >= MIN_STORED
-        return self.limits.states.is_due(tokens, stored) if self._has_states else tokens - stored >= STORED_STEP
+        return tokens - stored >= STORED_STEP if self._states is None else self._states.is_due(tokens, stored)
 
     def _extract(self, uid: int) -> HeldCaches:
         """Return the caches of a job in the batch or out of it, None if nothing is prefilled, and their tokens."""

@@ -24,6 +24,7 @@ from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.cache_file import CONVERSATION, load_prompt_cache, refuse_damaged, save_prompt_cache
 from mlx_tq.prompt_cache.compressed import compressed_attention, plan_caches, warn_uncalibrated
 from mlx_tq.prompt_cache.layer_group import cache_offsets
+from mlx_tq.prompt_cache.memory import choose_state_storage
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.recall import MAX_QUESTION
 from mlx_tq.prompt_cache.statistics import CacheStats, cache_stats
@@ -147,6 +148,7 @@ class Session:
         self._prefix_folder, self._shadow_every = open_folder(prefix_cache, ranks=ranks_of(model)), shadow
         self._prefix_cache: PrefixCache | None = None
         self._states = StateStorage(state_format, state_step)
+        self._worker.run(lambda: choose_state_storage(self.model, self._states))  # refuses a format that saves nothing
         self.client = open_client(self.rescue.service)
         caches = self._worker.run(self._make_caches)
         self.lookup_mode.check(model, caches)

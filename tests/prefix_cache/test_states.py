@@ -14,6 +14,7 @@ from zoo import build
 
 from mlx_tq.cache.layer import cache_parts
 from mlx_tq.cache.recurrent_states import EXACT, Q8, StateStorage
+from mlx_tq.errors import ConfigError
 from mlx_tq.prefix_cache.checkpoint import Checkpoint, decode_checkpoint
 from mlx_tq.prefix_cache.folder import CHECKPOINTS, Folder
 from mlx_tq.prefix_cache.prefix_cache import CachedPrompt, PrefixCache, root_key
@@ -84,6 +85,22 @@ def test_prompts_are_stored_on_the_grid_and_at_their_end(tmp_path):
     assert lengths_of(tmp_path / "llama") == [200, 400, LENGTH - 1], "after each step, as there are no states"
 
 
+def test_small_states_have_a_finer_grid(tmp_path):
+    """The inputs of convolutions alone take less than keys and values of 512 tokens."""
+    model, prompt = build("lfm2"), random_tokens(1200)
+    run_prompt(model, SMALL, prompt, tmp_path, StateStorage())
+    assert lengths_of(tmp_path) == [600, 1199], "in prefill steps of 200, what follows 512 and 1,024"
+    diverging = [*prompt[:1100], *random_tokens(40, seed=4)]
+    assert run_prompt(model, SMALL, diverging, tmp_path, StateStorage())["restored"] == 600
+
+
+@pytest.mark.parametrize("name", ["jamba", "lfm2"])
+def test_a_format_that_saves_nothing_is_refused(name, tmp_path):
+    model = build(name)
+    with pytest.raises(ConfigError, match=r"state format q8 saves nothing for this model.*Valid is exact"):
+        PrefixCache(model, plan_caches(model, SMALL), Folder(tmp_path), print, states=StateStorage(Q8))
+
+
 def test_formats_never_mix(tmp_path):
     runs = [(EXACT, 0), (Q8, 0), (EXACT, LENGTH - 1), (Q8, LENGTH - 1)]
     results = [run_prompt(QWEN, SMALL, PROMPT, tmp_path, StateStorage(name)) for name, _ in runs]
@@ -128,21 +145,35 @@ FORGERIES = {
 }
 
 
+def prompt_of_forged(model, states, change, folder):
+    """Return the results of a prompt before and after its checkpoint was changed."""
+    before = run_prompt(model, SMALL, PROMPT, folder, states)
+    folder = Folder(folder)
+    ((key, summary),) = folder.checkpoints().items()
+    assert decode_checkpoint(folder.read(key), folder.read_block)[1].root == summary.root
+    content = forge(folder.read(key), change)
+    folder.remove(CHECKPOINTS, key)
+    with folder.writing():
+        folder.write(CHECKPOINTS, key, content)
+    return before, run_prompt(model, SMALL, PROMPT, folder.path, states)
+
+
 @pytest.mark.parametrize(
     "forgery", [*[*FORGERIES][:2], *(pytest.param(name, marks=pytest.mark.full) for name in [*FORGERIES][2:])]
 )
 def test_forged_states_are_a_miss(forgery, tmp_path):
-    states = StateStorage(Q8)
-    answer = run_prompt(QWEN, SMALL, PROMPT, tmp_path, states)["answer"]
-    folder = Folder(tmp_path)
-    ((key, summary),) = folder.checkpoints().items()
-    assert decode_checkpoint(folder.read(key), folder.read_block)[1].root == summary.root
-    content = forge(folder.read(key), FORGERIES[forgery])
-    folder.remove(CHECKPOINTS, key)
-    with folder.writing():
-        folder.write(CHECKPOINTS, key, content)
-    result = run_prompt(QWEN, SMALL, PROMPT, tmp_path, states)
-    assert (result["restored"], result["answer"]) == (0, answer)
+    before, after = prompt_of_forged(QWEN, StateStorage(Q8), FORGERIES[forgery], tmp_path)
+    assert (after["restored"], after["answer"]) == (0, before["answer"])
+
+
+def test_forged_states_of_mamba_are_a_miss(tmp_path):
+    """One channel could be broadcast to all."""
+
+    def change(arrays, types):
+        arrays["0.0.1"] = arrays["0.0.1"][:, :1]
+
+    before, after = prompt_of_forged(build("jamba"), StateStorage(), change, tmp_path)
+    assert (after["restored"], after["answer"]) == (0, before["answer"])
 
 
 @pytest.mark.full

@@ -6,6 +6,7 @@ import pytest
 from cli.tools import zoo_model
 
 from mlx_tq.cache.recurrent_states import EXACT, Q8, StateStorage
+from mlx_tq.errors import ConfigError
 from mlx_tq.models import load
 from mlx_tq.prefix_cache.folder import Folder
 from mlx_tq.prompt_cache.memory import state_nbytes
@@ -54,6 +55,15 @@ def test_a_prompt_that_diverges_continues_from_the_grid(hybrid, place, tmp_path)
 def test_the_default_grid_is_sparse(hybrid):
     """And prompts without states in their caches do not need one."""
     assert [cached for cached, _ in talk(make_engine(hybrid), PROMPT, DIVERGING)] == [0, 0]
+
+
+def test_small_states_have_a_finer_grid(tmp_path):
+    """Of a model with no states but the inputs of convolutions."""
+    loaded, prompt = load(zoo_model(tmp_path / "lfm2", "lfm2")), random_ids(800)
+    diverging = [*prompt[:700], *random_ids(60, seed=5)]
+    assert [cached for cached, _ in talk(make_engine(loaded), prompt, diverging)] == [0, 512]
+    with pytest.raises(ConfigError, match="state format q8 saves nothing"):
+        make_engine(loaded, states=StateStorage(Q8))
 
 
 def test_stored_states_at_8_bits_answer_alike_and_take_a_quarter(hybrid):

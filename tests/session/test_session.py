@@ -14,7 +14,7 @@ from cli.tools import copy_model, zoo_model
 from mlx_lm.models import gemma3_text
 from mlx_lm.models.cache import ArraysCache
 from rescue.harness import Server
-from zoo import ARCHITECTURES
+from zoo import ARCHITECTURES, build
 
 from mlx_tq import EvictConfig, KVConfig, Session, save_prompt_cache
 from mlx_tq.cache.recurrent_states import EXACT, Q8
@@ -620,6 +620,11 @@ def test_undo_goes_back_to_the_states_of_a_turn(chat, hybrid, state_format):
     assert say(session, QUESTION)[:2] == say(other, QUESTION)[:2]
 
 
+def test_a_state_format_that_saves_nothing_is_refused(chat):
+    with pytest.raises(ConfigError, match="state format q8 saves nothing"):
+        chat(SMALL, loaded=(build("lfm2"), load()[1]), state_format=Q8)
+
+
 def test_undo_prefills_again_where_no_states_are_kept(chat, hybrid):
     """Those of the last two turns are."""
     session, calls = chat(SMALL, loaded=hybrid, max_tokens=2), []
@@ -658,7 +663,7 @@ def test_an_error_before_keys_and_values_have_a_token_undoes_the_turn(chat, hybr
         next(answer)
         patch.setattr(attend, "__call__", lambda *args, **options: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            [*answer]
+            list(answer)
     assert session.ids == before
     assert say(session, QUESTION)[:2] == say(other, QUESTION)[:2]
 
