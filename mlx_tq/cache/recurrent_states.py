@@ -150,5 +150,16 @@ def unpack_states(caches: Sequence[Any]) -> list[Any]:
     return _replace_parts(caches, lambda part: part.unpack() if isinstance(part, StoredStates) else part)
 
 
+def states_of(caches: Sequence[Any]) -> list[Any]:
+    """Return the parts of caches that hold states, in whichever format."""
+    return [part for part in cache_parts(caches) if isinstance(part, (ArraysCache, StoredStates))]
+
+
+def replace_states(caches: Sequence[Any], states: Sequence[Any]) -> list[Any]:
+    """Return caches with the parts that `states_of` returns replaced by `states`."""
+    remaining = iter(states)
+    return _replace_parts(caches, lambda x: next(remaining) if isinstance(x, (ArraysCache, StoredStates)) else x)
+
+
 def _replace_parts(caches: Sequence[Any], replace: Callable[[Any], Any]) -> list[Any]:
     return [CacheList(*map(replace, x.caches)) if isinstance(x, CacheList) else replace(x) for x in caches]

@@ -1,18 +1,27 @@
-"""`PromptMemory`: prompts whose caches stay in memory, up to a limit of bytes, of which shared rows count once."""
+"""`PromptMemory`: prompts whose caches stay in memory, up to a limit of bytes, of which shared rows count once.
+
+A prompt that extends a stored one replaces it. Of recurrent states, which cannot be trimmed, it keeps those of the
+prompts that it replaces:
+
+    stored before    keys and values 0 ... 2048    states after 2048
+    inserted         keys and values 0 ... 4096    states after 4096
+    stored then      keys and values 0 ... 4096    states after 2048 and 4096
+"""
 
 import copy
 import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
-from mlx_tq.cache.recurrent_states import EXACT, pack_states, unpack_states
+from mlx_tq.cache.layer import cache_parts
+from mlx_tq.cache.recurrent_states import EXACT, pack_states, replace_states, states_of, unpack_states
 from mlx_tq.errors import CacheFormatError
 from mlx_tq.prefix_cache.prefix_cache import common_prefix
 from mlx_tq.prompt_cache.capacity import all_arrays, release_capacity
@@ -28,8 +37,29 @@ _SHOWN = 10  # tokens that are logged before and after the place where a prompt 
 class _Stored:
     ids: np.ndarray
     caches: list[Any]
-    arrays: dict[int, mx.array]  # by their ids
     last_use: int
+    states: dict[int, list[Any]] = field(default_factory=dict)  # of shorter prefixes, by their lengths
+    arrays: dict[int, mx.array] = field(default_factory=dict)  # of caches and states, by their ids
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether the prompt can be cut to tokens whose states are stored, and to no others."""
+        is_trimmable = can_trim_prompt_cache(self.caches)
+        return not is_trimmable and can_trim_prompt_cache(_without_states(self.caches)) and not has_evicted(self.caches)
+
+    def reachable(self, most: int) -> int:
+        """Return to how many tokens, `most` at most, the caches can be cut."""
+        if most == len(self.ids) or can_trim_prompt_cache(self.caches):
+            return most
+        return max((length for length in [*self.states] if length <= most), default=0)
+
+    def copy_first(self, count: int) -> list[Any] | None:
+        """Return a copy of the first `count` tokens, which are `reachable`; None if evicted tokens prevent it."""
+        if count not in self.states:
+            return copy_prefix(self.caches, count, len(self.ids))
+        copied = copy.deepcopy(replace_states(self.caches, self.states[count]))
+        trim_prompt_cache(_without_states(copied), len(self.ids) - count)
+        return copied
 
 
 def copy_prefix(caches: list[Any], count: int, length: int) -> list[Any] | None:
@@ -42,6 +72,11 @@ def copy_prefix(caches: list[Any], count: int, length: int) -> list[Any] | None:
     except CacheFormatError:  # the prefix lost tokens that are not archived
         return None
     return copied
+
+
+def _without_states(caches: list[Any]) -> list[Any]:
+    states = set(map(id, states_of(caches)))
+    return [part for part in cache_parts(caches) if id(part) not in states]
 
 
 def has_evicted(caches: list[Any]) -> bool:
@@ -71,14 +106,20 @@ class PromptMemory:
         release_capacity(caches)
         tokens = np.array(ids, np.int64)
         is_trimmable = can_trim_prompt_cache(caches) and not has_evicted(caches)
+        new = _Stored(tokens, caches, self._next_use())
         for other in self._prompts[:]:
-            common = common_prefix(other.ids, tokens)
-            if common == len(other.ids) and (is_trimmable or common == len(tokens)):  # which these caches can become
-                self._remove(other)
-        arrays = {id(array): array for array in all_arrays(caches)}
-        self.nbytes += sum(array.nbytes for key, array in arrays.items() if not self._holders[key])
-        self._holders.update(arrays.keys())
-        self._prompts.append(_Stored(tokens, caches, arrays, self._next_use()))
+            common, extends_states = common_prefix(other.ids, tokens), new.keeps_states and other.keeps_states
+            if common < len(other.ids) or not (is_trimmable or extends_states or common == len(tokens)):
+                continue
+            self._remove(other)  # which these caches can become
+            if extends_states:
+                new.states |= other.states
+                new.states |= {common: states_of(other.caches)} if common < len(tokens) else {}
+        arrays = [*all_arrays(caches), *(array for states in new.states.values() for array in all_arrays(states))]
+        new.arrays = {id(array): array for array in arrays}
+        self.nbytes += sum(array.nbytes for key, array in new.arrays.items() if not self._holders[key])
+        self._holders.update(new.arrays.keys())
+        self._prompts.append(new)
         self.trim_to(self._limit)
 
     def find(self, ids: Sequence[int], most: int, *, notes_use: bool = True) -> tuple[list[Any] | None, int]:
@@ -87,14 +128,14 @@ class PromptMemory:
         Without `notes_use`, nothing changes, and nothing is logged.
         """
         tokens = np.array(ids, np.int64)
-        lengths = [(common_prefix(stored.ids, tokens), stored) for stored in self._prompts]
-        lengths = [(length, stored) for length, stored in lengths if length]
-        lengths.sort(key=lambda pair: (-min(pair[0], most), len(pair[1].ids)))
-        if lengths and notes_use:
-            self._log_divergence(tokens, *lengths[0])
-        for length, stored in lengths:
-            count = min(length, most)
-            caches = copy_prefix(stored.caches, count, len(stored.ids))
+        commons = [(common_prefix(stored.ids, tokens), stored) for stored in self._prompts]
+        commons = [(common, stored) for common, stored in commons if common]
+        if commons and notes_use:
+            closest = max(commons, key=lambda pair: (min(pair[0], most), -len(pair[1].ids)))
+            self._log_divergence(tokens, *closest)
+        counts = [(stored.reachable(min(common, most)), stored) for common, stored in commons]
+        for count, stored in sorted(counts, key=lambda pair: (-pair[0], len(pair[1].ids))):
+            caches = stored.copy_first(count)
             if caches is None:
                 continue
             if notes_use:
@@ -105,13 +146,17 @@ class PromptMemory:
     def longest(self, ids: Sequence[int], most: int) -> int:
         """Return how many tokens `find` would find, unless some of them were evicted; any thread may ask."""
         tokens = np.array(ids, np.int64)
-        counts = [(min(common_prefix(stored.ids, tokens), most), stored) for stored in self._prompts[:]]
-        return max((n for n, x in counts if n == len(x.ids) or can_trim_prompt_cache(x.caches)), default=0)
+        return max((x.reachable(min(common_prefix(x.ids, tokens), most)) for x in self._prompts[:]), default=0)
 
     def trim_to(self, nbytes: int) -> None:
-        """Remove the prompts of the least worth until all take at most `nbytes`."""
+        """Remove the prompts of the least worth, their earlier states first, until all take at most `nbytes`."""
         while self._prompts and self.nbytes > nbytes:
-            self._remove(min(self._prompts, key=self._worth))
+            least = min(self._prompts, key=self._worth)
+            if not least.states:
+                self._remove(least)
+                continue
+            oldest = all_arrays(least.states.pop(min(least.states)))
+            self._release({key: least.arrays.pop(key) for key in map(id, oldest) if key in least.arrays})
 
     def _worth(self, stored: _Stored) -> float:
         """Return the logarithm of what it is worth."""
@@ -123,8 +168,11 @@ class PromptMemory:
 
     def _remove(self, stored: _Stored) -> None:
         self._prompts.remove(stored)
-        self._holders.subtract(stored.arrays.keys())
-        for key, array in stored.arrays.items():
+        self._release(stored.arrays)
+
+    def _release(self, arrays: dict[int, mx.array]) -> None:
+        self._holders.subtract(arrays.keys())
+        for key, array in arrays.items():
             if not self._holders[key]:
                 del self._holders[key]
                 self.nbytes -= array.nbytes

@@ -194,3 +194,30 @@ def test_the_place_where_prompts_diverge_is_logged(caplog):
     stored = " ".join(map(str, range(40, 60)))
     text = f"{stored.partition(' 50')[0]} 7 7"
     assert message == f"a prompt diverges from the closest stored one after 50 tokens: '{text}', not '{stored}'"
+
+
+def test_a_prompt_keeps_the_states_of_those_it_extends():
+    """And loses the earliest first where memory is short; its bytes are those of what is left."""
+    memory, lengths = PromptMemory(UNLIMITED), (500, 1000, 1500)
+    caches, model = None, build("qwen3_next")
+    states = {}
+    for start, stop in zip((0, *lengths), lengths, strict=False):
+        caches = prefilled(PROMPT[start:stop], model, caches=caches)
+        states[stop] = next(cache for cache in caches if isinstance(cache, ArraysCache))[1]
+        memory.insert(PROMPT[:stop], copy.deepcopy(caches))
+    assert len(memory) == 1
+    for most, count in ((1600, 1500), (1499, 1000), (999, 500), (499, 0)):
+        found, length = memory.find(PROMPT[:1600], most)
+        assert memory.longest(PROMPT[:1600], most) == length == count
+        if count:
+            assert {cache.offset for cache in found if not isinstance(cache, ArraysCache)} == {count}
+            assert mx.array_equal(next(cache for cache in found if isinstance(cache, ArraysCache))[1], states[count])
+    alone = PromptMemory(UNLIMITED)
+    alone.insert(PROMPT[:1500], caches)
+    each = (memory.nbytes - alone.nbytes) // 2
+    memory.trim_to(memory.nbytes - 1)
+    assert (memory.nbytes, memory.longest(PROMPT, 1499), memory.longest(PROMPT, 999)) == (alone.nbytes + each, 1000, 0)
+    memory.trim_to(alone.nbytes)
+    assert (memory.nbytes, memory.longest(PROMPT, 1500), memory.longest(PROMPT, 1499)) == (alone.nbytes, 1500, 0)
+    memory.trim_to(0)
+    assert (memory.nbytes, len(memory)) == (0, 0)

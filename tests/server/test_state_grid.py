@@ -66,6 +66,17 @@ def test_small_states_have_a_finer_grid(tmp_path):
         make_engine(loaded, states=StateStorage(Q8))
 
 
+def test_keys_and_values_are_stored_once(hybrid):
+    """A finer grid takes more states, and no more keys and values."""
+    nbytes = []
+    for step in (2048, 64):
+        engine = make_engine(hybrid, states=StateStorage(step=step))
+        talk(engine, PROMPT)
+        nbytes.append(metric(engine, "prompt_cache_bytes"))
+        assert metric(engine, "prompt_cache_entries") == 1
+    assert nbytes[1] - nbytes[0] == len(range(64, len(PROMPT) - 1, 64)) * state_nbytes(hybrid[0], EXACT)
+
+
 def test_stored_states_at_8_bits_answer_alike_and_take_a_quarter(hybrid):
     next_turn, results, nbytes = [*PROMPT, *random_ids(30, seed=9)], [], []
     for name in (EXACT, Q8):
@@ -78,7 +89,7 @@ def test_stored_states_at_8_bits_answer_alike_and_take_a_quarter(hybrid):
     assert text == talk(make_engine(hybrid), next_turn)[0][1]
     assert text[:8] == text_q8[:8]
     saved = state_nbytes(hybrid[0], EXACT) - state_nbytes(hybrid[0], Q8)
-    assert nbytes[0] - nbytes[1] == metric(engine, "prompt_cache_entries") * saved
+    assert nbytes[0] - nbytes[1] == 8 * saved, "on the grid, where the answers begin, and at their ends"
 
 
 @pytest.mark.full
