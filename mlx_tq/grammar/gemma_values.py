@@ -9,6 +9,9 @@ from mlx_tq.grammar.grammar_source import GrammarError
 
 _QUOTE = '<|"|>'
 _NAME = re.compile(r"\w+", re.ASCII)
+_FOLLOWED = {"type", "properties", "required", "additionalProperties", "items", "minItems", "maxItems", "enum", "const"}
+_COMBINED = {"anyOf", "oneOf", "allOf", "$ref"}
+_IGNORED = {"pattern", "minLength", "maxLength", "format", "$defs", "definitions", "x-guidance"}
 _LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _TYPES = ("string", "number", "boolean", "null", "array", "object")
 
@@ -27,6 +30,7 @@ class GemmaValues:
 
     def object(self, schema: Schema) -> str:
         """Return the expression of an object."""
+        _check(schema)
         rules, others = self._rules, schema.get("additionalProperties", {})
         required, properties = schema.get("required", []), schema.get("properties", {})
         properties = {**properties, **{name: {} for name in required if name not in properties}}
@@ -42,6 +46,7 @@ class GemmaValues:
         """Return the expression of a value, the name of a rule."""
         if not isinstance(schema, dict) or not schema:
             return self._any()
+        _check(schema)
         if "$ref" in schema:
             return self._reference(schema["$ref"])
         if "enum" in schema or "const" in schema:
@@ -65,9 +70,11 @@ class GemmaValues:
         if kind == "object":
             return self.object(schema)
         if kind == "array":
-            item = self.value(schema.get("items"))
-            optional = "" if schema.get("minItems") else "?"
-            return f'"[" ({item} ("," {item})*){optional} "]"'
+            item, least, most = self.value(schema.get("items")), schema.get("minItems", 0), schema.get("maxItems")
+            if most == 0:
+                return '"[" "]"'
+            others = f"{{{max(least, 1) - 1},{'' if most is None else most - 1}}}"
+            return f'"[" ({item} ("," {item}){others}){"" if least else "?"} "]"'
         return rules.json({"type": kind, **{name: schema[name] for name in _LIMITS if name in schema}})
 
     def _key(self, name: str) -> str:
@@ -79,6 +86,8 @@ class GemmaValues:
     def _literal(self, value: Any) -> str:
         rules = self._rules
         if isinstance(value, str):
+            if _QUOTE in value:
+                raise GrammarError(f"an option with {_QUOTE} is not supported in this form of calls", ("enum",))
             return rules.text(f"{_QUOTE}{value}{_QUOTE}")
         if isinstance(value, dict):
             parts = [(f"{self._key(name)} {self._literal(part)}", True) for name, part in value.items()]
@@ -101,3 +110,14 @@ class GemmaValues:
             parts = " | ".join(self._of_type(kind, {}) for kind in _TYPES)
             self._rules.lines.append(f"{name}: {parts}")
         return self._names[""]
+
+
+def _check(schema: Schema) -> None:
+    """Raise `GrammarError` for a keyword that would be ignored although it changes which values are valid."""
+    unknown = {*schema} - _FOLLOWED - _COMBINED - _IGNORED - {*_LIMITS}
+    combined = _COMBINED & {*schema}
+    unknown |= {"properties", "items", "required", "additionalProperties"} & {*schema} if combined else set()
+    if unknown:
+        keyword = min(unknown)
+        beside = f" beside {min(combined)}" if combined else ""
+        raise GrammarError(f"{keyword}{beside} is not supported in this form of calls", (keyword,))
