@@ -100,6 +100,10 @@ def test_the_command(tmp_path, capsys):
     results = json.loads((tmp_path / "out.json").read_text())["results"]
     assert results["off"].items() >= {"kld": 0, "agreement": 100, "exact": 2, "same_until": 8}.items()
     assert results["tq2/tq2"]["kld"] > 0
-    for flag, value, message in (("--answer-tokens", "3", "must be 4 or more"), ("--length", "5000", "allows 4,096")):
+    for flag, value, message in (
+        ("--answer-tokens", "3", "must be 4 or more"),
+        ("--length", "4090", "more than the model's 4,096"),
+        ("--length", "20", "never read a packed one"),
+    ):
         assert main([*words, flag, value]) == 2
         assert message in capsys.readouterr().err
