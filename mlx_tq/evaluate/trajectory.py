@@ -1,8 +1,7 @@
-"""Let each cache write its own answer, and compare it with the uncompressed cache's: errors then accumulate.
+"""Compare the answer that each cache generates by itself, in which errors accumulate, with the uncompressed cache's.
 
-The answers to a prompt use the same random numbers, so that a difference comes from the cache alone. The divergence is
-from what the uncompressed cache predicts after the same tokens; it reads them one by one too, so that rounding is the
-same.
+All answers to a prompt use the same random numbers, so differences come from the cache alone. The KL divergence is from
+the uncompressed cache's prediction after the same tokens, which also decodes them one by one, with the same rounding.
 """
 
 import copy
@@ -48,7 +47,7 @@ def run_trajectories(
     longest, limit = max(map(len, prompts)), position_limit(model)
     if limit is not None and longest + answer > limit:
         raise ConfigError(
-            f"{longest:,} tokens of a prompt and {answer:,} of its answer are more than the model's {limit:,} positions."
+            f"{longest:,} tokens of a prompt and {answer:,} of its answer exceed the model's {limit:,} positions."
             " Use a smaller --length or --answer-tokens."
         )
     last = min(map(len, prompts)) - 1
@@ -88,7 +87,7 @@ def _write(
     return tokens, klds
 
 
-def trajectory(name: str, answers: Trajectories, reference: Trajectories) -> Record:
+def compare_trajectories(name: str, answers: Trajectories, reference: Trajectories) -> Record:
     """Return how the answers of an arm differ from those of the uncompressed cache; errors are over answers."""
     equal = answers.tokens == reference.tokens
     count, length = equal.shape

@@ -21,7 +21,10 @@ _NOT_JSON = f'{_ANY_TEXT} & ~/\\s*([\\[{{"](?s:.*)|true|false|null|NaN|-?Infinit
 
 @dataclass(frozen=True)
 class Shape:
-    """One call, and what is around calls between their marks; `between` is None if each has its own marks."""
+    """How one call is written, and the text before, after and between calls.
+
+    `between` is None if each call has its own start and end marks.
+    """
 
     write: Callable[[Rules, str, Schema], str]
     before: str = ""
@@ -92,14 +95,14 @@ def _write_function_gemma(rules: Rules, name: str, schema: Schema) -> str:
         types = value.get("type")
         if any("}" in option or quote in option for option in _string_options(value)):
             raise GrammarError(
-                f"an option with '}}' or {quote} is not supported in this form of calls", ("properties", key)
+                f"an option with '}}' or {quote} is not supported in this call format", ("properties", key)
             )
         if _only_strings(value):
             text = f"{rules.text(quote)} {_tagged_value(rules, value, quote, '/[^}]*/')}"
         elif types in ("number", "integer", "boolean"):
             text = rules.json(value)
         else:
-            message = f"arguments of type {str(types)[:64]!r} are not supported in this form of calls"
+            message = f"arguments of type {str(types)[:64]!r} are not supported in this call format"
             raise GrammarError(message, ("properties", key))
         arguments.append((f"{rules.text(f'{key}:')} {text}", is_required))
     return f"{rules.text(f'call:{name}{{')} {rules.separated(arguments, ',')} {rules.text('}')}"
@@ -179,7 +182,7 @@ def _only_strings(schema: Schema) -> bool:
 def _check_name(pattern: re.Pattern[str], name: str, *path: str) -> None:
     if not pattern.fullmatch(name):
         kind = "a parameter's" if path else "a tool's"
-        raise GrammarError(f"{kind} name must be an identifier in this form of calls", path)
+        raise GrammarError(f"{kind} name must be an identifier in this call format", path)
 
 
 def _may_be_string(schema: Schema) -> bool:
@@ -193,7 +196,7 @@ def _may_be_string(schema: Schema) -> bool:
 def _check_parameters(schema: Schema) -> None:
     """Raise `GrammarError` unless parameters are a list of properties, or any."""
     if wrong := [name for name in ("allOf", "anyOf", "oneOf", "$ref", "patternProperties") if name in schema]:
-        raise GrammarError(f"parameters with {wrong[0]} are not supported in this form of calls", (wrong[0],))
+        raise GrammarError(f"parameters with {wrong[0]} are not supported in this call format", (wrong[0],))
 
 
 def _properties(schema: Schema) -> Iterator[tuple[str, Schema, bool]]:

@@ -52,12 +52,12 @@ class GemmaValues:
         if "enum" in schema or "const" in schema:
             options = schema.get("enum", [schema.get("const")])
             if not options:
-                raise GrammarError("it has no values; list at least one", ("enum",))
+                raise GrammarError("an enum without values matches nothing; list at least one", ("enum",))
             return self._rules.add(" | ".join(map(self._literal, options)))
         for keyword in ("anyOf", "oneOf", "allOf"):
             if parts := schema.get(keyword):
                 if keyword == "allOf" and len(parts) > 1:
-                    raise GrammarError("several schemas in allOf are not supported in this form of calls", ("allOf",))
+                    raise GrammarError("several schemas in allOf are not supported in this call format", ("allOf",))
                 return self._rules.add(" | ".join(map(self.value, parts)))
         types = schema.get("type", _TYPES)
         kinds = [types] if isinstance(types, str) else types
@@ -79,7 +79,7 @@ class GemmaValues:
 
     def _key(self, name: str) -> str:
         if not _NAME.fullmatch(name):
-            message = "a property's name may have letters, digits and '_' in this form of calls"
+            message = "a property's name may have letters, digits and '_' in this call format"
             raise GrammarError(message, ("properties", name))
         return self._rules.text(f"{name}:")
 
@@ -87,7 +87,7 @@ class GemmaValues:
         rules = self._rules
         if isinstance(value, str):
             if _QUOTE in value:
-                raise GrammarError(f"an option with {_QUOTE} is not supported in this form of calls", ("enum",))
+                raise GrammarError(f"an option with {_QUOTE} is not supported in this call format", ("enum",))
             return rules.text(f"{_QUOTE}{value}{_QUOTE}")
         if isinstance(value, dict):
             parts = [(f"{self._key(name)} {self._literal(part)}", True) for name, part in value.items()]
@@ -99,7 +99,7 @@ class GemmaValues:
     def _reference(self, target: str) -> str:
         if target not in self._names:
             if target not in self._targets:
-                raise GrammarError(f"the schema has no {target[:64]!r}", ("$ref",))
+                raise GrammarError(f"the schema defines no {target[:64]!r}", ("$ref",))
             name = self._names[target] = self._rules.name()
             self._rules.lines.append(f"{name}: {self.value(self._targets[target])}")
         return self._names[target]
@@ -120,4 +120,4 @@ def _check(schema: Schema) -> None:
     if unknown:
         keyword = min(unknown)
         beside = f" beside {min(combined)}" if combined else ""
-        raise GrammarError(f"{keyword}{beside} is not supported in this form of calls", (keyword,))
+        raise GrammarError(f"{keyword}{beside} is not supported in this call format", (keyword,))

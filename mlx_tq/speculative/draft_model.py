@@ -34,7 +34,7 @@ class DraftModel:
         """Raise ConfigError if a model's caches cannot drop rejected drafts."""
         reason = draft_blocker(model, caches)
         if reason is not None:
-            raise ConfigError(f"a draft model is given, but {reason}. Drop the draft model.")
+            raise ConfigError(f"the draft model cannot be used: {reason}. Drop the draft model.")
 
     def begin(self, model: Any, caches: list[Any], ids: Sequence[int]) -> "ModelDrafts":
         """Return the drafts for an answer to a conversation of tokens `ids`."""

@@ -140,13 +140,13 @@ def test_what_formats_lose(name):
     check_loss(build(name, spread=False), SHARP_LIMITS if name in SHARP else LIMITS)
 
 
-def test_what_formats_lose_without_choices():
+def test_loss_without_expert_and_block_selection():
     check_loss(build("minimax_m3_vl", spread=False, num_experts_per_tok=4, index_topk_blocks=100), LIMITS)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", sorted(DENSE))
-def test_what_formats_lose_without_a_selection(name):
+def test_loss_when_the_indexer_selects_all_tokens(name):
     check_loss(build(name, spread=False, index_topk=4096), LIMITS)
 
 

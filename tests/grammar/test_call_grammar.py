@@ -195,7 +195,7 @@ def test_nested_values_of_gemma(tokenizer, accepts, arguments, is_known):
         assert not accepts(source, f"<|tool_call>call:f{gemma({**arguments, 'other': 1})}<tool_call|>")
 
 
-def test_definitions_that_contain_themselves_in_the_form_of_gemma(tokenizer, accepts):
+def test_recursive_definitions_in_gemma_calls(tokenizer, accepts):
     node = {"type": "object", "properties": {"name": {"enum": ["x", 1]}, "next": {"$ref": "#/$defs/node"}}}
     parameters = {"properties": {"first": {"$ref": "#/$defs/node"}}, "$defs": {"node": node}}
     source = write_grammar(form_of("gemma4"), [Tool("f", parameters)], find_special_tokens(tokenizer))

@@ -91,7 +91,7 @@ def test_an_answer_is_the_same_as_without(exact, make_drafter, seed):
         assert accepted > 0.9 * total
 
 
-def test_a_long_prompt_is_read_in_slices_while_the_answer_goes_on(exact):
+def test_the_draft_model_prefills_in_slices_during_the_answer(exact):
     """Of 1,400 tokens, the first two steps of the answer read 512 each, and then it drafts."""
     jobs = [make_job(1400, max_tokens=TOKENS)]
     plain, _ = answers(exact, NO_LOOKUP, [make_job(1400, max_tokens=TOKENS)])
@@ -109,7 +109,7 @@ def test_a_long_prompt_is_read_in_slices_while_the_answer_goes_on(exact):
     assert metric(engine, "accepted_tokens_total") > TOKENS / 3
 
 
-def test_answers_that_take_turns_and_meet(exact):
+def test_drafts_for_interleaved_and_concurrent_answers(exact):
     """Each has the single stream for a while, and the draft model's caches go from one conversation to another."""
     drafter = own_drafts(exact[0])
 
@@ -153,7 +153,7 @@ def test_an_error_of_the_draft_model_leaves_no_wrong_rows(exact):
 def test_an_evicting_cache_is_refused(exact):
     config = KVConfig.from_profile("small", sinks=16, window=32, evict=EvictConfig("recency", "50%"))
     model, _ = exact
-    with pytest.raises(ConfigError, match="a draft model is given, but an eviction round cannot be undone"):
+    with pytest.raises(ConfigError, match="the draft model cannot be used: an eviction round cannot be undone"):
         own_drafts(model).check(model, build_caches(plan_caches(model, config)))
 
 
