@@ -273,7 +273,7 @@ def states() -> str:
         for about in [report(name)]
         for row in about["rows"]
     ]
-    columns = ["model", "states", "KLD", "KLD, 99 %", "top-1 %", "answers equal", "tokens equal, median"]
+    columns = ["model", "states", "KLD", "KLD, 99th percentile", "top-1 %", "equal answers", "equal tokens, median"]
     return table([*files], columns, rows, on="two models in float32")
 
 

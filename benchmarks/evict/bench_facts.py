@@ -145,7 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", default="smollm2,embedded", help="of benchmarks.reports, joined by commas")
     parser.add_argument("--tokens", type=int, default=950)
-    parser.add_argument("--share", default="40", help="percent of the rows to keep; several joined by commas")
+    parser.add_argument("--share", default="40", help="percentages of the rows to keep, separated by commas")
     parser.add_argument("--texts", type=int, default=16, help="texts, with eight questions each")
     parser.add_argument("--text", help="file in which the facts are planted, in place of WikiText-2")
     parser.add_argument("--task", choices=["facts", *TASKS], default="facts")

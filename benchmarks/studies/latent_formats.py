@@ -1,4 +1,4 @@
-"""Study what formats lose on the latents of a model with MLA: affine, tq and tcq, without rotation and with means.
+"""Study what formats lose on MLA latents: affine, tq and tcq, with and without rotation and block means.
 
     python -m benchmarks.studies.latent_formats --model FOLDER --json FILE [--length 512] [--chunks 8]
 
@@ -56,8 +56,8 @@ def store_affine(bits: int) -> tuple[Store, float]:
     return store, bits + 32 / GROUP
 
 
-def less_means(stored: tuple[Store, float], dim: int) -> tuple[Store, float]:
-    """Store what differs from the mean of a block, which is stored once."""
+def subtract_means(stored: tuple[Store, float], dim: int) -> tuple[Store, float]:
+    """Store the differences from the mean of each block, and the mean once."""
 
     def store(x: mx.array) -> mx.array:
         parts = []
@@ -74,9 +74,9 @@ def find_formats(dim: int) -> dict[str, tuple[Store, float]]:
     formats: dict[str, tuple[Store, float]] = {"exact": (lambda x: x, 16.0)}
     for name in ("q8", "tq4", "tq3", "tcq4", "tcq3"):
         formats[name] = store_codes(name, dim)
-        formats[f"{name}, means"] = less_means(formats[name], dim)
+        formats[f"{name}, means"] = subtract_means(formats[name], dim)
         formats[f"{name}, not rotated"] = store_codes(name, dim, rotated=False)
-        formats[f"{name}, means, not rotated"] = less_means(formats[f"{name}, not rotated"], dim)
+        formats[f"{name}, means, not rotated"] = subtract_means(formats[f"{name}, not rotated"], dim)
     return formats | {f"affine {bits}": store_affine(bits) for bits in (8, 4, 3)}
 
 

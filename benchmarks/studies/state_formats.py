@@ -1,4 +1,4 @@
-"""Study what recurrent states at 8 bits lose: by logits, by greedy answers, and restored at each turn.
+"""Study what recurrent states at 8 bits lose, in logits and greedy answers, restored once or at each turn.
 
     python -m benchmarks.studies.state_formats --model FOLDER --json state_formats_NAME.json
 
@@ -89,7 +89,7 @@ def prefill(model: Any, ids: list[int], caches: list[Any]) -> list[Any]:
     return caches
 
 
-def continued(model: Any, ids: list[int], caches: list[Any], restore: Restore, *, each_turn: bool) -> mx.array:
+def score_continuation(model: Any, ids: list[int], caches: list[Any], restore: Restore, *, each_turn: bool) -> mx.array:
     """Return the log-probabilities after each of `ids`, which continue from restored caches."""
     caches, parts = restore(caches), []
     with compressed_attention(model):
@@ -143,7 +143,7 @@ def measure(model: Any, ids: list[int], args: argparse.Namespace) -> list[dict[s
     for name, (caches, restore, each_turn) in arms.items():
         runs[name] = [
             (
-                continued(model, text[args.length :], held, restore, each_turn=each_turn),
+                score_continuation(model, text[args.length :], held, restore, each_turn=each_turn),
                 greedy(model, text[args.length], held, restore, args.answer, each_turn=each_turn),
             )
             for text, held in zip(texts, caches, strict=True)

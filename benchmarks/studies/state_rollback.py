@@ -1,10 +1,10 @@
-"""Study what it costs to drop a rejected draft from a hybrid: states cannot be trimmed, but kept and computed again.
+"""Study what a rejected draft costs a hybrid, whose states cannot be trimmed but can be restored and recomputed.
 
     python -m benchmarks.studies.state_rollback --model FOLDER --json state_rollback.json
 
 A pass that verifies a draft keeps the states before it (no copy: arrays are not changed in place). If the draft is
-rejected, the states are set back, and the accepted tokens run again. The program times a plain step, verify passes, and
-such a repeat, and computes the tokens per time of a plain step, by the share of drafted tokens that is right.
+rejected, the states are restored, and the accepted tokens run again. The program times plain steps, verify passes and
+these repeats. From them it computes the speedup over plain steps for several acceptance rates.
 """
 
 import argparse
@@ -26,7 +26,7 @@ ROWS = (1, 2, 4, 8)  # tokens of a pass
 SHARES = (0.5, 0.7, 0.9, 0.97)
 
 
-def timed_pass(model: Any, caches: list[Any], ids: list[int]) -> float:
+def time_pass(model: Any, caches: list[Any], ids: list[int]) -> float:
     """Return the seconds of a pass, after which the caches are as before."""
     states = [part for part in cache_parts(caches) if isinstance(part, ArraysCache)]
     others = [part for part in cache_parts(caches) if not isinstance(part, ArraysCache)]
@@ -40,9 +40,9 @@ def timed_pass(model: Any, caches: list[Any], ids: list[int]) -> float:
 
 
 def gain(seconds: dict[int, float], rows: int, share: float) -> float:
-    """Return the expected tokens per time of a plain step, with drafts of `rows` - 1 tokens.
+    """Return the expected speedup over plain steps, with drafts of `rows` - 1 tokens.
 
-    Of k tokens that were accepted before the first wrong one, k + 1 run again.
+    If the first wrong draft follows k accepted ones, k + 1 tokens run again.
     """
     tokens = cost = 0.0
     for accepted in range(rows):
@@ -67,7 +67,7 @@ def main() -> None:
     times: dict[int, list[float]] = {rows: [] for rows in ROWS}
     for _ in range(args.passes):
         for rows, seconds in times.items():
-            seconds.append(timed_pass(model, caches, ids[args.length : args.length + rows]))
+            seconds.append(time_pass(model, caches, ids[args.length : args.length + rows]))
     medians = {rows: median(seconds) for rows, seconds in times.items()}
     gains = [
         {"rows": rows, "right": share, "gain": gain(medians, rows, share)} for rows in ROWS[1:] for share in SHARES

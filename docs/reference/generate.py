@@ -59,8 +59,8 @@ ARCHITECTURE_PAGE = f"""{MARK}
 Each row is a model file of mlx-lm {version("mlx-lm")}, as the probe sees a tiny random model of it.
 
 - **supported**: the KV caches in the second column are compressed, the others are mlx-lm's own.
-- **partly supported**: the same, but sequences run one at a time, or a layer has a second plain KV cache that stays
-  mlx-lm's own, as the model does more with it than attend.
+- **partly supported**: the same, but sequences run one at a time, or a layer has a second KV cache that stays
+  uncompressed because the model also computes with it outside attention (an indexer's keys).
 - **left unchanged**: the model has no plain KV cache. It runs with `--kv-profile off`.
 - **refused**: the model computes with the keys and values of its cache itself. It runs with `--kv-profile off`.
 
@@ -68,13 +68,16 @@ Batches: "one at a time" means that mlx-lm gives other results in a batch than a
 server runs one request at a time. "unpadded" means the same for prompts of different lengths, so the server prefills
 them one after the other and decodes them together.
 
-Models with latent attention (MLA) cache one latent for all heads. It is stored in the key format, and the part of keys
-that RoPE rotates in the value format, at 8 bits or more: with `small`, 324 bytes per token and layer instead of 1,152
-(512 + 64 dims). Decode steps attend to packed latents; a prefill decodes them, one layer at a time. `--kv-evict` takes
+Models with latent attention (MLA) cache one latent per token, which all heads share, and the RoPE part of the key. The
+latent is stored in the key format, the RoPE part in the value format, at 8 bits or more: with `small`, 324 bytes per
+token and layer instead of 1,152 (512 + 64 dims). Decode steps attend to packed latents; a prefill decodes them, one
+layer at a time. `--kv-evict` takes
 `recency`, `knorm`, `streaming` and `random`; models with an indexer (deepseek_v32) cannot evict.
 
-Drafts: "no" means that the state of the model cannot go back, or that it gives several tokens other logits than
-one, so speculative decoding is refused on a compressed cache.
+Drafts: "no" means that rejected tokens cannot be trimmed from the cache, or that the logits of several tokens in one
+pass differ from those of one token at a time. Such a model cannot be a draft model, nor the model of
+`mlx_tq.generate --draft-model`. Where only recurrent states cannot be trimmed, `--prompt-lookup` and
+`mlx_tq.server --draft-model` work: they restore the states and run the accepted tokens again.
 """
 # Groups of flags that several commands have and that the page lists once: heading and anchor.
 SHARED = {"KV cache": ("The KV cache", "the-kv-cache"), "rescue": ("Rescue", "rescue")}

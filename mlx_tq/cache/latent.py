@@ -1,11 +1,11 @@
 """`LatentKVCache`: the latents of a layer of MLA, from which the model makes the keys and values of all heads.
 
 mlx-lm's models pass latents [B, 1, L, R] as keys, and the part of keys that RoPE rotates, [B, 1, L, P], as values. In a
-pass of one token they attend to the latents themselves, which are keys and values at once: these stay packed. In a
-longer pass they compute with both, which are decoded. Scores of the rotated part come as an additive mask.
+pass of one token they attend to the latents themselves, as keys and as values: these stay packed. In a longer pass they
+compute with decoded latents and rotated parts. Scores of the rotated part come as an additive mask.
 
-A query is known only by its products with keys. Where a search of the archive needs it, as a vector of R + P numbers
-that scores latents and rotated parts, unit vectors follow the keys: its products with these are its components.
+A search of the archive needs each query as one vector of R + P numbers, which scores latents and rotated parts. The
+cache never receives that vector, so it appends unit vectors to the keys: their scores are the query's components.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class LatentView(StepView):
 
     @property
     def columns(self) -> int:
-        """Columns of the mask in a pass of one token, whose unit vectors are those of rotated parts."""
+        """Columns of the mask in a pass of one token, whose unit vectors have the dims of rotated parts."""
         return self.tokens + (self.regions.full_values.shape[3] if self.unit_vectors else 0)
 
     def attend(self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
@@ -231,7 +231,7 @@ class BatchLatentKVCache(BatchCompressedKVCache):
         check_attention_is_patched()
         length, counts = keys.shape[2], self.counts(keys.shape[2])
         views = self._append(keys, values, counts)
-        if length > 1:  # questions, whose queries are captured, run alone
+        if length > 1:  # queries are captured only in questions, which never run in a batch
             views = [view and replace(view, unit_vectors=0) for view in views]
         parts = [(None, None) if view is None else _fetch(view, length) for view in views]
         rotated = _stack([part for _, part in parts], values)
@@ -248,7 +248,7 @@ class BatchLatentKVCache(BatchCompressedKVCache):
         if plain is None and len({row.shape for row in rows}) == 1:
             return plain
         visible = np.zeros((len(rows), 1, N, max(row.shape[1] for row in rows)), bool)
-        visible[..., 0] = True  # to padding too: attention to nothing would not be a number
+        visible[..., 0] = True  # for padded queries: softmax over no keys is NaN
         for i, row in enumerate(rows):
             visible[i, 0, : len(row), : row.shape[1]] = row
         return mx.array(visible)

@@ -1,12 +1,11 @@
 """Recurrent states in stored caches: exact, or as 8-bit codes with a scale per head and channel.
 
-A state is an array [B, H, C, N] of a layer with linear attention or of a state space model. Its scales are those of the
-rows of N numbers:
+A state is an array [B, H, C, N] of a linear-attention or state-space layer. Each row of N numbers has a scale:
 
     scale = bfloat16(max |row| / 127)    codes = round(row / scale)    error <= scale / 2
 
 Rounded to bfloat16, a scale grows or shrinks by at most 1/256, so the largest code is still 127, and decoded states are
-encoded to the same codes. What else such a layer keeps is small (the inputs of its convolution), and stays exact.
+encoded to the same codes. Such a layer also keeps the last inputs of its convolution, which are small and stay exact.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,8 +30,8 @@ class StateStorage:
 
     Attributes:
         format: "exact", or "q8" for 8-bit codes.
-        step: tokens of a prompt after which its states are stored; they are stored at the ends of turns, too. A prompt
-            that diverges in between continues from the states before.
+        step: number of tokens between the stored states of a prompt. States are also stored at the end of each turn. A
+            prompt that diverges in between continues from the last states before that point.
 
     Raises:
         ConfigError: another format, or a step below 32.
@@ -48,7 +47,7 @@ class StateStorage:
             raise ConfigError(f"the state step is {self.step}; it must be {_LEAST_STEP} tokens or more.")
 
     def is_due(self, tokens: int, stored: int) -> bool:
-        """Return whether the states after `tokens` tokens are to be stored, if those after `stored` are."""
+        """Return whether to store the states after `tokens` tokens, if they were last stored after `stored`."""
         return tokens // self.step > stored // self.step
 
 
@@ -78,7 +77,7 @@ def is_state(array: Any) -> bool:
 
 
 def pack_state(state: mx.array) -> PackedState:
-    """Encode a state. A row with a value that is not finite decodes to none that is."""
+    """Encode a state. A row that contains a non-finite value decodes to non-finite values only."""
     rows = state.astype(mx.float32)
     scales = (mx.abs(rows).max(axis=-1, keepdims=True) / _MAX_CODE).astype(mx.bfloat16)
     divisors = mx.where(scales == 0, 1, scales).astype(mx.float32)
@@ -107,7 +106,7 @@ def array_shapes(caches: Sequence[Any]) -> list[tuple[tuple[int, ...], mx.Dtype]
 
 
 class StoredStates:
-    """The content of an `ArraysCache`, with its states in a format. No model can continue from it before `unpack`."""
+    """The content of an `ArraysCache` with its states in a storage format; a model needs `unpack` to continue."""
 
     def __init__(self, cache: ArraysCache, state_format: str) -> None:
         packs = [state_format != EXACT and is_state(entry) for entry in cache.cache]

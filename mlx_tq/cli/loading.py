@@ -125,8 +125,8 @@ def load_draft_model(args: argparse.Namespace, config: KVConfig, tokenizer: Any)
     draft, draft_tokenizer = load(args.draft_model, **options)
     if draft_tokenizer.vocab_size != tokenizer.vocab_size:
         raise ConfigError(
-            f"the draft model has a vocabulary of {draft_tokenizer.vocab_size}, the model one of "
-            f"{tokenizer.vocab_size}; use a draft model with the model's own tokenizer."
+            f"the draft model's vocabulary has {draft_tokenizer.vocab_size} tokens, the model's has "
+            f"{tokenizer.vocab_size}. Use a draft model with the same tokenizer."
         )
     return draft, draft_tokenizer
 

@@ -163,10 +163,10 @@ _PREFIX_CACHE = (
     "cache folder"
 )
 _STATE_FORMAT = (
-    "how the recurrent states of stored prompts are kept: exact, or q8 for 8 bits, a quarter of the bytes; for models "
-    "with linear attention or state space layers"
+    "format of the recurrent states of stored prompts: exact, or q8 for 8 bits in about a quarter of the bytes; for "
+    "models with linear-attention or state-space layers"
 )
-_STATE_STEP = "tokens of a prompt after which its recurrent states are stored; they are at the end of each turn, too"
+_STATE_STEP = "store the recurrent states of a prompt every N tokens, and at the end of each turn"
 _SHADOW = (
     "answer with the uncompressed cache, run the compressed cache alongside, and report every N tokens what it would "
     "have changed, e.g. 16"

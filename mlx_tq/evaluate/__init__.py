@@ -18,7 +18,7 @@ _MEASUREMENTS = {
     "perplexity": ("perplexity of a text, compared with the uncompressed cache", "off,safe,balanced,small"),
     "divergence": ("KL divergence and top-1 agreement with the uncompressed cache", "off,safe,balanced,small"),
     "trajectory": (
-        "answers that each cache writes itself, against the uncompressed cache's",
+        "answers that each cache generates by itself, compared with the uncompressed cache's",
         "safe,balanced,small",
     ),
     "formats": ("pairs of formats: bytes, errors, divergence, perplexity", None),
@@ -68,7 +68,7 @@ def build_parser() -> CommandParser:
         add_cache_arguments(parsers[name])
     for name in ("perplexity", "divergence", "formats"):
         _add_numbers(parsers[name], chunks=(3, "pieces of the text"), length=(2048, "tokens per piece"), step=_STEP)
-    pieces = {"chunks": (8, "prompts, pieces of the text"), "length": (1024, "tokens per prompt")}
+    pieces = {"chunks": (8, "number of prompts, cut from the text"), "length": (1024, "tokens per prompt")}
     answer_numbers = {"answer_tokens": (256, "tokens per answer"), "seed": (0, "random seed")}
     _add_numbers(parsers["trajectory"], **pieces, **answer_numbers, step=_STEP)
     _add_temperature(parsers["trajectory"])

@@ -22,7 +22,7 @@ from mlx_tq.evaluate.results import Columns, Record, Results
 from mlx_tq.evaluate.ruler import ruler_samples
 from mlx_tq.evaluate.teacher_forced import TokenScores, cut_chunks, divergence, perplexity, score_text
 from mlx_tq.evaluate.tools import tool_samples
-from mlx_tq.evaluate.trajectory import run_trajectories, trajectory
+from mlx_tq.evaluate.trajectory import compare_trajectories, run_trajectories
 from mlx_tq.models import EMBEDDED
 
 
@@ -110,7 +110,7 @@ def _trajectory(run: Run) -> list[Record]:
     with progress_bar("trajectory", (1 + len(arms)) * args.chunks * args.answer_tokens) as advance:
         reference, *trajectories = run_trajectories(model, run.chunks, arms, advance=advance, **options)
     for arm, answers in zip((OFF, *arms), (reference, *trajectories), strict=True):
-        run.results.add(arm.name, trajectory(arm.name, answers, reference))
+        run.results.add(arm.name, compare_trajectories(arm.name, answers, reference))
     return list(run.results.rows.values())
 
 
@@ -231,7 +231,7 @@ _NOTE = (
     "p: of such a difference by chance (McNemar)"
 )
 _TRAJECTORY_NOTE = (
-    "same until: median of the tokens before the first that differs; KLD in nats, along the answer of each cache"
+    "same until: median number of tokens before the first difference; KLD in nats, along each cache's own answer"
 )
 _asking = partial(
     Measurement,

@@ -66,15 +66,18 @@ def check_steps(model: Any, length: int, step: int, arms: Sequence[Arm]) -> None
             f"{length} tokens in steps of {step} leave none to score, for those of the first step attend to nothing "
             f"packed. Use a --length above {step + 1} or a smaller --step."
         )
-    last = (length - 2) // step * step
+    check_packed(arms, (length - 2) // step * step, f"{length} tokens in steps of {step}")
+
+
+def check_packed(arms: Sequence[Arm], last: int, what: str) -> None:
+    """Raise ConfigError if an arm has packed nothing after `last` tokens; `what` reads them, in the message."""
     for arm in arms:
         config = arm.config
         spec = CacheSpec.for_layer(config, 0, *(side.split(SCHEDULE)[0] for side in (config.key, config.value)))
         if not config.is_off and spec.packed_until(last) == config.sinks:
             raise ConfigError(
-                f"{length} tokens in steps of {step} never read a packed one with sinks {config.sinks} and window "
-                f"{config.window}. Use a longer --length, or a smaller --step, --kv-sinks or --kv-window."
-                f"{normalization_hint(spec, last)}"
+                f"{what} never read a packed one with sinks {config.sinks} and window {config.window}. Use a longer "
+                f"--length, or a smaller --step, --kv-sinks or --kv-window.{normalization_hint(spec, last)}"
             )
 
 

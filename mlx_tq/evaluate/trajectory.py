@@ -1,8 +1,7 @@
-"""Let each cache write its own answer, and compare it with the uncompressed cache's: errors then accumulate.
+"""Compare the answer that each cache generates by itself, in which errors accumulate, with the uncompressed cache's.
 
-The answers to a prompt use the same random numbers, so that a difference comes from the cache alone. The divergence is
-from what the uncompressed cache predicts after the same tokens; it reads them one by one too, so that rounding is the
-same.
+All answers to a prompt use the same random numbers, so differences come from the cache alone. The KL divergence is from
+the uncompressed cache's prediction after the same tokens, which also decodes them one by one, with the same rounding.
 """
 
 import copy
@@ -14,11 +13,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_tq.errors import NonFiniteError
+from mlx_tq.errors import ConfigError, NonFiniteError
 from mlx_tq.evaluate.arms import OFF, Arm
 from mlx_tq.evaluate.inspection import check_evicted, reseed_random
 from mlx_tq.evaluate.results import Advance, Record
-from mlx_tq.evaluate.teacher_forced import check_length, standard_error
+from mlx_tq.evaluate.teacher_forced import check_packed, standard_error
+from mlx_tq.integration.probe import position_limit
 from mlx_tq.prompt_cache.compressed import compressed_attention, planner
 from mlx_tq.prompt_cache.measurements import kl_divergence, log_probabilities
 from mlx_tq.session.restore import prefill
@@ -44,7 +44,14 @@ def run_trajectories(
     advance: Advance = lambda tokens: None,
 ) -> list[Trajectories]:
     """Return the answers of the uncompressed cache and then those of each arm; `temp` 0 is greedy."""
-    check_length(model, max(map(len, prompts)) + answer)
+    longest, limit = max(map(len, prompts)), position_limit(model)
+    if limit is not None and longest + answer > limit:
+        raise ConfigError(
+            f"{longest:,} tokens of a prompt and {answer:,} of its answer exceed the model's {limit:,} positions."
+            " Use a smaller --length or --answer-tokens."
+        )
+    last = min(map(len, prompts)) - 1
+    check_packed(arms, last, f"answers after {last + 1:,} tokens")
     plan = planner(model)
     makers = [arm.caches(model, plan) for arm in (OFF, *arms)]
     answers: list[list[tuple[list[int], list[float]]]] = [[] for _ in makers]
@@ -80,7 +87,7 @@ def _write(
     return tokens, klds
 
 
-def trajectory(name: str, answers: Trajectories, reference: Trajectories) -> Record:
+def compare_trajectories(name: str, answers: Trajectories, reference: Trajectories) -> Record:
     """Return how the answers of an arm differ from those of the uncompressed cache; errors are over answers."""
     equal = answers.tokens == reference.tokens
     count, length = equal.shape

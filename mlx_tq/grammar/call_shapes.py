@@ -1,5 +1,6 @@
 """How the calls of each of mlx-lm's parsers are written: a function writes one call, its name and its arguments."""
 
+import ast
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -15,12 +16,15 @@ _GEMMA_NAME = re.compile(r"[\w-]+", re.ASCII)
 _K3_TYPES = "/number|boolean|null|object|array/"
 _ANY_TEXT = "/(?s:.*)/"
 _NUMBER = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?"
-_NOT_JSON = f'{_ANY_TEXT} & ~/\\s*([\\[{{"](?s:.*)|true|false|null|NaN|-?Infinity|{_NUMBER})\\s*/'
+_NOT_JSON = f'{_ANY_TEXT} & ~/\\s*([\\[{{"](?s:.*)|true|false|null|NaN|-?Infinity|{_NUMBER})\\s*(<(?s:.*))?/'
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One call, and what is around calls between their marks; `between` is None if each has its own marks."""
+    """How one call is written, and the text before, after and between calls.
+
+    `between` is None if each call has its own start and end marks.
+    """
 
     write: Callable[[Rules, str, Schema], str]
     before: str = ""
@@ -78,30 +82,45 @@ def _write_kimi_k3(rules: Rules, name: str, schema: Schema) -> str:
 
 def _write_gemma(rules: Rules, name: str, schema: Schema) -> str:
     _check_name(_GEMMA_NAME, name)
+    _check_parameters(schema)
     return f"{rules.text(f'call:{name}')} {GemmaValues(rules, schema).object(schema)}"
 
 
 def _write_function_gemma(rules: Rules, name: str, schema: Schema) -> str:
-    """Write a call whose arguments are strings without braces, numbers, booleans and null."""
+    """Write a call whose arguments are strings without braces, numbers and booleans."""
     _check_name(_IDENTIFIER, name)
     arguments, quote = [], "<escape>"
     for key, value, is_required in _properties(schema):
         _check_name(_IDENTIFIER, key, "properties", key)
         types = value.get("type")
+        if any("}" in option or quote in option for option in _string_options(value)):
+            raise GrammarError(
+                f"an option with '}}' or {quote} is not supported in this call format", ("properties", key)
+            )
         if _only_strings(value):
             text = f"{rules.text(quote)} {_tagged_value(rules, value, quote, '/[^}]*/')}"
         elif types in ("number", "integer", "boolean"):
             text = rules.json(value)
         else:
-            message = f"arguments of type {str(types)[:64]!r} are not supported in this form of calls"
+            message = f"arguments of type {str(types)[:64]!r} are not supported in this call format"
             raise GrammarError(message, ("properties", key))
         arguments.append((f"{rules.text(f'{key}:')} {text}", is_required))
     return f"{rules.text(f'call:{name}{{')} {rules.separated(arguments, ',')} {rules.text('}')}"
 
 
 def _write_longcat(rules: Rules, name: str, schema: Schema) -> str:
-    """Write arguments between tags; mlx-lm reads a call without any only as JSON."""
-    return _LONGCAT_TAGS(rules, name, schema) if schema.get("required") else write_json(rules, name, schema)
+    """Write arguments between tags, or JSON where mlx-lm would not read the tags so.
+
+    It reads no call without arguments, and only strings whose type is exactly that as text.
+    """
+
+    def is_read(value: Schema) -> bool:
+        if value.get("type") == "string" or not (_may_be_string(value) or _string_options(value)):
+            return True
+        return bool(_string_options(value)) and not any(map(_is_literal, _string_options(value)))
+
+    has_tags = bool(schema.get("required")) and all(is_read(value) for _, value, _ in _properties(schema))
+    return _LONGCAT_TAGS(rules, name, schema) if has_tags else write_json(rules, name, schema)
 
 
 def _tagged(
@@ -109,21 +128,25 @@ def _tagged(
 ) -> Callable[[Rules, str, Schema], str]:
     """Return the function for arguments between tags; strings are raw text, other values are JSON.
 
-    With `reads_json`, mlx-lm's parser takes each text that is JSON for that, so such strings are written as JSON.
+    With `reads_json`, mlx-lm's parser reads each text as JSON if it can, so only other text is raw.
     """
-    body = _NOT_JSON if reads_json else _ANY_TEXT
 
     def write(rules: Rules, name: str, schema: Schema) -> str:
         parts = [rules.text(call.format(name))]
         if "properties" not in schema and schema.get("additionalProperties") is not False:
             before, after = (rules.text(part) for part in (key, after_key))
-            parts.append(f"({before} /[A-Za-z0-9_.-]+/ {after} {rules.raw(value_end, body)})*")
+            parts.append(f"({before} /[A-Za-z0-9_.-]+/ {after} {rules.raw(value_end)})*")
         for parameter, value, is_required in _properties(schema):
             tag = rules.text(f"{key}{parameter}{after_key}")
-            option = _tagged_value(rules, value, value_end, body)
-            if reads_json and _may_be_string(value):
-                option = f"({option} | {rules.json({'type': 'string'})} {rules.text(value_end)})"
-            parts.append(f"({tag} {option}){'' if is_required else '?'}")
+            if not reads_json:
+                text = _tagged_value(rules, value, value_end)
+            else:
+                options = [option for option in _string_options(value) if not _is_literal(option)]
+                raw = [f"{rules.text(option) or NOTHING} {rules.text(value_end)}" for option in options]
+                if _may_be_string(value) and not _string_options(value):
+                    raw.append(rules.raw(value_end, _NOT_JSON))
+                text = f"({' | '.join([*raw, f'{rules.json(value)} {rules.text(value_end)}'])})"
+            parts.append(f"({tag} {text}){'' if is_required else '?'}")
         return " ".join(part for part in (*parts, rules.text(end)) if part)
 
     return write
@@ -141,6 +164,17 @@ def _string_options(schema: Schema) -> list[str]:
     return options if all(isinstance(option, str) for option in options) else []
 
 
+def _is_literal(text: str) -> bool:
+    """Return whether a text is JSON or a literal of Python."""
+    for read in (json.loads, ast.literal_eval):
+        try:
+            read(text.strip())
+        except (ValueError, SyntaxError):
+            continue
+        return True
+    return False
+
+
 def _only_strings(schema: Schema) -> bool:
     return schema.get("type") == "string" or bool(_string_options(schema))
 
@@ -148,7 +182,7 @@ def _only_strings(schema: Schema) -> bool:
 def _check_name(pattern: re.Pattern[str], name: str, *path: str) -> None:
     if not pattern.fullmatch(name):
         kind = "a parameter's" if path else "a tool's"
-        raise GrammarError(f"{kind} name must be an identifier in this form of calls", path)
+        raise GrammarError(f"{kind} name must be an identifier in this call format", path)
 
 
 def _may_be_string(schema: Schema) -> bool:
@@ -159,10 +193,15 @@ def _may_be_string(schema: Schema) -> bool:
     return "string" in schema["type"] if "type" in schema else not {"$ref", "allOf", "enum", "const"} & {*schema}
 
 
+def _check_parameters(schema: Schema) -> None:
+    """Raise `GrammarError` unless parameters are a list of properties, or any."""
+    if wrong := [name for name in ("allOf", "anyOf", "oneOf", "$ref", "patternProperties") if name in schema]:
+        raise GrammarError(f"parameters with {wrong[0]} are not supported in this call format", (wrong[0],))
+
+
 def _properties(schema: Schema) -> Iterator[tuple[str, Schema, bool]]:
     """Yield names, schemas and whether they are required; each schema has the definitions of all."""
-    if wrong := [name for name in ("allOf", "anyOf", "oneOf", "$ref", "patternProperties") if name in schema]:
-        raise GrammarError(f"parameters with {wrong[0]} are not supported in this form of calls", (wrong[0],))
+    _check_parameters(schema)
     shared: Schema = {name: schema[name] for name in ("x-guidance", "$defs", "definitions") if name in schema}
     required = schema.get("required", [])
     properties = {**schema.get("properties", {}), **{k: {} for k in required if k not in schema.get("properties", {})}}

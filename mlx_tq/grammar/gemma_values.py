@@ -9,6 +9,9 @@ from mlx_tq.grammar.grammar_source import GrammarError
 
 _QUOTE = '<|"|>'
 _NAME = re.compile(r"\w+", re.ASCII)
+_FOLLOWED = {"type", "properties", "required", "additionalProperties", "items", "minItems", "maxItems", "enum", "const"}
+_COMBINED = {"anyOf", "oneOf", "allOf", "$ref"}
+_IGNORED = {"pattern", "minLength", "maxLength", "format", "$defs", "definitions", "x-guidance"}
 _LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _TYPES = ("string", "number", "boolean", "null", "array", "object")
 
@@ -27,6 +30,7 @@ class GemmaValues:
 
     def object(self, schema: Schema) -> str:
         """Return the expression of an object."""
+        _check(schema)
         rules, others = self._rules, schema.get("additionalProperties", {})
         required, properties = schema.get("required", []), schema.get("properties", {})
         properties = {**properties, **{name: {} for name in required if name not in properties}}
@@ -42,17 +46,18 @@ class GemmaValues:
         """Return the expression of a value, the name of a rule."""
         if not isinstance(schema, dict) or not schema:
             return self._any()
+        _check(schema)
         if "$ref" in schema:
             return self._reference(schema["$ref"])
         if "enum" in schema or "const" in schema:
             options = schema.get("enum", [schema.get("const")])
             if not options:
-                raise GrammarError("it has no values; list at least one", ("enum",))
+                raise GrammarError("an enum without values matches nothing; list at least one", ("enum",))
             return self._rules.add(" | ".join(map(self._literal, options)))
         for keyword in ("anyOf", "oneOf", "allOf"):
             if parts := schema.get(keyword):
                 if keyword == "allOf" and len(parts) > 1:
-                    raise GrammarError("several schemas in allOf are not supported in this form of calls", ("allOf",))
+                    raise GrammarError("several schemas in allOf are not supported in this call format", ("allOf",))
                 return self._rules.add(" | ".join(map(self.value, parts)))
         types = schema.get("type", _TYPES)
         kinds = [types] if isinstance(types, str) else types
@@ -65,20 +70,24 @@ class GemmaValues:
         if kind == "object":
             return self.object(schema)
         if kind == "array":
-            item = self.value(schema.get("items"))
-            optional = "" if schema.get("minItems") else "?"
-            return f'"[" ({item} ("," {item})*){optional} "]"'
+            item, least, most = self.value(schema.get("items")), schema.get("minItems", 0), schema.get("maxItems")
+            if most == 0:
+                return '"[" "]"'
+            others = f"{{{max(least, 1) - 1},{'' if most is None else most - 1}}}"
+            return f'"[" ({item} ("," {item}){others}){"" if least else "?"} "]"'
         return rules.json({"type": kind, **{name: schema[name] for name in _LIMITS if name in schema}})
 
     def _key(self, name: str) -> str:
         if not _NAME.fullmatch(name):
-            message = "a property's name may have letters, digits and '_' in this form of calls"
+            message = "a property's name may have letters, digits and '_' in this call format"
             raise GrammarError(message, ("properties", name))
         return self._rules.text(f"{name}:")
 
     def _literal(self, value: Any) -> str:
         rules = self._rules
         if isinstance(value, str):
+            if _QUOTE in value:
+                raise GrammarError(f"an option with {_QUOTE} is not supported in this call format", ("enum",))
             return rules.text(f"{_QUOTE}{value}{_QUOTE}")
         if isinstance(value, dict):
             parts = [(f"{self._key(name)} {self._literal(part)}", True) for name, part in value.items()]
@@ -90,7 +99,7 @@ class GemmaValues:
     def _reference(self, target: str) -> str:
         if target not in self._names:
             if target not in self._targets:
-                raise GrammarError(f"the schema has no {target[:64]!r}", ("$ref",))
+                raise GrammarError(f"the schema defines no {target[:64]!r}", ("$ref",))
             name = self._names[target] = self._rules.name()
             self._rules.lines.append(f"{name}: {self.value(self._targets[target])}")
         return self._names[target]
@@ -101,3 +110,14 @@ class GemmaValues:
             parts = " | ".join(self._of_type(kind, {}) for kind in _TYPES)
             self._rules.lines.append(f"{name}: {parts}")
         return self._names[""]
+
+
+def _check(schema: Schema) -> None:
+    """Raise `GrammarError` for a keyword that would be ignored although it changes which values are valid."""
+    unknown = {*schema} - _FOLLOWED - _COMBINED - _IGNORED - {*_LIMITS}
+    combined = _COMBINED & {*schema}
+    unknown |= {"properties", "items", "required", "additionalProperties"} & {*schema} if combined else set()
+    if unknown:
+        keyword = min(unknown)
+        beside = f" beside {min(combined)}" if combined else ""
+        raise GrammarError(f"{keyword}{beside} is not supported in this call format", (keyword,))

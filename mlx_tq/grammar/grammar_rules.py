@@ -41,11 +41,8 @@ class Rules:
 
     def separated(self, parts: Sequence[tuple[str, bool]], separator: str) -> str:
         """Return the expression of parts in their order; each is an expression, and whether it is required."""
-        separator, first, following = (
-            self.text(separator),
-            "",
-            "",
-        )  # the parts from here on: before any other, after one
+        separator = self.text(separator)
+        first = following = ""  # the parts from here on: before any other, after one
         for part, is_required in reversed(parts):
             others = "" if is_required else f" | {first or NOTHING}"
             first = self.add(f"{part} {following}{others}")

@@ -106,7 +106,7 @@ def _probe(model: Any, make: Callable[[], list[Any]]) -> BatchFacts:
     for prompt, caches in zip(prompts, rows, strict=True):
         mx.eval(run_for_logits(model, prompt, caches))
     if any(_numbers_latents(cache) for cache in rows[0]):
-        return BatchFacts(f"{name}'s indexer numbers tokens with the padding of a batch, which its latents do not have")
+        return BatchFacts(f"{name}'s indexer counts the padding of a batch as tokens; packed latents have no padding")
     unmergeable = sorted({type(part).__name__ for part in cache_parts(rows[0]) if not hasattr(part, "merge")})
     if unmergeable:
         return BatchFacts(f"{title} cannot batch {name}: its {' and '.join(unmergeable)} has no merge")

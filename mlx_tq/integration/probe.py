@@ -47,7 +47,7 @@ _TOKENS = 64
 _STRIDE = 7919  # a prime, so that the tokens are spread over any vocabulary
 
 _NO_ROPE = "its attention has no RoPE"
-_ROPE_TOLERANCE = 0.02  # of a key's norm: bfloat16 rounds to a quarter of a percent, another RoPE changes most of it
+_ROPE_TOLERANCE = 0.02  # relative to a key's norm: bfloat16 rounds by .25 %, a wrong RoPE changes most of the key
 
 Place = tuple[int, int | None]  # of a cache: its index in the model's list, and its number inside a CacheList
 
@@ -66,11 +66,11 @@ class SlotFacts:
     shared: bool  # later layers read this cache too
     rope: Any = None  # the RoPE module that made the queries
     no_rope: str = ""  # why there is none
-    is_rope_fused: bool = False  # the model computes what the module does in a kernel with more
+    is_rope_fused: bool = False  # the model applies RoPE inside a fused kernel and never calls the module
     query_heads: int = 0  # 0 if not known
     nearby_rope: Any = None  # the RoPE module of this or an earlier layer that rotates vectors of this size
     latent: bool = False  # keys are the latents of MLA, and values the part of keys that RoPE rotates
-    expanded: int = 0  # numbers that the model computes from a latent in passes of several tokens: keys and values
+    expanded: int = 0  # key and value elements that the model computes from one latent in a pass of several tokens
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ class _LatentProbeCache(KVCache):  # type: ignore[misc]
             dtype=dtype_name(latents.dtype),
             key_norm=1.0,  # a norm precedes every latent
             shared=False,
-            no_rope="it caches the latents of MLA, whose queries no policy sees",
+            no_rope="it caches MLA latents, which RoPE does not rotate",
             query_heads=heads or 0,
             latent=True,
             expanded=(heads or 0) * sum(dim for dim in dims if isinstance(dim, int)),
@@ -332,9 +332,9 @@ def _plain_places(caches: list[Any], family: ModuleFamily) -> list[Place]:
 
 
 def _refused_parts(model: Any, places: list[Place]) -> dict[int, str]:
-    """Try the parts of CacheLists by their number; return those that cannot be compressed, and why.
+    """Try to compress each part number of the CacheLists; return the numbers that fail, and why.
 
-    The number says what a part is for: a model builds its CacheLists alike.
+    Parts with the same number serve the same purpose in every layer.
     """
     numbers = sorted({part for _, part in places if part is not None})
     trials = {number: _Trial(model, [place for place in places if place[1] in (None, number)]) for number in numbers}
@@ -418,8 +418,8 @@ class _LatentTrial(_Trial):
 def _with_fused_ropes(model: Any, slots: list[SlotFacts]) -> list[SlotFacts]:
     """Find RoPE by its effect where no module was called.
 
-    In a prompt of equal tokens attention returns the same for all of them, so that keys differ by RoPE alone, and are
-    equal again where it is undone.
+    In a prompt that repeats one token, attention returns the same for all positions, so keys differ by RoPE alone. The
+    right RoPE, undone, makes them equal.
     """
     ropeless = {(slot.index, slot.part): slot for slot in slots if slot.no_rope == _NO_ROPE}
     if not ropeless or is_outline(model) or family_of(model) is not MLX_LM:  # mlx-vlm's may rotate by several positions
@@ -448,10 +448,10 @@ def _is_equal_everywhere(model: Any, vectors: mx.array) -> bool:
 
 
 def _distinct_ropes(model: Any, dim: int) -> list[Rope]:
-    """Return those of a model's RoPEs of vectors of `dim` dims that differ."""
+    """Return the distinct RoPEs of a model that rotate vectors of `dim` dims."""
     ropes = {}  # by fingerprint
     for module in {id(module): module for module in rope_modules(model)}.values():
-        with suppress(Exception):  # of modules that are called otherwise, or rotate no pairs
+        with suppress(Exception):  # a module with another signature, or one that rotates no pairs
             rope = find_pairs(module, dim)
             ropes[np.array(rope.fingerprint()).tobytes()] = rope
     return list(ropes.values())

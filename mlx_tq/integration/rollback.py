@@ -1,4 +1,4 @@
-"""Lets caches forget rejected drafts, and says before the first one which caches cannot."""
+"""Rolls caches back when drafts are rejected, and says in advance which caches cannot be rolled back."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ from mlx_tq.models import config_value, ranks_of
 def draft_blocker(model: Any, caches: Sequence[Any]) -> str | None:
     """Return why drafts for a model cannot be verified on its caches, None if they can."""
     if not ranks_of(model).is_alone:
-        return "several processes may time passes differently, and would draft different tokens"
+        return "ranks measure different times, so they would draft different tokens"
     rows = [row for part in _parts(caches) for row in getattr(part, "rows", [part])]
     if any(getattr(row, "evicts", False) for row in rows):
         return "an eviction round cannot be undone when a draft is rejected"
@@ -28,21 +28,21 @@ def draft_blocker(model: Any, caches: Sequence[Any]) -> str | None:
 
 
 def rollback_blocker(model: Any, caches: Sequence[Any], *, keeps_states: bool = False) -> str | None:
-    """Return why a model's caches cannot forget rejected tokens, None if they can.
+    """Return why a model's caches cannot be rolled back, or None if they can.
 
-    `keeps_states` is whether a `RejectablePass` sets recurrent states back.
+    With `keeps_states`, a `VerifyPass` restores recurrent states.
     """
     if config_value(getattr(model, "args", None), "blocksparse_block_size"):
-        return "the model's block-sparse attention gives several tokens other logits than one at a time"
+        return "the model's block-sparse attention gives other logits for several tokens than for one at a time"
     parts = _parts(caches)
     rows = [row for part in parts for row in getattr(part, "rows", [part])]
     if any(isinstance(row, LatentKVCache) and row.spec.indexed for row in rows):
-        return "the model's indexer numbers the latents of a pass, so that its tokens see other ones than alone"
+        return "the model's indexer selects other latents for several tokens than for one at a time"
     stuck = sorted({type(part).__name__ for part in parts if not (_is_window(part) or part.is_trimmable())})
     if keeps_states:
         stuck = [name for name in stuck if name != ArraysCache.__name__]
     if stuck:
-        return f"the model's {' and '.join(stuck)} cannot forget rejected tokens"
+        return f"the model's {' and '.join(stuck)} cannot be rolled back when a draft is rejected"
     return _find_window_mismatch(model) if any(map(_is_window, parts)) else None
 
 
@@ -116,7 +116,7 @@ class RollbackWindow(_Widened, RotatingKVCache):  # type: ignore[misc]
 
 
 class RollbackBatchWindow(_Widened, BatchRotatingKVCache):  # type: ignore[misc]
-    """The same of a batch."""
+    """Does what `RollbackWindow` does, for a batch."""
 
     _offset: int
     left_padding: mx.array
@@ -132,7 +132,7 @@ class RollbackBatchWindow(_Widened, BatchRotatingKVCache):  # type: ignore[misc]
 
 
 def widen_windows(caches: Sequence[Any], slack: int) -> list[Any]:
-    """Let the sliding windows of caches, in place, forget up to `slack` last tokens; return these windows."""
+    """Widen the sliding windows of caches in place, so that up to `slack` tokens can be rolled back; return them."""
     windows = [part for part in _parts(caches) if _is_window(part)]
     for window in windows:
         if window.keys is not None:
@@ -169,7 +169,7 @@ def narrow_windows(windows: Sequence[Any]) -> None:
 
 @contextmanager
 def rollback_windows(caches: Sequence[Any], slack: int) -> Iterator[None]:
-    """Let the sliding windows of caches forget up to `slack` last tokens meanwhile."""
+    """Widen the sliding windows of caches for the duration, so that up to `slack` tokens can be rolled back."""
     windows = widen_windows(caches, slack)
     try:
         yield
@@ -177,8 +177,8 @@ def rollback_windows(caches: Sequence[Any], slack: int) -> Iterator[None]:
         narrow_windows(windows)
 
 
-class RejectablePass:
-    """A pass over tokens whose last ones may be rejected. It keeps the recurrent states before them, without copying.
+class VerifyPass:
+    """A pass that verifies drafts. It keeps the recurrent states from before the pass, without copying.
 
     `run` runs tokens through the model.
     """
@@ -187,8 +187,8 @@ class RejectablePass:
         self._caches, self._ids, self._run = caches, ids, run
         self._states = [(part, copy.deepcopy(part.state)) for part in _parts(caches) if isinstance(part, ArraysCache)]
 
-    def forget(self, count: int) -> None:
-        """Forget the last `count` tokens. With states, the others run again from the states before."""
+    def roll_back(self, count: int) -> None:
+        """Drop the last `count` tokens. With recurrent states, the others run again from the kept states."""
         others = [part for part in _parts(self._caches) if not isinstance(part, ArraysCache)]
         if not self._states or not count:
             trim_prompt_cache(others, count)

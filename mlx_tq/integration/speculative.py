@@ -17,7 +17,7 @@ _DRAFT_TOKENS = 2  # mlx-lm's default
 
 
 def check_rollback(model: Any, caches: Sequence[Any]) -> None:
-    """Raise UnsupportedModelError if a model's caches cannot forget their last tokens."""
+    """Raise UnsupportedModelError if a model's caches cannot be rolled back."""
     if reason := rollback_blocker(model, caches):
         raise UnsupportedModelError(
             f"speculative decoding is not supported for {architecture_name(model)}: {reason}. Drop the draft model."
@@ -44,7 +44,7 @@ def speculative_generate_step(
     count = len(counted.layers)
     check_rollback(model, caches[:count])
     check_rollback(draft_model, caches[count:])
-    # The draft model makes a pass for each guess, and may have to forget all of them.
+    # The draft model makes a pass for each drafted token, and may have to roll back all of them.
     with rollback_windows(caches, options.get("num_draft_tokens", _DRAFT_TOKENS) + 2):
         yield from _mlx_lm_speculative(prompt, counted, draft_model, *args, prompt_cache=caches, **options)
 

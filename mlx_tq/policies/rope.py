@@ -25,7 +25,7 @@ class Rope:
     pairs: mx.array  # dims that rotate together, int32 [2, F]
     gain: mx.array  # growth of each pair's norm (YaRN's mscale), fp32 [F]
     unrotated: mx.array  # dims that it leaves alone, int32 [D - 2 F]
-    is_fused: bool = False  # the model computes the same in a kernel with more, and calls no module
+    is_fused: bool = False  # the model applies RoPE inside a fused kernel and never calls the module
 
     def __deepcopy__(self, memo: object) -> "Rope":
         return self

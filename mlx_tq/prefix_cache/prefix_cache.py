@@ -170,7 +170,7 @@ class PrefixCache:
         return _environment() == self._environment
 
     def is_due(self, tokens: int, stored: int) -> bool:
-        """Return whether a prompt is to be stored in the middle, after `tokens` tokens; `stored` were so last."""
+        """Return whether to store an unfinished prompt after `tokens` tokens, if it was last stored after `stored`."""
         return self._states is None or self._states.is_due(tokens, stored)
 
     def summaries(self) -> dict[str, Summary]:

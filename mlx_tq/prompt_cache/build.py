@@ -41,7 +41,10 @@ def make_cache(
         return HeadwiseKVCache(spec, number, group)
     if spec.latent:
         if shadow:
-            raise ConfigError("shadow mode compares keys and values, and MLA caches latents. Compare answers instead.")
+            raise ConfigError(
+                "shadow mode compares keys and values, but MLA caches latents. Drop --kv-shadow, and compare "
+                "answers with `mlx_tq.evaluate trajectory`."
+            )
         return LatentKVCache(spec, number, group)
     cache_class = TieredKVCache if spec.cold else ShadowKVCache if shadow else CompressedKVCache
     return cache_class(spec, number, group)

@@ -37,7 +37,7 @@ from mlx_tq.prompt_cache.measurements import HeadScores
 from mlx_tq.prompt_cache.transient import activation_nbytes, attention_nbytes, compression_nbytes, selection_nbytes
 
 _PROMOTED = "q8"  # the least format of layers where low-bit keys would hurt
-_LATENT_NOTE = "MLA: latents in the format of keys, their RoPE parts in that of values"
+_LATENT_NOTE = "MLA: latents in the key format, RoPE parts of keys in the value format"
 
 
 @dataclass(frozen=True)
@@ -343,8 +343,8 @@ def _with_eviction(
         )
     if facts.uncompressed:
         raise UnsupportedModelError(
-            f"{name} has a part of its cache that stays uncompressed and keeps all tokens: "
-            f"{facts.uncompressed[0].reason}. The other parts cannot evict any without it. Use --kv-evict none."
+            f"{name} cannot evict tokens: part of its cache stays uncompressed and keeps them all "
+            f"({facts.uncompressed[0].reason}). Use --kv-evict none."
         )
     policy, source = config.policy, ""
     if len(plan.layers) < policy.min_layers:
@@ -369,8 +369,8 @@ def _with_eviction(
     if isinstance(policy, Heads):
         if any(layer.slot.latent for layer in plan.layers):
             raise UnsupportedModelError(
-                f"{name} caches latents, which all heads share, and the policy {policy} keeps different tokens by "
-                "head. Use another policy, such as --kv-evict knorm, or --kv-evict none."
+                f"{name} caches latents, which all heads share, but the policy {policy} keeps different tokens for "
+                "each head. Use another policy, such as --kv-evict knorm, or --kv-evict none."
             )
         plan = _divide_heads(plan, policy, parse_budget(config.budget), facts.positions, head_scores)
         assert plan.division is not None  # noqa: S101 - tells the type checker: it was made in the line above

@@ -43,7 +43,7 @@ def attention_nbytes(slot: SlotFacts, tokens: int, step: int, rows: int = 1, *, 
 
 
 def expanded_nbytes(slot: SlotFacts, tokens: int, step: int) -> int:
-    """Return the bytes that a model of MLA makes from the latents of `tokens` tokens in a pass of several."""
+    """Return the bytes of what an MLA model computes from the latents of `tokens` tokens in a pass of several."""
     queries = min(step, tokens)
     if not slot.latent or queries == 1:
         return 0
@@ -52,7 +52,7 @@ def expanded_nbytes(slot: SlotFacts, tokens: int, step: int) -> int:
 
 
 def selection_nbytes(slot: SlotFacts, tokens: int, step: int) -> int:
-    """Return the bytes of what selects tokens: scores of as many heads as keys have, and a mask for all queries."""
+    """Return the bytes that an indexer takes to select tokens: scores per KV head, and a mask per query head."""
     scores = _SELECTION_COPIES * slot.heads * _FP32_BYTES
     return (slot.query_heads + scores) * min(step, tokens) * tokens
 

@@ -61,8 +61,8 @@ def build_parser() -> CommandParser:
     )
     add_sampling_arguments(group, (*SAMPLING, *PENALTIES), from_model=True)
     add_lookup_argument(group)
-    add("--draft-model", metavar="MODEL", help="model that drafts while a single answer runs (default: none)")
-    add("--num-draft-tokens", type=int, default=3, metavar="N", help="tokens that it drafts per step")
+    add("--draft-model", metavar="MODEL", help="model for speculative decoding of a single answer (default: none)")
+    add("--num-draft-tokens", type=int, default=3, metavar="N", help="tokens drafted per step")
     limit = "maximum tokens to generate (default: what the context and the memory leave)"
     add("--max-tokens", type=int, metavar="N", help=limit)
     _add_limit_arguments(parser)

@@ -7,7 +7,7 @@ import mlx.core as mx
 from mlx_lm.generate import GenerationBatch
 from mlx_lm.sample_utils import greedy_sampler
 
-from mlx_tq.integration.rollback import RejectablePass, narrow_windows, widen_windows
+from mlx_tq.integration.rollback import VerifyPass, narrow_windows, widen_windows
 from mlx_tq.speculative.drafts import Drafter, Drafts
 from mlx_tq.speculative.stopwatch import Stopwatch
 
@@ -27,8 +27,8 @@ class DraftingBatch(GenerationBatch):  # type: ignore[misc]
     _drafts: Drafts | None  # of the single answer
     _drafts_uid: int | None
     _ahead: list[tuple[int, mx.array]]  # drafted tokens that the caches hold, and the logits [1, V] after each
-    _verified: RejectablePass | None  # the pass that made them
-    _windows: list[Any]  # sliding windows that are widened, so that they can forget these tokens
+    _verified: VerifyPass | None  # the pass that made them
+    _windows: list[Any]  # sliding windows that are widened until these tokens are delivered
     _verifying: int  # tokens of the verify pass whose time is not noted yet, or 0
     _is_plain: bool  # the next token was drawn from a plain step
     _watch: Stopwatch
@@ -47,7 +47,7 @@ class DraftingBatch(GenerationBatch):  # type: ignore[misc]
         """Trim what was drafted and not delivered, so that the caches hold `tokens`."""
         if self._ahead:
             assert self._verified is not None  # noqa: S101 - tells the type checker
-            self._verified.forget(len(self._ahead))
+            self._verified.roll_back(len(self._ahead))
             self._ahead = []
         narrow_windows(self._windows)
         self._windows = []
@@ -118,7 +118,7 @@ class DraftingBatch(GenerationBatch):  # type: ignore[misc]
         self._count_drafts(len(draft), 0)
         self._windows = widen_windows(self.prompt_cache, 1 + len(draft))
         ids = [token, *draft]
-        self._verified = RejectablePass(self.prompt_cache, ids, self._run)
+        self._verified = VerifyPass(self.prompt_cache, ids, self._run)
         logits = self._run(ids)
         self._ahead = [(drafted, logits[:, i]) for i, drafted in enumerate(draft, start=1)]
         self._verifying = 1 + len(draft)

@@ -626,7 +626,7 @@ class Engine:
                 self._insert(other, [running.prompt_ids[-1:]], caches, tokens)
 
     def _is_due(self, tokens: int, stored: int, is_end: bool = False) -> bool:
-        """Return whether a prompt is to be stored after `tokens` tokens, if it is after `stored`."""
+        """Return whether to store a prompt after `tokens` tokens, if it was last stored after `stored`."""
         if is_end:
             return tokens - stored >= MIN_STORED
         return tokens - stored >= STORED_STEP if self._states is None else self._states.is_due(tokens, stored)

@@ -171,7 +171,7 @@ class RunningJob:
         self.restored_checkpoint = None if stored is None else stored.checkpoint  # keeps its shared rows alive
         self.step_ends: list[int] = []  # positions where prefill steps end
         self.segment_ends: list[int] = []  # those at which the caches are stored for others
-        self.stored_in_memory = cached_tokens  # tokens of the prompt that were so stored last
+        self.stored_in_memory = cached_tokens  # length of the prompt when it was last stored in memory
         self.held: HeldCaches | None = None  # while the prompt waits for its next prefill step
         self.pending = list(job.others)  # other answers, which wait for the prefill
         self.followers: dict[Job, int] = {}  # jobs that wait until this many tokens are prefilled here

@@ -21,7 +21,7 @@ from http_limits.connections import server_config, url_of
 from mlx_tq.cli.loading import free_memory, load_draft_model, load_model, state_storage
 from mlx_tq.cli.options import API_KEY_VARIABLE, OFF, Request
 from mlx_tq.cli.runner import DONE, FAILED, INTERRUPTED
-from mlx_tq.cli.screen import note, show_lookup, show_plan, stderr
+from mlx_tq.cli.screen import human_bytes, note, show_lookup, show_plan, stderr
 from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import ConfigError
 from mlx_tq.integration.batch_probe import BatchFacts, batch_facts
@@ -229,6 +229,11 @@ def _load(
         return model, tokenizer, None, limits, None, drafter
     includes_steps = args.kv_memory_limit is None
     memory = ranks.min(free_memory() if includes_steps else args.kv_memory_limit)
+    if drafts_nbytes >= memory:
+        raise ConfigError(
+            f"the cache of the draft model takes up to {human_bytes(drafts_nbytes)}, and {human_bytes(memory)} are "
+            "available. Raise --kv-memory-limit, or drop --draft-model."
+        )
     memory -= drafts_nbytes
     limits = replace(limits, memory=memory, memory_includes_steps=includes_steps)
     need = MemoryNeed(model, plan, limits.prefill_grid, memory, includes_steps=includes_steps)

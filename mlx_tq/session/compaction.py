@@ -92,8 +92,8 @@ def _check(model: Any, layers: list[CompressedKVCache], tokens: int) -> None:
         raise ConfigError("compaction ranks the rows of all heads, which several processes divide. Use one process.")
     if uncompressed := model_facts(model).uncompressed:
         raise ConfigError(
-            "compaction keeps different rows of each head, and a part of this model's cache keeps all: "
-            f"{uncompressed[0].reason}. Do without --compact."
+            "compaction keeps different rows in each head, but part of this model's cache keeps all of them "
+            f"({uncompressed[0].reason}). Drop --compact."
         )
     if any(layer.evicts for layer in layers):
         raise ConfigError("compaction needs the rows of all tokens, and --kv-evict keeps some of them. Drop it.")
@@ -101,8 +101,8 @@ def _check(model: Any, layers: list[CompressedKVCache], tokens: int) -> None:
         raise ConfigError("the caches are compacted already. Prefill the document again.")
     if any(layer.spec.latent for layer in layers):
         raise ConfigError(
-            "compaction ranks the rows of each KV head by its queries, and MLA caches latents, which all heads share. "
-            "Do without --compact."
+            "compaction ranks the rows of each KV head by its queries, but MLA caches latents, which all heads share. "
+            "Drop --compact."
         )
     if any(type(layer) is not CompressedKVCache or layer.spec.shared for layer in layers):
         raise ConfigError(

@@ -71,9 +71,9 @@ class Session:
         template: options of the chat template.
         prefix_cache: where the first prompt of a conversation is cached: a folder, "auto" for one in the user's cache
             folder, "off", or a `Folder` with a limit.
-        state_format: how the recurrent states of a model that has them are kept for `undo` and in the prefix cache:
-            "exact", or "q8" for 8 bits.
-        state_step: tokens of a prompt after which its states are stored in the prefix cache.
+        state_format: format of the recurrent states that are kept for `undo` and in the prefix cache: "exact", or "q8"
+            for 8 bits.
+        state_step: number of tokens between the recurrent states of a prompt in the prefix cache.
         shadow: let the model's own cache answer, and compare the compressed one with it every `shadow` tokens.
         prompt_lookup: speculative decoding with drafts copied from the conversation. "auto" drafts when that is
             expected to be faster, "on" whenever text repeats, and "off" never. With caches that cannot be rolled back,
@@ -426,10 +426,11 @@ class Session:
 
         Turns that were removed to free context stay removed.
 
-        The cache is trimmed. If the turn evicted tokens that are not archived, or the model's caches cannot be trimmed,
-        the remaining turns are prefilled again. Rows of the turn are removed from the archive. Its text is removed from
-        the rescue service, unless the conversation has a name or was loaded: the service then keeps it, as it keeps
-        what earlier conversations of that name evicted, but a search does not find it any more.
+        The cache is trimmed, and recurrent states are restored if the turn is one of the last two. If the turn evicted
+        tokens that are not archived, or the cache cannot be trimmed, the remaining turns are prefilled again. Rows of
+        the turn are removed from the archive. Its text is removed from the rescue service, unless the conversation has
+        a name or was loaded: the service then keeps it, as it keeps what earlier conversations of that name evicted,
+        but a search does not find it any more.
 
         Args:
             progress: called in the session's thread with the number of tokens prefilled again and the total.

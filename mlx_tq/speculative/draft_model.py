@@ -34,7 +34,7 @@ class DraftModel:
         """Raise ConfigError if a model's caches cannot drop rejected drafts."""
         reason = draft_blocker(model, caches)
         if reason is not None:
-            raise ConfigError(f"a draft model is given, but {reason}. Drop the draft model.")
+            raise ConfigError(f"the draft model cannot be used: {reason}. Drop the draft model.")
 
     def begin(self, model: Any, caches: list[Any], ids: Sequence[int]) -> "ModelDrafts":
         """Return the drafts for an answer to a conversation of tokens `ids`."""
@@ -48,20 +48,26 @@ class DraftModel:
         try:
             return self._continue(drafts, count)
         except BaseException:  # such as a memory error, after which the caches may hold other tokens
-            self._caches, self._held = [], []
+            self._caches, self._held, self._last = [], [], None
             raise
 
     def _continue(self, drafts: "ModelDrafts", count: int) -> list[int]:
-        ids, agreed = drafts.ids, drafts.num_held if self._last is drafts else 0
+        ids = drafts.ids
+        agreed = min(drafts.num_held, len(ids) - 1) if self._last is drafts else 0
         self._last = drafts
         self._caches = self._caches or self._open_caches()
         self._trim_to(agreed + _shared_prefix(self._held[agreed:], ids[agreed:-1]))
         unread = ids[len(self._held) :]
-        logits = self._run(unread[:_STEP])
+        if len(unread) > MAX_ROWS:
+            step = unread[: min(_STEP, len(unread) - 1)]
+            self._run(step)
+            mx.eval([cache.state for cache in self._caches])  # without the logits
+            drafts.num_held = len(self._held)
+            unread = unread[len(step) :]
+            if len(unread) > 1:
+                return []
+        logits = self._run(unread)
         drafts.num_held = len(self._held)
-        if len(unread) > _STEP:
-            mx.eval([cache.state for cache in self._caches])
-            return []
         drawn = [mx.argmax(logits[:, -1], axis=-1)]
         while len(drawn) < count:
             drawn.append(mx.argmax(self._model(drawn[-1][None], cache=self._caches)[:, -1], axis=-1))

@@ -31,7 +31,7 @@ class Drafter(Protocol):
     """A source of drafts for the conversations with one model."""
 
     def check(self, model: Any, caches: list[Any]) -> None:
-        """Raise ConfigError if drafts are required and not possible."""
+        """Raise ConfigError if drafts are required but cannot be verified on these caches."""
 
     def begin(self, model: Any, caches: list[Any], ids: Sequence[int]) -> Drafts | None:
         """Return the drafts for an answer to a conversation of tokens `ids`, or None if nothing is drafted."""

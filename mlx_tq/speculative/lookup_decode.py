@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_lm.generate import GenerationResponse, generation_stream, maybe_quantize_kv_cache, wired_limit
 from mlx_lm.sample_utils import greedy_sampler
 
-from mlx_tq.integration.rollback import RejectablePass, rollback_windows
+from mlx_tq.integration.rollback import VerifyPass, rollback_windows
 from mlx_tq.speculative.prompt_lookup import PromptLookup
 from mlx_tq.speculative.stopwatch import Stopwatch
 
@@ -89,7 +89,7 @@ class LookupDecoder:
 
     def _accept(self, drawn: Drawn, ids: list[int]) -> Generator[tuple[int, mx.array, bool], None, Drawn]:
         lookup, rows, num_read = self._lookup, mx.array(ids, mx.uint32), 1
-        verified = RejectablePass(self._caches, ids, lambda ids: self._run(mx.array(ids, mx.uint32)))
+        verified = VerifyPass(self._caches, ids, lambda ids: self._run(mx.array(ids, mx.uint32)))
         logits = self._run(rows)
         mx.async_eval(logits)  # type: ignore[no-untyped-call]
         lookup.drafted += len(ids) - 1
@@ -110,7 +110,7 @@ class LookupDecoder:
             self._sampler(drawn.logprobs[None])  # as a plain step would have, so that a later answer draws the same
             raise
         finally:
-            verified.forget(len(ids) - num_read)
+            verified.roll_back(len(ids) - num_read)
         return drawn
 
     def _report(self, token: int, drawn: Drawn, *, from_draft: bool) -> tuple[int, mx.array, bool]:

@@ -117,7 +117,7 @@ def test_each_token_of_a_short_pass_sees_what_it_would_alone():
     assert caches[0].packed_tokens == single[0].packed_tokens > 60
 
 
-def test_rows_of_a_batch_are_each_alone():
+def test_rows_of_a_batch_equal_single_sequences():
     """Of several lengths, in passes of one token and more, with a block packed in the middle for some of them."""
     lengths, more = (61, 100, 38), (7, 1, 5, 1, 8, 1)
     with compressed_attention(MODEL):
@@ -135,7 +135,7 @@ def test_rows_of_a_batch_are_each_alone():
 # What all caches can do.
 
 
-def test_trims_lead_back():
+def test_trimmed_caches_equal_shorter_ones():
     with compressed_attention(MODEL):
         caches, never = (make_prompt_cache(MODEL, TQ2) for _ in range(2))
         run(MODEL, caches, 150, *[1] * 20)
@@ -145,7 +145,7 @@ def test_trims_lead_back():
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "longcat_flash"])
-def test_copies_and_files_continue_alike(name, tmp_path):
+def test_copies_and_loaded_files_give_the_same_tokens(name, tmp_path):
     model, path = build(name), tmp_path / "cache.safetensors"
     with compressed_attention(model):
         caches = make_prompt_cache(model, TQ2)
@@ -187,7 +187,7 @@ def test_policies_that_need_no_queries_evict(policy):
     assert caches[0].size() < 172 == caches[0].offset
 
 
-def test_what_latents_cannot_do_is_refused_with_the_reason():
+def test_unsupported_settings_for_latents_are_refused():
     def plan(model=MODEL, policy="knorm", budget=80, key="tq4"):
         plan_caches(model, KVConfig(key=key, value="tq4", evict=EvictConfig(policy, budget), **REGIONS))
 
@@ -196,7 +196,7 @@ def test_what_latents_cannot_do_is_refused_with_the_reason():
     with pytest.raises(UnsupportedModelError, match=r"deepseek_v3 caches latents, which all.* Use another policy"):
         plan(policy="heads", budget="50%@400")
     with pytest.raises(
-        UnsupportedModelError, match=r"deepseek_v32 has a part .* an indexer computes .* --kv-evict none"
+        UnsupportedModelError, match=r"deepseek_v32 cannot evict .*an indexer computes .* --kv-evict none"
     ):
         plan(build("deepseek_v32"))
     with pytest.raises(ConfigError, match=r"layer 0 .*its latents are stored in one format.* names two\. Use q8"):

@@ -47,7 +47,7 @@ def test_an_error_is_at_most_half_a_step_of_its_channel(state):
 
 
 @given(STATES, st.sampled_from([np.nan, np.inf, -np.inf]), st.data())
-def test_what_is_not_finite_stays_so_and_in_its_channel(state, value, data):
+def test_non_finite_values_spoil_only_their_channel(state, value, data):
     place = tuple(data.draw(st.integers(0, side - 1)) for side in state.shape)
     expected = decoded(state)
     state[place] = value
@@ -67,7 +67,7 @@ def test_the_largest_numbers_of_a_type_stay_finite(dtype):
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_caches_come_back_with_their_types_and_what_is_no_state_exactly(dtype):
+def test_unpacked_caches_keep_types_and_exact_convolution_inputs(dtype):
     layer, inner = ArraysCache(2), ArraysCache(2)
     for cache in (layer, inner):
         cache[0], cache[1] = (mx.random.normal(shape).astype(dtype) for shape in ((1, 3, 24), (1, 4, 16, 32)))
@@ -83,7 +83,7 @@ def test_caches_come_back_with_their_types_and_what_is_no_state_exactly(dtype):
     assert pack_states(caches, EXACT) == caches
 
 
-def test_states_are_told_from_the_inputs_of_convolutions():
+def test_states_are_distinguished_from_convolution_inputs():
     assert is_state(mx.zeros((1, 4, 16, 32)))
     others = [None, mx.zeros((1, 3, 24)), mx.zeros((1, 2, 1, 64)), mx.zeros((1, 1), mx.int64)]
     assert not any(map(is_state, others))

@@ -12,7 +12,7 @@ from mlx_tq.__main__ import main
 from mlx_tq.cli.inputs import load_text
 from mlx_tq.evaluate.arms import OFF, parse_arm
 from mlx_tq.evaluate.teacher_forced import cut_chunks
-from mlx_tq.evaluate.trajectory import Trajectories, run_trajectories, trajectory
+from mlx_tq.evaluate.trajectory import Trajectories, compare_trajectories, run_trajectories
 from mlx_tq.prompt_cache.compressed import compressed_attention
 from mlx_tq.prompt_cache.compressed import make_prompt_cache as make_compressed
 
@@ -39,7 +39,7 @@ def test_the_uncompressed_cache_writes_what_mlx_lm_writes(exact, prompts, found)
     assert (found[0].kld == 0).all(), "the same passes over the same cache"
 
 
-def test_a_compressed_cache_writes_what_it_writes_in_generation(exact, prompts, found):
+def test_a_compressed_cache_writes_what_generate_writes(exact, prompts, found):
     model = exact[0]
     for prompt, tokens in zip(prompts, found[3].tokens, strict=True):
         with compressed_attention(model):
@@ -68,6 +68,7 @@ def test_divergence_is_along_the_answer_of_each_cache(exact, prompts, found):
     assert found[3].kld.mean() > 10 * found[2].kld.mean() > 0
 
 
+@pytest.mark.full
 def test_answers_of_one_seed_use_the_same_random_numbers(exact, prompts):
     options = {"answer": ANSWER, "step": STEP, "temp": 1.0}
     first, again, close = run_trajectories(exact[0], prompts, [OFF, ARMS[1]], seed=3, **options)
@@ -78,10 +79,10 @@ def test_answers_of_one_seed_use_the_same_random_numbers(exact, prompts):
     assert (first.tokens == close.tokens).mean() > 0.5, "q8 rarely changes a draw"
 
 
-def test_figures_of_answers():
+def test_statistics_of_answers():
     reference = Trajectories(np.array([[1, 2, 3, 4], [5, 6, 7, 8], [1, 1, 1, 1]]), np.zeros((3, 4)))
     kld = np.array([[0.0, 0, 0, 4], [0, 0, 0, 0], [0, 0, 2, 0]])
-    row = trajectory("x", Trajectories(np.array([[1, 2, 9, 4], [5, 6, 7, 8], [2, 1, 1, 2]]), kld), reference)
+    row = compare_trajectories("x", Trajectories(np.array([[1, 2, 9, 4], [5, 6, 7, 8], [2, 1, 1, 2]]), kld), reference)
     assert (row["answers"], row["tokens"], row["exact"], row["same_until"]) == (3, 4, 1, 2)
     shares = np.array([0.75, 1, 0.5])
     assert row["agreement"] == pytest.approx(100 * shares.mean())
@@ -100,6 +101,10 @@ def test_the_command(tmp_path, capsys):
     results = json.loads((tmp_path / "out.json").read_text())["results"]
     assert results["off"].items() >= {"kld": 0, "agreement": 100, "exact": 2, "same_until": 8}.items()
     assert results["tq2/tq2"]["kld"] > 0
-    for flag, value, message in (("--answer-tokens", "3", "must be 4 or more"), ("--length", "5000", "allows 4,096")):
+    for flag, value, message in (
+        ("--answer-tokens", "3", "must be 4 or more"),
+        ("--length", "4090", "exceed the model's 4,096"),
+        ("--length", "20", "never read a packed one"),
+    ):
         assert main([*words, flag, value]) == 2
         assert message in capsys.readouterr().err

@@ -195,7 +195,7 @@ def test_nested_values_of_gemma(tokenizer, accepts, arguments, is_known):
         assert not accepts(source, f"<|tool_call>call:f{gemma({**arguments, 'other': 1})}<tool_call|>")
 
 
-def test_definitions_that_contain_themselves_in_the_form_of_gemma(tokenizer, accepts):
+def test_recursive_definitions_in_gemma_calls(tokenizer, accepts):
     node = {"type": "object", "properties": {"name": {"enum": ["x", 1]}, "next": {"$ref": "#/$defs/node"}}}
     parameters = {"properties": {"first": {"$ref": "#/$defs/node"}}, "$defs": {"node": node}}
     source = write_grammar(form_of("gemma4"), [Tool("f", parameters)], find_special_tokens(tokenizer))
@@ -232,6 +232,43 @@ def test_strings_that_read_as_json_are_written_as_json_where_the_parser_reads_it
     assert not accepts(source, f"{form.start}\n{before}{city}{after}{form.end}") or city == '"a"'
 
 
+MUSE = [
+    ({"type": "string", "enum": ["x", "1"]}, ["x", '"x"', '"1"'], ["1", '"zzz"', "zzz"]),
+    ({"type": ["string", "null"]}, ["null", '"null"', "text"], ["5", "true"]),
+    ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, ["5", '"5"', "five"], ["5.5", "null"]),
+    ({}, ["5", '{"a": 1}', "text", "[]"], []),
+]
+
+
+@pytest.mark.parametrize(("schema", "valid", "wrong"), MUSE)
+def test_values_of_any_schema_between_the_tags_of_muse(accepts, schema, valid, wrong):
+    form = form_of("muse_spark")
+    source = write_grammar(form, [Tool("f", {"properties": {"a": schema}, "required": ["a"]})], {})
+    before, after = '<atem:invoke name="f">\n<atem:parameter name="a">', "</atem:parameter>\n</atem:invoke>\n"
+    for value in valid:
+        assert accepts(source, f"{form.start}\n{before}{value}{after}{form.end}"), value
+    for value in wrong:
+        assert not accepts(source, f"{form.start}\n{before}{value}{after}{form.end}"), value
+
+
+def test_arguments_that_longcat_would_read_as_json_are_written_as_json(accepts):
+    form = form_of("longcat")
+    for schema, value in (({"enum": ["1", "2"]}, "1"), ({"type": ["string", "null"]}, "123"), ({}, "true")):
+        source = write_grammar(form, [Tool("f", {"properties": {"a": schema}, "required": ["a"]})], {})
+        call = {"name": "f", "arguments": {"a": value}}
+        assert form.parse(json.dumps(call)) == call
+        assert accepts(source, f"{form.start}{json.dumps(call)}{form.end}")
+        tagged = f"f\n<longcat_arg_key>a</longcat_arg_key>\n<longcat_arg_value>{value}</longcat_arg_value>\n"
+        assert not accepts(source, f"{form.start}{tagged}{form.end}")
+
+
+def test_lengths_of_arrays_in_the_form_of_gemma(tokenizer, accepts):
+    parameters = {"properties": {"a": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 3}}}
+    source = write_grammar(form_of("gemma4"), [Tool("f", parameters)], find_special_tokens(tokenizer))
+    counts = [n for n in range(6) if accepts(source, f"<|tool_call>call:f{{a:[{','.join('1' * n)}]}}<tool_call|>")]
+    assert counts == [2, 3]
+
+
 def test_mistral_without_control_tokens_for_arguments(accepts):
     form = form_of("mistral")
     source = write_grammar(form, TOOLS, {"[TOOL_CALLS]": 4096})
@@ -245,7 +282,12 @@ def test_mistral_without_control_tokens_for_arguments(accepts):
     [
         ("gemma4", Tool("a.b", None), "must be an identifier"),
         ("gemma4", Tool("f", {"properties": {"a": {"properties": {"b-c": {}}}}}), "may have letters"),
+        ("gemma4", Tool("f", {"$ref": "#/$defs/A", "$defs": {"A": {}}}), r"parameters with \$ref"),
+        ("gemma4", Tool("f", {"properties": {"a": {"type": "array", "uniqueItems": True}}}), "uniqueItems is not"),
+        ("gemma4", Tool("f", {"properties": {"a": {"allOf": [{}], "properties": {}}}}), "properties beside allOf"),
+        ("gemma4", Tool("f", {"properties": {"a": {"enum": ['x<|"|>']}}}), "an option with"),
         ("function_gemma", Tool("f", {"properties": {"a": {"type": "array"}}}), "type 'array' are not supported"),
+        ("function_gemma", Tool("f", {"properties": {"a": {"enum": ["a}b"]}}}), "an option with"),
         ("json_tools", Tool("a\nb", None), "name may have letters"),
         ("json_tools", Tool("f", {"type": "array"}), "must be 'object'"),
         ("pythonic", Tool("a-b", None), "must be an identifier"),

@@ -32,7 +32,7 @@ def evicted(model):
     return group.evicted, logits, group.calibrators[0].stats.center
 
 
-def test_eviction_is_that_of_a_rope_module():
+def test_fused_rope_evicts_like_a_rope_module():
     model, fused = build("llama"), build("llama")
     for layer in fused.layers:
         rope = layer.self_attn.pop("rope")
@@ -69,6 +69,6 @@ def test_the_kernel_of_muse_spark():
     [nn.RoPE(64), nn.RoPE(32), nn.RoPE(64, traditional=True, scale=0.5)],
     ids=["all dims", "half of them", "neighbors"],
 )
-def test_vectors_are_as_before(module):
+def test_unrotate_inverts_rope(module):
     x = mx.random.normal((1, 2, 7, 64), key=mx.random.key(0))
     assert mx.allclose(learn_rope(module, 64).unrotate(module(x, offset=500), 500), x, atol=1e-4)

@@ -31,7 +31,7 @@ def step(cache, sequences, starts, count):
 
 @pytest.mark.parametrize("lengths", [(5, 12), (12, 5), (3, 40), (40, 30)])
 @pytest.mark.parametrize("is_batch", [False, True], ids=["alone", "the rest of a batch"])
-def test_rejected_tokens_are_forgotten(lengths, is_batch):
+def test_rejected_tokens_are_rolled_back(lengths, is_batch):
     """Left padding of a batch stays when its longer row ends."""
     sequences, rows = [tokens(seed) for seed in range(2)], [RotatingKVCache(WINDOW) for _ in range(2)]
     for row, sequence, length in zip(rows, sequences, lengths, strict=True):

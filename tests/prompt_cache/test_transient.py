@@ -53,7 +53,7 @@ def prefill(model, config, ids, step):
 
 @pytest.mark.full
 @pytest.mark.parametrize("profile", ["off", "balanced"])
-def test_what_selects_tokens_counts(profile):
+def test_peak_memory_includes_token_selection(profile):
     model, ids = build("minimax_m3_vl", num_attention_heads=16), [i % 160 for i in range(2048)]
     peak = peak_of(lambda: prefill(model, PROFILES[profile], ids, 512))
     needed = needed_by(model, PROFILES[profile], len(ids), 512)
@@ -78,7 +78,7 @@ def test_a_prefill_of_the_embedded_model_takes_what_was_said(embedded, profile, 
 @pytest.mark.full
 @pytest.mark.parametrize("profile", ["balanced", "off"])
 @pytest.mark.parametrize("name", ["cpu", "reference"])
-def test_a_prefill_of_latents_takes_what_was_said(name, profile):
+def test_predicted_memory_of_a_latent_prefill(name, profile):
     """A model of MLA makes keys and values of 16 heads from them, and scores of rotated parts."""
     model = build("deepseek_v3", num_attention_heads=16, num_key_value_heads=16, kv_lora_rank=256)
     ids, config = [(7 * i * i + 3 * i) % 160 for i in range(3000)], PROFILES[profile]

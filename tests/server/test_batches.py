@@ -65,7 +65,7 @@ def test_answers_together_are_those_alone(tmp_path, name, profile):
 
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "evict"), [("deepseek_v3", ""), ("deepseek_v3", "recency"), ("deepseek_v32", "")])
-def test_packed_latents_of_a_batch_are_those_of_each_alone(tmp_path, name, evict):
+def test_batched_latents_equal_single_requests(tmp_path, name, evict):
     folder, log = zoo_model(tmp_path / name, name, spread=True), tmp_path / "log"
     flags = ["--kv-profile", "small", "--kv-sinks", 16, "--kv-window", 32, "--prefill-step-size", 2048]
     config = KVConfig.from_profile("small", sinks=16, window=32)

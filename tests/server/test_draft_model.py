@@ -91,7 +91,7 @@ def test_an_answer_is_the_same_as_without(exact, make_drafter, seed):
         assert accepted > 0.9 * total
 
 
-def test_a_long_prompt_is_read_in_slices_while_the_answer_goes_on(exact):
+def test_the_draft_model_prefills_in_slices_during_the_answer(exact):
     """Of 1,400 tokens, the first two steps of the answer read 512 each, and then it drafts."""
     jobs = [make_job(1400, max_tokens=TOKENS)]
     plain, _ = answers(exact, NO_LOOKUP, [make_job(1400, max_tokens=TOKENS)])
@@ -105,11 +105,12 @@ def test_a_long_prompt_is_read_in_slices_while_the_answer_goes_on(exact):
     drafted, engine = answers(exact, own_drafts(Watched(exact[0])), jobs)
     assert drafted == plain
     assert lengths[:2] == [512, 512]
-    assert 0 < max(lengths[2:]) < 512
+    assert lengths[3:5] == [1, 1], "then the rest, and its last token with the logits"
     assert metric(engine, "accepted_tokens_total") > TOKENS / 3
 
 
-def test_answers_that_take_turns_and_meet(exact):
+@pytest.mark.full
+def test_drafts_for_interleaved_and_concurrent_answers(exact):
     """Each has the single stream for a while, and the draft model's caches go from one conversation to another."""
     drafter = own_drafts(exact[0])
 
@@ -144,6 +145,8 @@ def test_an_error_of_the_draft_model_leaves_no_wrong_rows(exact):
     drafts.append(drafts.draft(3)[0])  # three passes
     with pytest.raises(RuntimeError, match="out of memory"):
         drafts.draft(3)
+    assert drafts.draft(3)
+    assert {cache.offset for cache in drafter._caches} == {len(drafts) + 2}, "all tokens, and two of three drafts"
     fresh = own_drafts(model).begin(model, make_prompt_cache(model), drafts.ids)
     assert drafts.draft(3) == fresh.draft(3)
 
@@ -151,10 +154,11 @@ def test_an_error_of_the_draft_model_leaves_no_wrong_rows(exact):
 def test_an_evicting_cache_is_refused(exact):
     config = KVConfig.from_profile("small", sinks=16, window=32, evict=EvictConfig("recency", "50%"))
     model, _ = exact
-    with pytest.raises(ConfigError, match="a draft model is given, but an eviction round cannot be undone"):
+    with pytest.raises(ConfigError, match="the draft model cannot be used: an eviction round cannot be undone"):
         own_drafts(model).check(model, build_caches(plan_caches(model, config)))
 
 
+@pytest.mark.full
 def test_a_server_with_a_draft_model(tmp_path, folder):
     question = {
         "messages": [{"role": "user", "content": LINE * 3 + "Who has the code?"}],

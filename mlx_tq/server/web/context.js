@@ -40,7 +40,7 @@ export function showLayout({ plan, context_length: contextLength, rescue }) {
   if (plan) {
     for (const { count, key, value } of plan.layers) lines.push(`${formatNumber(count)} layers: keys ${key}, values ${value}`);
     if (plan.other_layers) lines.push(`${formatNumber(plan.other_layers)} layers uncompressed`);
-    if (plan.uncompressed.length) lines.push(`${formatNumber(plan.uncompressed.length)} parts of layers uncompressed: ${plan.uncompressed[0].reason}`);
+    if (plan.uncompressed.length) lines.push(`${formatNumber(plan.uncompressed.length)} cache parts stay uncompressed: ${plan.uncompressed[0].reason}`);
     lines.push(`First ${formatNumber(plan.sinks)} and last ${formatNumber(plan.window)} tokens in ${plan.dtype}`);
     const { policy, budget, recall } = plan.eviction ?? {};
     lines.push(policy ? `Eviction: ${policy}, budget ${typeof budget === "number" ? formatTokens(budget) : `${budget} of the tokens`}` : "No eviction");
