@@ -21,7 +21,7 @@ from mlx_tq.prompt_cache.layer_group import compressed_caches
 from mlx_tq.session.restore import prefill, recall_rows, release
 
 PROMPT, QUESTION = random_tokens(500), random_tokens(12, seed=4)
-FORMATS = [("fp16", "fp16"), ("q8", "q8"), ("tq4", "tcq3")]
+FORMATS = [("tq4", "tcq3"), *(pytest.param(name, name, marks=pytest.mark.full) for name in ("q8", "fp16"))]
 
 
 def config_of(key, value, **changes):
@@ -66,7 +66,7 @@ def test_formats_batches_and_the_prefix_cache(model, key, value, tmp_path):
     ]
 
 
-@pytest.mark.parametrize(("key", "value"), FORMATS[1:])
+@pytest.mark.parametrize(("key", "value"), FORMATS[:2])
 def test_eviction_recall_and_files(model, key, value, tmp_path):
     """Evicted rows are archived; recalled ones are those of a cache that evicts nothing, also after a file."""
     config = config_of(key, value, evict=EvictConfig("recency", budget=160))

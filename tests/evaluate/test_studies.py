@@ -231,6 +231,7 @@ def test_random_eviction_is_drawn_again_for_each_text(tiny, embedded, monkeypatc
     assert list(dict.fromkeys(drawn)) == [3, 4]
 
 
+@pytest.mark.full
 def test_random_eviction_keeps_its_share_of_the_needles_and_recency_the_last_ones(tiny, embedded):
     """The model passes nothing, so its cells are void; how much of the needles survived is measured all the same."""
     settings = [Setting("random", 50, trigger=16, sinks=0), Setting("recency", 50, trigger=16, sinks=0)]
@@ -279,6 +280,7 @@ def test_once_equals_a_single_prefill_step(tiny, embedded, variant, monkeypatch)
     assert len({record["live"] for record in live[1]}) > 1
 
 
+@pytest.mark.full
 def test_once_takes_calibration_from_a_file_and_refuses_options_that_change_during_prefill(tiny, embedded, tmp_path):
     path = tmp_path / "stats.safetensors"
     save_queries(tiny, path, calibrate_on_text(tiny, list(range(100, 164))))

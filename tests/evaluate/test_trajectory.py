@@ -68,6 +68,7 @@ def test_divergence_is_along_the_answer_of_each_cache(exact, prompts, found):
     assert found[3].kld.mean() > 10 * found[2].kld.mean() > 0
 
 
+@pytest.mark.full
 def test_answers_of_one_seed_use_the_same_random_numbers(exact, prompts):
     options = {"answer": ANSWER, "step": STEP, "temp": 1.0}
     first, again, close = run_trajectories(exact[0], prompts, [OFF, ARMS[1]], seed=3, **options)

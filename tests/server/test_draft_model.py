@@ -109,6 +109,7 @@ def test_the_draft_model_prefills_in_slices_during_the_answer(exact):
     assert metric(engine, "accepted_tokens_total") > TOKENS / 3
 
 
+@pytest.mark.full
 def test_drafts_for_interleaved_and_concurrent_answers(exact):
     """Each has the single stream for a while, and the draft model's caches go from one conversation to another."""
     drafter = own_drafts(exact[0])
@@ -157,6 +158,7 @@ def test_an_evicting_cache_is_refused(exact):
         own_drafts(model).check(model, build_caches(plan_caches(model, config)))
 
 
+@pytest.mark.full
 def test_a_server_with_a_draft_model(tmp_path, folder):
     question = {
         "messages": [{"role": "user", "content": LINE * 3 + "Who has the code?"}],

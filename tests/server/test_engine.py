@@ -142,7 +142,7 @@ def test_a_model_failure_ends_only_its_batch(loaded, folder, monkeypatch):
         raise events[-1]
 
 
-@pytest.mark.parametrize("fails_at", [(3,), (9, 10)])
+@pytest.mark.parametrize("fails_at", [pytest.param((3,), marks=pytest.mark.full), (9, 10)])
 def test_a_memory_error_loses_no_answer(loaded, monkeypatch, fails_at):
     """In a prefill, and while decoding, twice. A job that does not even fit alone fails."""
     lengths = {20: 40, 90: 25, 200: 30}  # tokens of prompts, and of their answers

@@ -99,6 +99,7 @@ def test_a_short_prompt_overtakes_a_long_one_and_a_long_one_does_not_starve(load
     assert others > 5, "and the short ones did not wait for it"
 
 
+@pytest.mark.full
 def test_answers_of_prompts_that_wait_are_the_same(loaded):
     jobs = lambda: [job_of(random_ids(n, seed=n)[1:], max_tokens=6) for n in (700, 130, 260, 90, 500)]  # noqa: E731
     alone = [text_of(*serve(make_engine(loaded), [job])) for job in jobs()]

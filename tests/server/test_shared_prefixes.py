@@ -145,7 +145,7 @@ def test_later_jobs_share_stored_prompts(llama, alone, monkeypatch):
     first, *others = make_jobs(first_tokens=1000)[:5]
     total = sum(plan.cache_peak_nbytes(job.max_total_tokens) for job in (first, *others))
     limit = total - 3 * plan.shared_nbytes(384, 600)
-    engine = make_engine(llama, memory=limit)
+    engine = make_engine(llama, memory=limit, decode_share=0)
     running, nbytes = record_memory(monkeypatch, engine, llama[0])
 
     async def then():

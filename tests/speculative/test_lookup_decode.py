@@ -133,6 +133,7 @@ def say(session, text):
     return "".join(session.respond(text))
 
 
+@pytest.mark.full
 def test_turns_of_a_seeded_session_are_the_same_with_and_without(exact):
     model, tokenizer = exact
     answers = {}
