@@ -10,7 +10,6 @@ cache never receives that vector, so it appends unit vectors to the keys: their 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -24,17 +23,8 @@ from mlx_tq.cache.view import Handle, StepView, check_attention_is_patched
 from mlx_tq.codec.joint import JointLayout
 from mlx_tq.codec.normalization import KeyNormalization
 from mlx_tq.codec.rows import LatentLayout, RowLayout
+from mlx_tq.errors import ConfigError
 from mlx_tq.kernels.regions import Mask, Regions
-
-
-@lru_cache(maxsize=4096)
-def _latent_layout(stored: RowLayout) -> LatentLayout:
-    return LatentLayout(stored)
-
-
-@lru_cache(maxsize=4096)
-def _joint_layout(stored: RowLayout) -> JointLayout:
-    return JointLayout(stored)
 
 
 @dataclass(frozen=True)
@@ -53,8 +43,11 @@ class LatentView(StepView):
         if not self.unit_vectors or not isinstance(mask, mx.array):
             return super().attend(queries, scale, mask, sinks)
         out = self._attend(queries, scale, mask[..., : self.tokens], sinks)
-        rotated = mask[..., self.tokens : self.columns].astype(queries.dtype) / scale
-        pending = self.notify(mx.concatenate([queries, rotated], axis=-1), scale, sinks)
+        pending = [*self.pending]
+        if self.listeners:
+            rotated = mask[..., self.tokens : self.columns].astype(queries.dtype) / scale
+            vectors = mx.concatenate([queries, rotated], axis=-1)
+            pending = [vectors, *self.notify(vectors, scale, sinks)]  # an unevaluated vector keeps the pass in memory
         return mx.depends(out, pending) if pending else out
 
     def value_shape(self) -> tuple[int, ...]:
@@ -62,7 +55,7 @@ class LatentView(StepView):
 
     def merged_regions(self) -> Regions:
         regions = self.regions
-        return replace(regions, layout=_latent_layout(regions.layout), full_values=regions.full_keys)
+        return replace(regions, layout=regions.layout.read_as(LatentLayout), full_values=regions.full_keys)
 
     def take(self, index: mx.array) -> mx.array:
         """Return the latents of tokens [B, 1, k] alone, decoded: [B, 1, k, R]."""
@@ -137,13 +130,15 @@ class LatentKVCache(CompressedKVCache):
         if view is None:
             return keys, values, mask
         stop = keys.shape[2] - view.unit_vectors
-        products = queries @ keys[:, :, stop:].swapaxes(-1, -2)
-        if isinstance(mask, mx.array):
-            if mask.dtype != mx.bool_:
+        visible = mask[..., :stop] if isinstance(mask, mx.array) else mask
+        units, keys, values = keys[:, :, stop:], keys[:, :, :stop], values[:, :, :stop]
+        if view.listeners:
+            products = queries @ units.swapaxes(-1, -2)
+            if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
                 products = products + mask[..., stop:] / scale
-            mask = mask[..., :stop]
-        view.notify(products, scale, None)
-        return keys[:, :, :stop], values[:, :, :stop], mask
+            pending = [products, *view.notify(products, scale, None)]  # unevaluated products keep all keys in memory
+            keys, values = mx.depends([keys, values], pending)
+        return keys, values, visible
 
     @property
     def _unit_vectors(self) -> int:
@@ -192,11 +187,11 @@ class LatentKVCache(CompressedKVCache):
     def searched(self, queries: mx.array) -> tuple[mx.array, Regions]:
         queries, regions = super().searched(queries)
         full = mx.concatenate([regions.full_keys, regions.full_values], axis=-1)
-        return queries, replace(regions, layout=_joint_layout(regions.layout), full_keys=full, full_values=full)
+        return queries, replace(regions, layout=regions.layout.read_as(JointLayout), full_keys=full, full_values=full)
 
     def evictable_rows(self) -> tuple[mx.array, RowLayout, KeyNormalization | None]:
         rows, layout, normalization = super().evictable_rows()
-        return rows, _joint_layout(layout), normalization
+        return rows, layout.read_as(JointLayout), normalization
 
     @classmethod
     def merge(cls, caches: list["CompressedKVCache"]) -> "BatchLatentKVCache":
@@ -230,8 +225,14 @@ class BatchLatentKVCache(BatchCompressedKVCache):
         """Append latents [B, 1, L, R] and rotated parts [B, 1, L, P], without the padding that `prepare` announced."""
         check_attention_is_patched()
         length, counts = keys.shape[2], self.counts(keys.shape[2])
+        rows = zip(self.rows, counts, strict=True)
+        if length > 1 and any(count and row.group is not None and row.group.captures_queries for row, count in rows):
+            raise ConfigError(
+                f"a batch of MLA latents captures queries in passes of one token, and this one has {length}. Run its "
+                "tokens one by one, or the sequence alone."
+            )
         views = self._append(keys, values, counts)
-        if length > 1:  # queries are captured only in questions, which never run in a batch
+        if length > 1:
             views = [view and replace(view, unit_vectors=0) for view in views]
         parts = [(None, None) if view is None else _fetch(view, length) for view in views]
         rotated = _stack([part for _, part in parts], values)

@@ -3,13 +3,17 @@
 key codes | value codes | key scale | value scale | padding
 """
 
+from collections.abc import Callable
+from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 
 from mlx_tq.codec.formats.base import Codec, Encoded
 from mlx_tq.codec.normalization import KeyNormalization, normalize
+
+L = TypeVar("L", bound="RowLayout")
 
 
 class Rows(NamedTuple):
@@ -50,6 +54,16 @@ class RowLayout:
             self.key if key is None else self.key.restore(key),
             self.value if value is None else self.value.restore(value),
         )
+
+    def read_as(self, make: Callable[["RowLayout"], L]) -> L:
+        """Return the layout that reads these rows otherwise: one for each `make`, for as long as this one lives."""
+        if make not in self._readings:
+            self._readings[make] = make(self)
+        return self._readings[make]  # type: ignore[no-any-return]
+
+    @cached_property
+    def _readings(self) -> dict[Callable[["RowLayout"], Any], Any]:
+        return {}
 
     def encode(self, keys: mx.array, values: mx.array, normalization: KeyNormalization | None = None) -> Rows:
         """Encode keys [..., Dk] and values [..., Dv] into rows uint32 [..., W]; with `normalization` [B, H, S, D]."""

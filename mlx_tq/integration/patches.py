@@ -111,6 +111,8 @@ def _make_attention(family: ModuleFamily, original: Callable[..., Any]) -> Calla
         if not isinstance(keys, Handle):  # of a quantized cache, or of a vision tower
             return original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)  # type: ignore[no-any-return]
         view = keys.view
+        if not isinstance(values, Handle) or values.view is not view:  # or the trial of MLA would accept other models
+            raise UnsupportedModelError("the model attends to other values than its cache returned with the keys")
         if view.wants_queries:
             call = find_call(queries)
             if call is None:
@@ -145,8 +147,11 @@ _mlx_take_along_axis = mx.take_along_axis
 
 
 def take_along_axis(a: Any, indices: mx.array, axis: int | None = None, **options: Any) -> mx.array:
-    """Run mlx's `take_along_axis`, where the array may be a handle of latents whose tokens an indexer selects."""
-    if isinstance(a, Handle) and axis == 2:
+    """Run mlx's `take_along_axis`, where the array may be a handle of latents whose tokens an indexer selects.
+
+    Indices [B, 1, k, R] of a handle select whole tokens: they are assumed to be equal along the last axis.
+    """
+    if isinstance(a, Handle) and axis in (2, -2):
         return a.take(indices[..., 0])
     return _mlx_take_along_axis(a, indices, axis, **options)
 

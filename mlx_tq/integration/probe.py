@@ -148,10 +148,6 @@ class _ProbeView:
         self.is_counted = True
         return self._values.shape
 
-    def take(self, index: mx.array) -> mx.array:
-        self.is_attended = True
-        return mx.take_along_axis(self._keys, index[..., None], axis=2)
-
     def notify_before_rope(self, queries: mx.array, rope: Any) -> "_ProbeView":
         return self
 
@@ -221,6 +217,12 @@ class _ProbeCache(KVCache):  # type: ignore[misc]
         )
 
 
+class _LatentProbeView(_ProbeView):
+    def take(self, index: mx.array) -> mx.array:
+        self.is_attended = True
+        return mx.take_along_axis(self._keys, index[..., None], axis=2)
+
+
 class _LatentProbeCache(KVCache):  # type: ignore[misc]
     """Returns the latents of MLA, which it stores as keys, as a handle in passes of one token, else as arrays."""
 
@@ -230,11 +232,13 @@ class _LatentProbeCache(KVCache):  # type: ignore[misc]
         self.is_index = False  # whether it stores keys without values of their own, for an indexer
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        if keys.shape[1] > 1:
+            raise UnsupportedModelError(f"MLA caches latents of all heads as one, and these are {keys.shape[1]} heads")
         self.is_index = self.is_index or values is keys or not values.shape[3]
         latents, rotated = super().update_and_fetch(keys, values)
         if keys.shape[2] > 1 or self.is_index:
             return latents, rotated
-        self.views.append(_ProbeView(latents, latents))
+        self.views.append(_LatentProbeView(latents, latents))
         return Handle(self.views[-1], latents.dtype, is_key=True), rotated
 
     def facts(self, index: int, part: int | None, model: Any) -> SlotFacts:
@@ -431,11 +435,13 @@ def _with_fused_ropes(model: Any, slots: list[SlotFacts]) -> list[SlotFacts]:
         if (place := (slot.index, slot.part)) not in ropeless:
             return slot
         keys = trial.probes[place].keys[:, :, :_TOKENS].astype(mx.float32)
+        if _is_equal_everywhere(model, keys):  # also zeros, which any RoPE leaves equal
+            return slot
         for rope in ropes[slot.key_dim]:
             if _is_equal_everywhere(model, rope.unrotate(keys, 0)):
                 return replace(slot, rope=rope.module, nearby_rope=rope.module, no_rope="", is_rope_fused=True)
         norms = mx.linalg.norm(keys, axis=-1, keepdims=True)
-        is_rotated = not _is_equal_everywhere(model, keys) and _is_equal_everywhere(model, norms)
+        is_rotated = _is_equal_everywhere(model, norms)
         return replace(slot, no_rope="its keys are rotated, but by no module") if is_rotated else slot
 
     return list(map(find, slots))
@@ -458,7 +464,8 @@ def _distinct_ropes(model: Any, dim: int) -> list[Rope]:
 
 
 def _token_nbytes(cache: KVCache) -> int:
-    return sum(array.shape[1] * array.shape[3] * array.dtype.size for array in (cache.keys, cache.values))
+    arrays = [array for array in (cache.keys, cache.values) if array is not None]  # a part may never be written
+    return sum(array.shape[1] * array.shape[3] * array.dtype.size for array in arrays)
 
 
 def _find_line(error: Exception, family: ModuleFamily) -> str:

@@ -85,6 +85,7 @@ class _Widened:
         return True
 
     def trim(self, n: int) -> int:
+        n = min(n, 0 if self.keys is None else self.keys.shape[2])
         if n:
             self.keys, self.values = self.keys[..., :-n, :], self.values[..., :-n, :]
             self.offset = self.offset - n
@@ -122,8 +123,9 @@ class RollbackBatchWindow(_Widened, BatchRotatingKVCache):  # type: ignore[misc]
     left_padding: mx.array
 
     def trim(self, n: int) -> int:
+        n = super().trim(n)
         self._offset -= n
-        return super().trim(n)
+        return n
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
         dropped = max(0, self._idx - self._stored)

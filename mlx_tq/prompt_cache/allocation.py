@@ -14,13 +14,15 @@ import numpy as np
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.codec.formats import get_format
 from mlx_tq.codec.normalization import MEAN_TOKENS
-from mlx_tq.config import SCHEDULE, KVConfig
+from mlx_tq.config import COLD, SCHEDULE, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import ModelFacts, SlotFacts
 from mlx_tq.prompt_cache.layer_bytes import MEAN_BYTES, layer_layout
 from mlx_tq.prompt_cache.measurements import MEASURED_FORMAT, Losses
 
 CHOICES = ("q8", "tq4", "tq3", "tq2")
+_PAIRS = list(product(CHOICES, CHOICES))
+_PROMOTED = "q8"  # the least format where low-bit keys or values would hurt
 
 
 @dataclass(frozen=True)
@@ -40,18 +42,21 @@ def allocate(facts: ModelFacts, config: KVConfig, bits: float, losses: Losses) -
             f"the losses are of {len(losses.keys)} layers, and {facts.model_type} stores {len(slots)}. Measure them "
             "again with mlx_tq.calibrate --losses."
         )
-    pairs = list(product(CHOICES, CHOICES))
     plain = replace(config, mean_bits=None)
-    sizes = np.array(
-        [[stored_bits(slot, CacheSpec.for_layer(plain, slot.index, *pair)) for pair in pairs] for slot in slots]
-    )
+    # A plan stores the rotated parts of MLA in no less than the promoted format.
+    pairs = [[(key, promote(value) if slot.latent else value) for key, value in _PAIRS] for slot in slots]
+    specs = [
+        [CacheSpec.for_layer(plain, slot.index, *pair, latent=slot.latent) for pair in of_layer]
+        for slot, of_layer in zip(slots, pairs, strict=True)
+    ]
+    sizes = np.array([[stored_bits(slot, spec) for spec in row] for slot, row in zip(slots, specs, strict=True)])
     layer_losses = np.array(
         [
             [
                 key * _relative(pair[0], config.key_scale) + value * _relative(pair[1], config.value_scale)
-                for pair in pairs
+                for pair in of_layer
             ]
-            for key, value in zip(losses.keys, losses.values, strict=True)
+            for key, value, of_layer in zip(losses.keys, losses.values, pairs, strict=True)
         ]
     )
     values = sum(slot.heads * (slot.key_dim + slot.value_dim) for slot in slots)
@@ -61,9 +66,17 @@ def allocate(facts: ModelFacts, config: KVConfig, bits: float, losses: Losses) -
             f"{CHOICES[-1]} in every layer. Give that or more."
         )
     chosen = solve_knapsack(sizes, layer_losses, int(bits * values))
-    key, value = (SCHEDULE.join(pairs[choice][side] for choice in chosen) for side in (0, 1))
+    key, value = (
+        SCHEDULE.join(of_layer[choice][side] for of_layer, choice in zip(pairs, chosen, strict=True)) for side in (0, 1)
+    )
     taken, loss = (float(table[np.arange(len(slots)), chosen].sum()) for table in (sizes, layer_losses))
     return replace(plain, key=key, value=value, outlier=0.0), Allocation(bits, taken / values, loss)
+
+
+def promote(name: str) -> str:
+    """Return a format, or the least one that does not hurt where low bits would."""
+    bits = min(get_format(part).bits for part in name.split(COLD))
+    return name if bits >= get_format(_PROMOTED).bits else _PROMOTED
 
 
 def stored_bits(slot: SlotFacts, spec: CacheSpec) -> int:

@@ -21,7 +21,7 @@ from mlx_tq.policies.calibration import SKIP, Calibration, QueryStats
 from mlx_tq.policies.heads import Division, Heads, divide_heads
 from mlx_tq.policies.policy import CalibratedPolicy
 from mlx_tq.policies.rope import Rope, find_pairs, learn_rope
-from mlx_tq.prompt_cache.allocation import Allocation
+from mlx_tq.prompt_cache.allocation import Allocation, promote
 from mlx_tq.prompt_cache.layer_bytes import (
     Evicted,
     RegionBytes,
@@ -36,7 +36,6 @@ from mlx_tq.prompt_cache.layer_group import EvictionPlan
 from mlx_tq.prompt_cache.measurements import HeadScores
 from mlx_tq.prompt_cache.transient import activation_nbytes, attention_nbytes, compression_nbytes, selection_nbytes
 
-_PROMOTED = "q8"  # the least format of layers where low-bit keys would hurt
 _LATENT_NOTE = "MLA: latents in the key format, RoPE parts of keys in the value format"
 
 
@@ -245,7 +244,7 @@ def make_plan(
     for number, slot in enumerate(facts.slots):
         key, value, note = choose_formats(config, number, count, slot.key_norm, typical)
         if slot.latent:
-            value, note = _promote(value), "; ".join(filter(None, [note, _LATENT_NOTE]))
+            value, note = promote(value), "; ".join(filter(None, [note, _LATENT_NOTE]))
         spectral = any(get_format(part).keys_only for part in key.split(COLD))
         pairs = _rope_pairs(facts, slot) if spectral else None
         if config.normalize and get_format(key.split(COLD)[0]).bits < 16 and not spectral and not slot.latent:
@@ -286,9 +285,9 @@ def choose_formats(
     key, value = chosen = config.formats_of(number, count)
     note = ""
     if min(number, count - 1 - number) < config.boundary:
-        key, value, note = _promote(key), _promote(value), "boundary layer"
+        key, value, note = promote(key), promote(value), "boundary layer"
     elif config.outlier and norm > config.outlier * typical:
-        key, note = _promote(key), f"key norm {norm:.1f} is {norm / typical:.1f}x the median"
+        key, note = promote(key), f"key norm {norm:.1f} is {norm / typical:.1f}x the median"
     return key, value, "" if (key, value) == chosen else note
 
 
@@ -424,19 +423,19 @@ def _divide_heads(
 
 def learn_ropes(facts: ModelFacts) -> list[Rope]:
     """Return the RoPE of each layer; raise UnsupportedModelError if TriAttention cannot score with one."""
-    learned: dict[int, Rope] = {}
+    learned: dict[tuple[int, bool], Rope] = {}
     for slot in facts.slots:
         if slot.rope is None:
             raise UnsupportedModelError(
                 f"{facts.model_type} cannot be scored by TriAttention: in layer {slot.index}, {slot.no_rope}. Use "
                 "another policy, such as --kv-evict knorm, or --kv-evict none."
             )
-        if id(slot.rope) not in learned:
+        if (key := (id(slot.rope), slot.is_rope_fused)) not in learned:
             try:
-                learned[id(slot.rope)] = replace(learn_rope(slot.rope, slot.key_dim), is_fused=slot.is_rope_fused)
+                learned[key] = replace(learn_rope(slot.rope, slot.key_dim), is_fused=slot.is_rope_fused)
             except UnsupportedModelError as error:
                 raise UnsupportedModelError(f"{facts.model_type}, layer {slot.index}: {error}") from error
-    return [learned[id(slot.rope)] for slot in facts.slots]
+    return [learned[id(slot.rope), slot.is_rope_fused] for slot in facts.slots]
 
 
 def budget_in_tokens(plan: Plan, config: EvictConfig, positions: int | None = None) -> Budget:
@@ -464,8 +463,3 @@ def budget_in_tokens(plan: Plan, config: EvictConfig, positions: int | None = No
     per_token = sum(layer.slot.heads * layer.row_nbytes for layer in plan.layers)
     upper = fewest + (available - nbytes(fewest)) // per_token
     return Budget(tokens=max(fewest, bisect_right(range(upper + 1), available, lo=fewest, key=nbytes) - 1))
-
-
-def _promote(name: str) -> str:
-    bits = min(get_format(part).bits for part in name.split(COLD))
-    return name if bits >= get_format(_PROMOTED).bits else _PROMOTED

@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache
 
 from mlx_tq.cache.view import Handle, make_handles
+from mlx_tq.errors import UnsupportedModelError
 from mlx_tq.integration.probe import model_facts, native_caches
 from mlx_tq.kernels.mlx_attention import attend_in_full_precision
 from mlx_tq.kernels.regions import Mask
@@ -84,7 +85,13 @@ def record_attention(model: Any, ids: list[int], last: int) -> list[Attended]:
 
 def watched_caches(model: Any, watch: Callable[[int, Attended], None]) -> list[Any]:
     """Return empty caches of mlx-lm's; those of a `Plan` call `watch` with each pass, and with their number in it."""
-    numbers = {(slot.index, slot.part): number for number, slot in enumerate(model_facts(model).slots)}
+    facts = model_facts(model)
+    if any(slot.latent for slot in facts.slots):
+        raise UnsupportedModelError(
+            f"{facts.model_type} caches latents (MLA), whose keys and values no cache sees. Use another policy or "
+            "measurement."
+        )
+    numbers = {(slot.index, slot.part): number for number, slot in enumerate(facts.slots)}
 
     def watched(cache: Any, index: int, part: int | None = None) -> Any:
         if type(cache) is CacheList:

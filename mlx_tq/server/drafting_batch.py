@@ -50,7 +50,7 @@ class DraftingBatch(GenerationBatch):  # type: ignore[misc]
             self._verified.roll_back(len(self._ahead))
             self._ahead = []
         narrow_windows(self._windows)
-        self._windows = []
+        self._windows, self._verified = [], None
 
     def extend(self, batch: Any) -> None:
         self.settle()

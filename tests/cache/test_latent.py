@@ -1,7 +1,9 @@
 """Packed latents of MLA: attention in place, passes of several tokens, batches, trims, files, and what is refused."""
 
 import copy
+import gc
 import importlib
+import weakref
 from functools import partial
 
 import mlx.core as mx
@@ -23,6 +25,7 @@ from mlx_tq.prompt_cache.cache_file import load_prompt_cache, save_prompt_cache
 from mlx_tq.prompt_cache.compressed import compressed_attention, make_prompt_cache, plan_caches
 from mlx_tq.prompt_cache.layer_group import compressed_caches, layer_group_of
 from mlx_tq.prompt_cache.recall import score_by_specificity
+from mlx_tq.prompt_cache.recording import record_attention
 from mlx_tq.session.compaction import compact_prompt_cache
 
 REGIONS = {"sinks": 4, "window": 24}
@@ -100,8 +103,22 @@ def test_an_indexer_takes_rows_of_all_regions():
     _, handle, _ = make_latents(TQ2, latents, rotated)
     index = mx.array([[[0, 3, 4, 5, 150, 170, 171, 172, 199, 77]]])
     with patch_attention():
-        found = mx.take_along_axis(handle, mx.broadcast_to(index[..., None], (1, 1, 10, 64)), axis=2)
-    assert mx.array_equal(found, handle.view.regions.decode()[0][:, :, index[0, 0]])
+        for axis in (2, -2):
+            found = mx.take_along_axis(handle, mx.broadcast_to(index[..., None], (1, 1, 10, 64)), axis=axis)
+            assert mx.array_equal(found, handle.view.regions.decode()[0][:, :, index[0, 0]])
+
+
+def test_layouts_fitted_to_a_conversation_end_with_it():
+    config = KVConfig(key="tq35", value="q8", **REGIONS)
+    cache, handle, _ = make_latents(config, normal(1, 1, 1, 200, 64), normal(2, 1, 1, 200, 32))
+    layout = handle.view.regions.layout
+    assert layout.learned_bytes
+    assert handle.view.merged_regions().layout is handle.view.merged_regions().layout
+    cache.searched(normal(3, 1, 8, 1, 96))
+    reference = weakref.ref(layout)
+    del cache, handle, layout, _
+    gc.collect()
+    assert reference() is None
 
 
 # Passes of several tokens.
@@ -208,6 +225,8 @@ def test_unsupported_settings_for_latents_are_refused():
         run(MODEL, caches, 150)
     with pytest.raises(ConfigError, match="MLA caches latents, which all heads share"):
         compact_prompt_cache(MODEL, None, caches, TOKENS[:150], 0.5)
+    with pytest.raises(UnsupportedModelError, match=r"deepseek_v3 caches latents \(MLA\), whose keys .*another policy"):
+        record_attention(MODEL, TOKENS[:80], 8)
 
 
 @pytest.mark.parametrize("chunks", [(30,), (1,) * 30, (20, 1, 8, 1)])
@@ -257,6 +276,39 @@ def first_weights(model, length, count, monkeypatch):
 
 def causal_mask(cache, N, **_):
     return create_causal_mask(N, cache.offset)
+
+
+@pytest.mark.parametrize("chunks", [(64,), (1,) * 64])
+def test_captured_queries_keep_no_keys_in_memory(chunks):
+    model = build("deepseek_v3")
+    evict = EvictConfig("recency:trigger=8", 150, recall=64)
+    with compressed_attention(model):
+        caches = make_prompt_cache(model, KVConfig(key="tq4", value="q8", evict=evict, sinks=4, window=64))
+        run(model, caches, 250)
+        held = []
+        for captured in ([], [0, 1]):
+            twin = copy.deepcopy(caches)
+            layer_group_of(twin).capture_queries(captured, rounds=False)
+            before = mx.get_active_memory()
+            mx.eval(run(model, twin, *chunks, start=250), [cache.state for cache in twin])
+            gc.collect()
+            held.append(mx.get_active_memory() - before)
+    queries = 2 * 4 * 64 * (64 + 32) * 4
+    assert held[1] - held[0] < 4 * queries, (held, queries)
+
+
+def test_a_batch_that_captures_queries_runs_one_token_at_a_time():
+    evict = EvictConfig("recency:trigger=8", 150, recall=64)
+    config = KVConfig(key="q8", value="fp16", evict=evict, sinks=4, window=64)
+    with compressed_attention(MODEL):
+        caches = make_prompt_cache(MODEL, config)
+        run(MODEL, caches, 250)
+        together = [cache.merge([cache]) for cache in caches]
+        together[0].rows[0].group.capture_queries([0, 1], rounds=True)
+        with pytest.raises(ConfigError, match="passes of one token, and this one has 3"):
+            run(MODEL, together, 3, start=250)
+        assert together[0].rows[0].offset == 250
+        run(MODEL, together, 1, start=250)
 
 
 def test_rows_of_a_batch_search_the_archive_while_they_decode():

@@ -13,6 +13,7 @@ from mlx_tq.integration.probe import model_facts
 from mlx_tq.policies.rope import learn_rope
 from mlx_tq.prompt_cache.compressed import compressed_attention, make_prompt_cache
 from mlx_tq.prompt_cache.layer_group import layer_group_of
+from mlx_tq.prompt_cache.plan import learn_ropes
 
 TOKENS = [(7 * i * i + 3 * i) % 160 for i in range(320)]
 ALL_LAYERS = [10000.0] * 4  # RoPE in layers with and without a window
@@ -35,15 +36,41 @@ def evicted(model):
 def test_fused_rope_evicts_like_a_rope_module():
     model, fused = build("llama"), build("llama")
     for layer in fused.layers:
-        rope = layer.self_attn.pop("rope")
-        layer.self_attn.tables = rope  # where it is not called
-        call = staticmethod(lambda x, offset=0, rope=rope: rope(x, offset=offset))
-        layer.self_attn.__class__ = type("FusedAttention", (Attention,), {"rope": call})
+        fuse_rope(layer)
     assert [slot.is_rope_fused for slot in model_facts(model).slots] == [False] * 2
     assert [slot.is_rope_fused for slot in model_facts(fused).slots] == [True] * 2
     (positions, *arrays), (found, *found_arrays) = evicted(model), evicted(fused)
     assert np.array_equal(positions, found)
     assert all(mx.allclose(a, b, atol=1e-4) for a, b in zip(arrays, found_arrays, strict=True))
+
+
+def fuse_rope(layer):
+    """Let a layer of a llama call a function in place of its RoPE module."""
+    rope = layer.self_attn.pop("rope")
+    layer.self_attn.tables = rope  # where it is not called
+    call = staticmethod(lambda x, offset=0, rope=rope: rope(x, offset=offset))
+    layer.self_attn.__class__ = type("FusedAttention", (Attention,), {"rope": call})
+
+
+def test_a_module_that_one_layer_calls_and_another_fuses():
+    model = build("llama")
+    model.layers[1].self_attn.rope = model.layers[0].self_attn.rope
+    fuse_rope(model.layers[1])
+    facts = model_facts(model)
+    assert facts.slots[0].rope is facts.slots[1].rope
+    assert [rope.is_fused for rope in learn_ropes(facts)] == [False, True]
+
+
+def test_zero_keys_show_no_rope():
+    """The embedding of token 0, often a padding token, may be zero: then every RoPE, undone, leaves keys equal."""
+    model = build("llama")
+    for layer in model.layers:
+        rope = layer.self_attn.pop("rope")
+        layer.self_attn.tables = rope
+        layer.self_attn.__class__ = type("NoRope", (Attention,), {"rope": staticmethod(lambda x, offset=0: x)})
+    weight = model.model.embed_tokens.weight
+    model.model.embed_tokens.weight = mx.concatenate([mx.zeros_like(weight[:1]), weight[1:]])
+    assert [slot.rope for slot in model_facts(model).slots] == [None] * 2
 
 
 def test_the_kernel_of_muse_spark():

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import CacheList, KVCache
 from zoo import build
 
 from mlx_tq.cache.layer import CompressedKVCache
@@ -39,6 +39,18 @@ def test_a_part_that_only_later_tokens_need_stays_as_it_is():
     model = build("minimax_m3_vl", index_topk_blocks=8)
     assert parts_of(model) == ([(0, 0), (1, 0), (2, 0)], [(1, 1), (2, 1)])
     assert {part.reason for part in model_facts(model).uncompressed} == {"attention never sees its keys"}
+
+
+def test_a_part_that_is_never_written_takes_no_bytes():
+    class WithUnusedParts(type(build("minimax_m3_vl"))):
+        def make_cache(self):
+            return [CacheList(KVCache(), KVCache()) for _ in self.layers]
+
+    model = build("minimax_m3_vl")
+    model.__class__ = WithUnusedParts
+    for layer in model.layers:
+        layer.self_attn.is_sparse_attn = False
+    assert [part.token_nbytes for part in model_facts(model).uncompressed] == [0, 0, 0]
 
 
 def test_a_model_none_of_whose_parts_fit_is_refused():

@@ -6,7 +6,7 @@ import weakref
 import mlx.core as mx
 import pytest
 from mlx_lm.models import cache as native
-from mlx_lm.models import llama4
+from mlx_lm.models import llama, llama4
 from mlx_lm.models.llama import Model as Llama
 from zoo import ARCHITECTURES, build
 
@@ -55,6 +55,51 @@ def test_a_layer_that_stores_keys_but_does_not_attend_to_them_is_refused():
 
     model.layers[1].self_attn = ignores_keys
     with pytest.raises(UnsupportedModelError, match=r"llama .*layers \[1\] fetch keys and values, but attention never"):
+        plan_caches(model, KVConfig())
+
+
+class OwnAttention(llama.Attention):
+    """Attends by itself to several tokens, as a model of MLA does, and by mlx-lm's function to one."""
+
+    def __call__(self, x, mask=None, cache=None):
+        attend = llama.scaled_dot_product_attention
+        if x.shape[1] > 1:
+            attend = attend_with_mlx
+        queries, keys, values = heads_of(self, x, cache)
+        out = attend(queries, *cache.update_and_fetch(keys, values), cache=cache, scale=self.scale, mask=mask)
+        return self.o_proj(out.swapaxes(1, 2).flatten(2))
+
+
+class GatheringAttention(llama.Attention):
+    """Selects keys and values before attention."""
+
+    def __call__(self, x, mask=None, cache=None):
+        queries, keys, values = heads_of(self, x, cache)
+        keys, values = cache.update_and_fetch(keys, values)
+        index = mx.arange(cache.offset)[None, None, :, None]
+        keys, values = (mx.take_along_axis(array, index, axis=2) for array in (keys, values))
+        out = attend_with_mlx(queries, keys, values, None, self.scale, mask)
+        return self.o_proj(out.swapaxes(1, 2).flatten(2))
+
+
+def attend_with_mlx(queries, keys, values, cache, scale, mask):
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+
+
+def heads_of(attention, x, cache):
+    projections = attention.q_proj, attention.k_proj, attention.v_proj
+    queries, keys, values = (
+        project(x).reshape(*x.shape[:2], -1, attention.head_dim).swapaxes(1, 2) for project in projections
+    )
+    return attention.rope(queries, offset=cache.offset), attention.rope(keys, offset=cache.offset), values
+
+
+@pytest.mark.parametrize(("attention", "heads"), [(OwnAttention, 1), (GatheringAttention, 2)])
+def test_a_model_that_only_resembles_mla_is_refused(attention, heads):
+    model = build("llama", num_key_value_heads=heads)
+    for layer in model.layers:
+        layer.self_attn.__class__ = attention
+    with pytest.raises(UnsupportedModelError, match=r"^llama cannot run on a compressed cache: it computes with the"):
         plan_caches(model, KVConfig())
 
 

@@ -56,6 +56,19 @@ def test_rejected_tokens_are_rolled_back(lengths, is_batch):
             at += 1
 
 
+@pytest.mark.parametrize("is_batch", [False, True])
+def test_no_more_is_trimmed_than_a_window_stores(is_batch):
+    cache = BatchRotatingKVCache(WINDOW, [0]) if is_batch else RotatingKVCache(WINDOW)
+    step(cache, [tokens(0)], [0], 5)
+    with rollback_windows([cache], 1):
+        assert cache.trim(8) == 5
+        assert cache.size() == 0
+        assert cache.trim(1) == 0
+    empty = BatchRotatingKVCache(WINDOW, [0]) if is_batch else RotatingKVCache(WINDOW)
+    with rollback_windows([empty], 1):
+        assert empty.trim(3) == 0
+
+
 def test_padding_is_dropped_with_the_oldest_tokens():
     sequence, cache = tokens(0), BatchRotatingKVCache(WINDOW, [10])
     padded = [mx.concatenate([x[:, :, :10], x], axis=2) for x in sequence]

@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from zoo import build
 
 import mlx_tq
 from mlx_tq.cli.inputs import load_text
 from mlx_tq.cli.model_calibration import measure_losses
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
+from mlx_tq.integration.probe import model_facts
 from mlx_tq.kernels import backend
 from mlx_tq.models import fingerprint
-from mlx_tq.prompt_cache.allocation import solve_knapsack
+from mlx_tq.prompt_cache.allocation import allocate, solve_knapsack
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.layer_group import compressed_caches
 from mlx_tq.prompt_cache.measurements import Losses, find_losses, losses_path, save_measurements
@@ -62,6 +64,21 @@ def test_the_bits_are_those_of_the_arrays(embedded, bits):
     assert plan.allocation.bits <= bits
     assert stored == pytest.approx(plan.allocation.bits, abs=0.1)
     assert plan.allocation.bits > bits - 0.2
+
+
+@pytest.mark.parametrize("bits", [5.5, 6.5])
+def test_the_bits_of_latents_are_those_of_the_plan(bits):
+    """A plan stores the rotated parts in no less than q8."""
+    model = build("deepseek_v3")
+    facts = model_facts(model)
+    losses = Losses((0.1,) * len(facts.slots), (0.2,) * len(facts.slots), 320)
+    config, allocation = allocate(facts, KVConfig(mean_bits=bits), bits, losses)
+    plan = plan_caches(model, config)
+    dims = sum(slot.key_dim + slot.value_dim for slot in facts.slots)
+    stored = sum(8 * layer.row_nbytes for layer in plan.layers) / dims
+    assert [layer.spec.value for layer in plan.layers] == ["q8"] * len(plan.layers)
+    assert bits - 1 < stored <= bits
+    assert stored == pytest.approx(allocation.bits)
 
 
 @pytest.fixture

@@ -1,12 +1,14 @@
 """Prompt lookup in the engine: answers stay the same, also when a second request arrives in the middle of a draft."""
 
 import asyncio
+import gc
 
 import mlx.core as mx
 import pytest
 from zoo import build
 
 from mlx_tq.config import KVConfig
+from mlx_tq.integration.rollback import VerifyPass
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.server.engine import Engine
 from mlx_tq.server.job import Piece
@@ -65,6 +67,8 @@ def test_an_answer_is_the_same_as_without(exact, config, seed):
     assert [piece.logprob.token for piece in drafted] == [piece.logprob.token for piece in plain]
     assert mx.allclose(*(mx.array([piece.logprob.logprob for piece in said]) for said in (plain, drafted)), atol=1e-3)
     assert metric(engine, "drafted_tokens_total") > metric(engine, "accepted_tokens_total") > 4
+    gc.collect()
+    assert not any(type(item) is VerifyPass for item in gc.get_objects()), "a pass keeps copies of recurrent states"
 
 
 @pytest.mark.parametrize("config", [CONFIG, pytest.param(KVConfig.from_profile("off"), marks=pytest.mark.full)])
