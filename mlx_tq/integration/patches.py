@@ -270,9 +270,8 @@ def _wrap_call(model_class: Any) -> Undo:
         if before is None:
             return call(model, *args, **kwargs)
         bound = signature.bind(model, *args, **kwargs)
-        arguments = bound.arguments | bound.kwargs  # those of **kwargs too
-        caches = arguments.get("cache")
-        wants_queries = caches is not None and before(caches, _count_tokens(arguments))
+        caches = (bound.arguments | bound.kwargs).get("cache")  # also where a wrapper has only **kwargs
+        wants_queries = caches is not None and before(caches, _count_tokens(bound))
         token = _in_compressed_pass.set(_has_compressed(caches))
         try:
             with capture_queries() if wants_queries else nullcontext():
@@ -286,9 +285,10 @@ def _wrap_call(model_class: Any) -> Undo:
     return _replace_attribute(model_class, "__call__", wrapper)
 
 
-def _count_tokens(arguments: dict[str, Any]) -> int:
+def _count_tokens(bound: inspect.BoundArguments) -> int:
     """Return the tokens of a pass; where there are embeddings, an image may have many for one token."""
-    embeddings, tokens = arguments.get("inputs_embeds"), list(arguments.values())[1]
+    embeddings = (bound.arguments | bound.kwargs).get("inputs_embeds")
+    tokens = (*bound.args[1:], *bound.kwargs.values())[0]
     return int((tokens if embeddings is None else embeddings).shape[1])
 
 

@@ -91,6 +91,7 @@ def test_an_answer_is_the_same_as_without(exact, make_drafter, seed):
         assert accepted > 0.9 * total
 
 
+@pytest.mark.full
 def test_the_draft_model_prefills_in_slices_during_the_answer(exact):
     """Of 1,400 tokens, the first two steps of the answer read 512 each, and then it drafts."""
     jobs = [make_job(1400, max_tokens=TOKENS)]

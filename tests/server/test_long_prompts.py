@@ -69,6 +69,7 @@ def test_with_little_memory_short_prompts_are_answered_and_long_ones_refused(sta
     assert server.http.get("/health").status_code == 200
 
 
+@pytest.mark.full
 def test_long_and_short_requests_at_once(long_context_server):
     """Texts that pass the check but have too many tokens, which takes seconds to find out."""
     long_context_server.post(messages=user("hi"), max_tokens=1)

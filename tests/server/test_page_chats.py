@@ -270,6 +270,7 @@ CHANGES = """() => {
 }"""
 
 
+@pytest.mark.full
 def test_500_messages(site, open_page):
     """While an answer is written, nothing changes in the others."""
     page = open_page(site)

@@ -46,6 +46,7 @@ def ask(site, page, answer, question="Hello"):
     return say(page, question).locator(".content")
 
 
+@pytest.mark.full
 def test_markdown_is_shown(site, open_page):
     page = open_page(site, permissions=["clipboard-read", "clipboard-write"])
     content = ask(site, page, ANSWER)

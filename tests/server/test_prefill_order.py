@@ -106,6 +106,7 @@ def test_answers_of_prompts_that_wait_are_the_same(loaded):
     assert [text_of(events) for events in serve(make_engine(loaded), jobs())] == alone
 
 
+@pytest.mark.full
 def test_choices_of_a_prompt_that_wait_are_the_same_and_are_stored(loaded):
     """The eighth step is for the older prompt, with 20 tokens, and for the first two of the four answers."""
     ids, prompt = random_ids(500), random_ids(64 * 6 + 2, seed=2)[1:]

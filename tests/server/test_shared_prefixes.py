@@ -285,6 +285,7 @@ def test_other_answers_to_a_prompt_are_stored_too(loaded, store):
     assert answers(make_engine(loaded, folder=store), continued)[1] == [339, 339]
 
 
+@pytest.mark.full
 def test_answers_are_stored_after_a_memory_error(loaded, store, monkeypatch):
     """The shorter prompt goes on at once, the longer one waits until it ends."""
     prompts, passes = [random_ids(200), random_ids(100, seed=5)], []

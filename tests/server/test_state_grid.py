@@ -77,6 +77,7 @@ def test_keys_and_values_are_stored_once(hybrid):
     assert nbytes[1] - nbytes[0] == len(range(64, len(PROMPT) - 1, 64)) * state_nbytes(hybrid[0], EXACT)
 
 
+@pytest.mark.full
 def test_stored_states_at_8_bits_answer_alike_and_take_a_quarter(hybrid):
     next_turn, results, nbytes = [*PROMPT, *random_ids(30, seed=9)], [], []
     for name in (EXACT, Q8):

@@ -72,6 +72,7 @@ def test_a_prompt_that_is_stored_to_its_last_token_is_answered(store, tmp_path):
     assert other[-1].finish_reason
 
 
+@pytest.mark.full
 def test_an_answer_that_is_cut_off_is_stored(loaded, store):
     """By its client, and by the end of the server."""
     prompts = [random_ids(300), random_ids(300, seed=2)[1:]]

@@ -102,6 +102,7 @@ def test_tokens_equal_those_of_the_template(exact, chat):
     assert all(cache.offset == len(session.ids) for cache in session.cache)
 
 
+@pytest.mark.full
 def test_a_compacted_conversation_answers(chat, tmp_path):
     """It keeps half of the rows, is saved and loaded, and an undone question leaves it compacted."""
     session = chat(replace(SMALL, sinks=4, window=16))
