@@ -5,7 +5,9 @@ that a checkpoint is a model folder's weights as it is. B batch, T tokens, H hea
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  its usual name
@@ -203,12 +205,14 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Hybrid(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+class Decoder(nn.Module):
+    """Layers between a tied embedding and head. `rotated` is the number of dims that RoPE rotates."""
+
+    def __init__(self, shape: Any, layers: Iterable[nn.Module], rotated: int) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self._rotated = shape, rotated
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList([Layer(shape, i) for i in range(shape.num_hidden_layers)])
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         for name, weight in self.named_parameters():
             if weight.ndim == 2:
@@ -216,9 +220,8 @@ class Hybrid(nn.Module):
                 nn.init.normal_(weight, std=0.02 / (math.sqrt(2 * shape.num_hidden_layers) if last else 1))
 
     def forward(self, ids: Tensor, wanted: Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Return logits of `ids`, [B, T] with T a multiple of 32; with `wanted`, only of these flat positions."""
-        rotated = int(self.shape.head_dim * self.shape.partial_rotary_factor)
-        frequencies = self.shape.rope_theta ** (-torch.arange(0, rotated, 2).float() / rotated)
+        """Return logits of `ids` [B, T]; with `wanted`, only of these flat positions."""
+        frequencies = self.shape.rope_theta ** (-torch.arange(0, self._rotated, 2).float() / self._rotated)
         angles = torch.outer(torch.arange(ids.shape[1]).float(), frequencies)
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
         x = self.embed_tokens(ids).to(dtype)
@@ -228,3 +231,11 @@ class Hybrid(nn.Module):
         if wanted is not None:
             x = x.reshape(-1, x.shape[-1])[wanted]
         return F.linear(x, self.embed_tokens.weight.to(x.dtype))
+
+
+class Hybrid(Decoder):
+    """T must be a multiple of 32."""
+
+    def __init__(self, shape: Shape) -> None:
+        layers = (Layer(shape, i) for i in range(shape.num_hidden_layers))
+        super().__init__(shape, layers, int(shape.head_dim * shape.partial_rotary_factor))

@@ -3,14 +3,12 @@
 B batch, T tokens, H heads, R latent rank, P rotated dims.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812  its usual name
 from torch import Tensor, nn
 
-from benchmarks.models.hybrid import MLP, RMSNorm
+from benchmarks.models.hybrid import MLP, Decoder, RMSNorm
 
 
 @dataclass(frozen=True)
@@ -79,28 +77,6 @@ class LatentLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Latent(nn.Module):
+class Latent(Decoder):
     def __init__(self, shape: LatentShape) -> None:
-        super().__init__()
-        self.shape = shape
-        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList([LatentLayer(shape) for _ in range(shape.num_hidden_layers)])
-        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        for name, weight in self.named_parameters():
-            if weight.ndim == 2:
-                last = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(weight, std=0.02 / (math.sqrt(2 * shape.num_hidden_layers) if last else 1))
-
-    def forward(self, ids: Tensor, wanted: Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Return logits of `ids` [B, T]; with `wanted`, only of these flat positions."""
-        rotated = self.shape.qk_rope_head_dim
-        frequencies = self.shape.rope_theta ** (-torch.arange(0, rotated, 2).float() / rotated)
-        angles = torch.outer(torch.arange(ids.shape[1]).float(), frequencies)
-        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-        x = self.embed_tokens(ids).to(dtype)
-        for layer in self.layers:
-            x = layer(x, cos, sin)
-        x = self.norm(x)
-        if wanted is not None:
-            x = x.reshape(-1, x.shape[-1])[wanted]
-        return F.linear(x, self.embed_tokens.weight.to(x.dtype))
+        super().__init__(shape, (LatentLayer(shape) for _ in range(shape.num_hidden_layers)), shape.qk_rope_head_dim)

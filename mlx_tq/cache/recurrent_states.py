@@ -63,7 +63,7 @@ class PackedState(NamedTuple):
 
 def has_states(caches: Sequence[Any]) -> bool:
     """Return whether some layers have states, which cannot be trimmed to fewer tokens."""
-    return any(isinstance(part, ArraysCache) for part in cache_parts(caches))
+    return bool(states_of(caches))
 
 
 def is_state(array: Any) -> bool:
@@ -101,7 +101,7 @@ def unpack_state(packed: PackedState, dtype: mx.Dtype) -> mx.array:
 
 def array_shapes(caches: Sequence[Any]) -> list[tuple[tuple[int, ...], mx.Dtype] | None]:
     """Return the shape and type of each array of the layers with states, None for one that is missing."""
-    arrays = [entry for part in cache_parts(caches) if isinstance(part, ArraysCache) for entry in part.cache]
+    arrays = [entry for part in states_of(caches) for entry in part.cache]
     return [None if array is None else (array.shape, array.dtype) for array in arrays]
 
 
@@ -152,6 +152,11 @@ def unpack_states(caches: Sequence[Any]) -> list[Any]:
 def states_of(caches: Sequence[Any]) -> list[Any]:
     """Return the parts of caches that hold states, in whichever format."""
     return [part for part in cache_parts(caches) if isinstance(part, (ArraysCache, StoredStates))]
+
+
+def without_states(caches: Sequence[Any]) -> list[Any]:
+    """Return the other parts of caches."""
+    return [part for part in cache_parts(caches) if not isinstance(part, (ArraysCache, StoredStates))]
 
 
 def replace_states(caches: Sequence[Any], states: Sequence[Any]) -> list[Any]:

@@ -56,6 +56,12 @@ def make_argument_schema(parameters: Schema | None) -> Schema:
     return {"x-guidance": _GUIDANCE, **schema, **definitions}
 
 
+def named_properties(schema: Schema) -> Schema:
+    """Return the schemas of all properties that an object lists or requires, by name."""
+    listed = schema.get("properties", {})
+    return {**listed, **{name: {} for name in schema.get("required", []) if name not in listed}}
+
+
 def _check(part: Schema, path: tuple[str, ...]) -> None:
     """Remove keywords that are null, which some clients send for absent ones; raise `GrammarError` for other types."""
     for keyword in [keyword for keyword, value in part.items() if value is None and keyword != "const"]:

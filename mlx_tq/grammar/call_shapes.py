@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from mlx_tq.grammar.argument_schema import Schema
+from mlx_tq.grammar.argument_schema import Schema, named_properties
 from mlx_tq.grammar.gemma_values import GemmaValues
 from mlx_tq.grammar.grammar_rules import NOTHING, Rules
 from mlx_tq.grammar.grammar_source import GrammarError
@@ -124,12 +124,15 @@ def _write_longcat(rules: Rules, name: str, schema: Schema) -> str:
 
 
 def _tagged(
-    call: str, key: str, after_key: str, value_end: str, end: str, *, reads_json: bool = False
+    call: str,
+    key: str,
+    after_key: str,
+    value_end: str,
+    end: str,
+    write_value: Callable[[Rules, Schema, str], str] | None = None,
 ) -> Callable[[Rules, str, Schema], str]:
-    """Return the function for arguments between tags; strings are raw text, other values are JSON.
-
-    With `reads_json`, mlx-lm's parser reads each text as JSON if it can, so only other text is raw.
-    """
+    """Return the function for arguments between tags, whose values are those of `_tagged_value` by default."""
+    write_value = write_value or _tagged_value
 
     def write(rules: Rules, name: str, schema: Schema) -> str:
         parts = [rules.text(call.format(name))]
@@ -138,24 +141,26 @@ def _tagged(
             parts.append(f"({before} /[A-Za-z0-9_.-]+/ {after} {rules.raw(value_end)})*")
         for parameter, value, is_required in _properties(schema):
             tag = rules.text(f"{key}{parameter}{after_key}")
-            if not reads_json:
-                text = _tagged_value(rules, value, value_end)
-            else:
-                options = [option for option in _string_options(value) if not _is_literal(option)]
-                raw = [f"{rules.text(option) or NOTHING} {rules.text(value_end)}" for option in options]
-                if _may_be_string(value) and not _string_options(value):
-                    raw.append(rules.raw(value_end, _NOT_JSON))
-                text = f"({' | '.join([*raw, f'{rules.json(value)} {rules.text(value_end)}'])})"
-            parts.append(f"({tag} {text}){'' if is_required else '?'}")
+            parts.append(f"({tag} {write_value(rules, value, value_end)}){'' if is_required else '?'}")
         return " ".join(part for part in (*parts, rules.text(end)) if part)
 
     return write
 
 
 def _tagged_value(rules: Rules, schema: Schema, end: str, body: str = _ANY_TEXT) -> str:
+    """Write a value up to `end`: a string as raw text, another as JSON."""
     if options := _string_options(schema):
         return f"({' | '.join(rules.text(option) or NOTHING for option in options)}) {rules.text(end)}"
     return rules.raw(end, body) if _may_be_string(schema) else f"{rules.json(schema)} {rules.text(end)}"
+
+
+def _tagged_json(rules: Rules, schema: Schema, end: str) -> str:
+    """Write a value up to `end` for a parser that reads it as JSON if it can: only other text may be raw."""
+    options = [option for option in _string_options(schema) if not _is_literal(option)]
+    values = [f"{rules.text(option) or NOTHING} {rules.text(end)}" for option in options]
+    if _may_be_string(schema) and not _string_options(schema):
+        values.append(rules.raw(end, _NOT_JSON))
+    return f"({' | '.join([*values, f'{rules.json(schema)} {rules.text(end)}'])})"
 
 
 def _string_options(schema: Schema) -> list[str]:
@@ -204,8 +209,7 @@ def _properties(schema: Schema) -> Iterator[tuple[str, Schema, bool]]:
     _check_parameters(schema)
     shared: Schema = {name: schema[name] for name in ("x-guidance", "$defs", "definitions") if name in schema}
     required = schema.get("required", [])
-    properties = {**schema.get("properties", {}), **{k: {} for k in required if k not in schema.get("properties", {})}}
-    for name, value in properties.items():
+    for name, value in named_properties(schema).items():
         yield name, {**shared, **(value if isinstance(value, dict) else {})}, name in required
 
 
@@ -214,7 +218,7 @@ _LONGCAT_TAGS = _tagged(
 )
 _MUSE_TAGS = _tagged(
     *('<atem:invoke name="{}">\n', '<atem:parameter name="', '">', "</atem:parameter>\n", "</atem:invoke>\n"),
-    reads_json=True,
+    _tagged_json,
 )
 _GLM = Shape(_tagged("{}", "<arg_key>", "</arg_key><arg_value>", "</arg_value>", ""))
 SHAPES = {

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from mlx_tq.grammar.argument_schema import Schema
+from mlx_tq.grammar.argument_schema import Schema, named_properties
 from mlx_tq.grammar.grammar_rules import Rules
 from mlx_tq.grammar.grammar_source import GrammarError
 
@@ -32,8 +32,7 @@ class GemmaValues:
         """Return the expression of an object."""
         _check(schema)
         rules, others = self._rules, schema.get("additionalProperties", {})
-        required, properties = schema.get("required", []), schema.get("properties", {})
-        properties = {**properties, **{name: {} for name in required if name not in properties}}
+        properties, required = named_properties(schema), schema.get("required", [])
         if properties or others is False:
             parts = [(f"{self._key(name)} {self.value(part)}", name in required) for name, part in properties.items()]
             inner = rules.separated(parts, ",")
@@ -119,5 +118,5 @@ def _check(schema: Schema) -> None:
     unknown |= {"properties", "items", "required", "additionalProperties"} & {*schema} if combined else set()
     if unknown:
         keyword = min(unknown)
-        beside = f" beside {min(combined)}" if combined else ""
-        raise GrammarError(f"{keyword}{beside} is not supported in this call format", (keyword,))
+        names = f"{keyword} together with {min(combined)}" if combined else keyword
+        raise GrammarError(f"{names} is not supported in this call format", (keyword,))

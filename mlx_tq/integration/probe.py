@@ -204,17 +204,19 @@ class _ProbeCache(KVCache):  # type: ignore[misc]
             norms = np.array(mx.linalg.norm(keys[0].astype(mx.float32), axis=-1))
             norm = float(np.median(ranks_of(model).gather(norms)))
         return SlotFacts(
-            index=index,
-            part=part,
-            heads=keys.shape[1],
-            key_dim=keys.shape[3],
-            value_dim=values.shape[3],
-            dtype=dtype_name(keys.dtype),
+            index,
+            part,
+            *_stored_shape(keys, values),
             key_norm=norm,
             shared=len(self.views) > self._updates,
             query_heads=max(view.query_heads for view in self.views),
             **self.views[0].rope,
         )
+
+
+def _stored_shape(keys: mx.array, values: mx.array) -> tuple[int, int, int, str]:
+    """Return the heads, the dims of keys and of values, and the type of what a cache stores."""
+    return keys.shape[1], keys.shape[3], values.shape[3], dtype_name(keys.dtype)
 
 
 class _LatentProbeView(_ProbeView):
@@ -247,12 +249,9 @@ class _LatentProbeCache(KVCache):  # type: ignore[misc]
         heads = max((view.query_heads for view in self.views), default=0) or config_value(args, "num_attention_heads")
         dims = [config_value(args, name) for name in ("qk_nope_head_dim", "v_head_dim")]
         return SlotFacts(
-            index=index,
-            part=part,
-            heads=latents.shape[1],
-            key_dim=latents.shape[3],
-            value_dim=rotated.shape[3],
-            dtype=dtype_name(latents.dtype),
+            index,
+            part,
+            *_stored_shape(latents, rotated),
             key_norm=1.0,  # a norm precedes every latent
             shared=False,
             no_rope="it caches MLA latents, which RoPE does not rotate",

@@ -11,6 +11,7 @@ from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache, RotatingKVCac
 
 from mlx_tq.cache.latent import LatentKVCache
 from mlx_tq.cache.layer import cache_parts
+from mlx_tq.cache.recurrent_states import states_of, without_states
 from mlx_tq.errors import UnsupportedModelError
 from mlx_tq.integration.batch_probe import OneRow
 from mlx_tq.integration.probe import native_caches
@@ -187,11 +188,11 @@ class VerifyPass:
 
     def __init__(self, caches: Sequence[Any], ids: list[int], run: Callable[[list[int]], Any]) -> None:
         self._caches, self._ids, self._run = caches, ids, run
-        self._states = [(part, copy.deepcopy(part.state)) for part in _parts(caches) if isinstance(part, ArraysCache)]
+        self._states = [(part, copy.deepcopy(part.state)) for part in states_of(_parts(caches))]
 
     def roll_back(self, count: int) -> None:
         """Drop the last `count` tokens. With recurrent states, the others run again from the kept states."""
-        others = [part for part in _parts(self._caches) if not isinstance(part, ArraysCache)]
+        others = without_states(_parts(self._caches))
         if not self._states or not count:
             trim_prompt_cache(others, count)
             return

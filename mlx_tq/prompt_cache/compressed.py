@@ -37,8 +37,8 @@ def compressed(
 
     Every cache that mlx-lm makes for the model meanwhile (in its generate, batch generation, speculative decoding and
     server) is compressed. Caches that you pass in, of `make_prompt_cache` or `load_prompt_cache`, keep their own
-    configuration. Contexts nest, also across threads. Of a model of mlx-vlm, the caches that mlx-vlm's generate makes
-    for its language model are compressed; mlx-vlm has to be imported before.
+    configuration. Contexts nest, also across threads. For a model of mlx-vlm, the caches that mlx-vlm's
+    `generate` makes for its language model are compressed; import mlx-vlm first.
 
     Args:
         model: model of mlx-lm or mlx-vlm.

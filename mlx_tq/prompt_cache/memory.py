@@ -10,8 +10,7 @@ import mlx.core as mx
 from mlx.utils import tree_reduce
 from mlx_lm.models.cache import ArraysCache
 
-from mlx_tq.cache.layer import cache_parts
-from mlx_tq.cache.recurrent_states import EXACT, StateStorage, StoredStates, has_states, is_state
+from mlx_tq.cache.recurrent_states import EXACT, StateStorage, StoredStates, has_states, is_state, states_of
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.codec.formats import get_format
 from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig
@@ -188,7 +187,7 @@ def probe_states(model: Any) -> list[ArraysCache]:
     caches = native_caches(model)
     if has_states(caches):
         model(mx.zeros((1, _PROBE_TOKENS), mx.int32), cache=caches)
-    return [part for part in cache_parts(caches) if isinstance(part, ArraysCache)]
+    return states_of(caches)
 
 
 def state_nbytes(model: Any, state_format: str) -> int:
@@ -200,7 +199,7 @@ def state_nbytes(model: Any, state_format: str) -> int:
 
 
 def choose_state_storage(model: Any, storage: StateStorage) -> StateStorage | None:
-    """Return how the states of a model are stored, with a shorter step if they are small; None if it has none.
+    """Return how the states of a model are stored, with a shorter step if they are small; None without states.
 
     Raises:
         ConfigError: the format is q8, and the model has no state that it would encode.

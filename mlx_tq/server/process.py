@@ -30,7 +30,7 @@ from mlx_tq.prefix_cache.folder import Folder
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import plan_caches
-from mlx_tq.prompt_cache.memory import other_bytes, sequence_bytes
+from mlx_tq.prompt_cache.memory import other_bytes
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.warm_up import compile_kernels
 from mlx_tq.rescue import RescueClient, open_client
@@ -260,7 +260,7 @@ def _make_drafter(request: Request, tokenizer: Any) -> tuple[Drafter, int]:
     plan = plan_caches(draft, config)
     compile_kernels(draft, plan, lengths=(1, 2))
     tokens = position_limit(draft) or _SHOWN_TOKENS
-    nbytes = sequence_bytes(draft, config, other_bytes(draft))(tokens)
+    nbytes = plan.cache_peak_nbytes(tokens, 1) + other_bytes(draft)(tokens)
     return DraftModel(draft, partial(build_caches, plan), args.num_draft_tokens), nbytes
 
 

@@ -20,8 +20,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
-from mlx_tq.cache.layer import cache_parts
-from mlx_tq.cache.recurrent_states import EXACT, pack_states, replace_states, states_of, unpack_states
+from mlx_tq.cache.recurrent_states import EXACT, pack_states, replace_states, states_of, unpack_states, without_states
 from mlx_tq.errors import CacheFormatError
 from mlx_tq.prefix_cache.prefix_cache import common_prefix
 from mlx_tq.prompt_cache.capacity import all_arrays, release_capacity
@@ -45,7 +44,7 @@ class _Stored:
     def keeps_states(self) -> bool:
         """Whether the prompt can be cut to tokens whose states are stored, and to no others."""
         is_trimmable = can_trim_prompt_cache(self.caches)
-        return not is_trimmable and can_trim_prompt_cache(_without_states(self.caches)) and not has_evicted(self.caches)
+        return not is_trimmable and can_trim_prompt_cache(without_states(self.caches)) and not has_evicted(self.caches)
 
     def reachable(self, most: int) -> int:
         """Return to how many tokens, `most` at most, the caches can be cut."""
@@ -58,7 +57,7 @@ class _Stored:
         if count not in self.states:
             return copy_prefix(self.caches, count, len(self.ids))
         copied = copy.deepcopy(replace_states(self.caches, self.states[count]))
-        trim_prompt_cache(_without_states(copied), len(self.ids) - count)
+        trim_prompt_cache(without_states(copied), len(self.ids) - count)
         return copied
 
 
@@ -72,11 +71,6 @@ def copy_prefix(caches: list[Any], count: int, length: int) -> list[Any] | None:
     except CacheFormatError:  # the prefix lost tokens that are not archived
         return None
     return copied
-
-
-def _without_states(caches: list[Any]) -> list[Any]:
-    states = set(map(id, states_of(caches)))
-    return [part for part in cache_parts(caches) if id(part) not in states]
 
 
 def has_evicted(caches: list[Any]) -> bool:

@@ -3,10 +3,8 @@
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache
 
-from mlx_tq.cache.layer import cache_parts
-from mlx_tq.cache.recurrent_states import StoredStates
+from mlx_tq.cache.recurrent_states import StoredStates, states_of
 
 _TURNS = 2  # each takes the bytes of the model's states
 
@@ -20,8 +18,8 @@ class StateHistory:
         self._states: dict[int, list[StoredStates]] = {}  # by the tokens that they have seen, ascending
 
     def keep(self, caches: list[Any], length: int) -> None:
-        """Keep the states of caches that hold `length` tokens; nothing happens if they have none."""
-        states = [StoredStates(part, self._format) for part in _states_of(caches)]
+        """Keep the states, if there are any, of caches that hold `length` tokens."""
+        states = [StoredStates(part, self._format) for part in states_of(caches)]
         if not states:
             return
         if caches is not self._caches:
@@ -36,11 +34,7 @@ class StateHistory:
 
     def restore(self, length: int) -> None:
         """Give the caches their states after `length` tokens again, and forget the later ones."""
-        for part, states in zip(_states_of(self._caches), self._states[length], strict=True):
+        for part, states in zip(states_of(self._caches), self._states[length], strict=True):
             part.cache = states.unpack().cache
-        mx.eval([part.state for part in _states_of(self._caches)])  # other threads may read them
+        mx.eval([part.state for part in states_of(self._caches)])  # other threads may read them
         self._states = {tokens: states for tokens, states in self._states.items() if tokens <= length}
-
-
-def _states_of(caches: list[Any]) -> list[Any]:
-    return [part for part in cache_parts(caches) if isinstance(part, ArraysCache)]

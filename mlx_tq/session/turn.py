@@ -10,10 +10,10 @@ from typing import Any, Self
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import stream_generate
-from mlx_lm.models.cache import ArraysCache, can_trim_prompt_cache
+from mlx_lm.models.cache import can_trim_prompt_cache
 
 from mlx_tq.cache.layer import CompressedKVCache, cache_parts
-from mlx_tq.cache.recurrent_states import EXACT, has_states
+from mlx_tq.cache.recurrent_states import EXACT, has_states, without_states
 from mlx_tq.errors import CacheFormatError, NonFiniteError
 from mlx_tq.models import ranks_of
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache, ReusedPrefix, reuse_prefix
@@ -312,8 +312,8 @@ def roll_back(caches: list[Any], length: int, history: StateHistory) -> bool:
     """Trim caches to `length` tokens, with the states that `history` keeps; return whether that is possible."""
     if not has_states(caches):
         return can_trim_prompt_cache(caches) and trim_caches(caches, length)
-    others = [part for part in cache_parts(caches) if not isinstance(part, ArraysCache)]
-    if not (history.holds(caches, length) and can_trim_prompt_cache(others) and trim_caches(caches, length)):
+    can_restore = history.holds(caches, length) and can_trim_prompt_cache(without_states(caches))
+    if not (can_restore and trim_caches(caches, length)):
         return False
     history.restore(length)
     return True

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import trim_prompt_cache
 
 from mlx_tq.cache.layer import cache_parts
@@ -11,6 +12,7 @@ from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import position_limit
 from mlx_tq.integration.rollback import RollbackWindow, draft_blocker, widen_windows
 from mlx_tq.integration.speculative import check_rollback
+from mlx_tq.prefix_cache.prefix_cache import common_prefix
 from mlx_tq.speculative.draft_gate import MAX_ROWS
 
 _STEP = 512  # tokens prefilled between two tokens of an answer
@@ -56,7 +58,7 @@ class DraftModel:
         agreed = min(drafts.num_held, len(ids) - 1) if self._last is drafts else 0
         self._last = drafts
         self._caches = self._caches or self._open_caches()
-        self._trim_to(agreed + _shared_prefix(self._held[agreed:], ids[agreed:-1]))
+        self._trim_to(agreed + common_prefix(np.array(self._held[agreed:]), np.array(ids[agreed:-1])))
         unread = ids[len(self._held) :]
         if len(unread) > MAX_ROWS:
             step = unread[: min(_STEP, len(unread) - 1)]
@@ -120,9 +122,3 @@ class ModelDrafts:
         """Return the tokens to verify after the last one, at most `limit`."""
         count = min(limit, self._source.num_drafted)
         return self._source.continuation(self, count) if count > 0 else []
-
-
-def _shared_prefix(first: list[int], second: list[int]) -> int:
-    """Return how many first tokens two lists share."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (mine, other) in pairs if mine != other), min(len(first), len(second)))

@@ -29,16 +29,18 @@ class LookupMode:
 
     def check(self, model: Any, caches: list[Any]) -> None:
         """Raise ConfigError if the mode is "on" and drafts are not possible."""
-        reason = self.blocker(model, caches)
-        if self.name == ON and reason is not None:
-            raise ConfigError(f"prompt lookup is on, but {reason}. Choose auto, which drafts where it can, or off.")
+        self._drafts(model, caches)
 
     def begin(self, model: Any, caches: list[Any], ids: Sequence[int]) -> PromptLookup | None:
         """Return the lookup for an answer to a conversation of tokens `ids`, or None if nothing is drafted."""
-        self.check(model, caches)
-        if self.name == OFF or self.blocker(model, caches) is not None:
-            return None
-        return PromptLookup(ids, self._gate)
+        return PromptLookup(ids, self._gate) if self._drafts(model, caches) else None
+
+    def _drafts(self, model: Any, caches: list[Any]) -> bool:
+        """Return whether to draft; raise ConfigError if the mode is "on" and that is not possible."""
+        reason = self.blocker(model, caches)
+        if self.name == ON and reason is not None:
+            raise ConfigError(f"prompt lookup is on, but {reason}. Choose auto, which drafts where it can, or off.")
+        return self.name != OFF and reason is None
 
 
 NO_LOOKUP = LookupMode(OFF)

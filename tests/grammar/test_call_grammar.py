@@ -284,7 +284,11 @@ def test_mistral_without_control_tokens_for_arguments(accepts):
         ("gemma4", Tool("f", {"properties": {"a": {"properties": {"b-c": {}}}}}), "may have letters"),
         ("gemma4", Tool("f", {"$ref": "#/$defs/A", "$defs": {"A": {}}}), r"parameters with \$ref"),
         ("gemma4", Tool("f", {"properties": {"a": {"type": "array", "uniqueItems": True}}}), "uniqueItems is not"),
-        ("gemma4", Tool("f", {"properties": {"a": {"allOf": [{}], "properties": {}}}}), "properties beside allOf"),
+        (
+            "gemma4",
+            Tool("f", {"properties": {"a": {"allOf": [{}], "properties": {}}}}),
+            "properties together with allOf",
+        ),
         ("gemma4", Tool("f", {"properties": {"a": {"enum": ['x<|"|>']}}}), "an option with"),
         ("function_gemma", Tool("f", {"properties": {"a": {"type": "array"}}}), "type 'array' are not supported"),
         ("function_gemma", Tool("f", {"properties": {"a": {"enum": ["a}b"]}}}), "an option with"),
