@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from mlx_tq.cli.prompts import encode_document
     from mlx_tq.cli.screen import prefill_progress, show_cache, show_plan
     from mlx_tq.config import PROFILES
-    from mlx_tq.integration.probe import position_limit
+    from mlx_tq.integration.probe import check_token_ids, position_limit
     from mlx_tq.prompt_cache.build import decode_caches
     from mlx_tq.prompt_cache.cache_file import check_replaceable, load_prompt_cache, save_prompt_cache
     from mlx_tq.prompt_cache.compressed import compressed_attention
@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
         model, tokenizer = load_model(args, config)
         limit = position_limit(model)
         ids = encode_document(tokenizer, prompt, limit)
+        check_token_ids(model, ids)
         check_positions(len(ids), limit)
         caches, plan, _ = make_caches(model, config)
         repeated = [] if share is None else repetition(model, tokenizer, ids)

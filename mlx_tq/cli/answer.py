@@ -53,7 +53,7 @@ from mlx_tq.cli.terminal_text import write_answer
 from mlx_tq.config import RescueConfig
 from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import ConfigError
-from mlx_tq.integration.probe import position_limit
+from mlx_tq.integration.probe import check_token_ids, position_limit
 from mlx_tq.models import load, ranks_of
 from mlx_tq.policies import CalibratedPolicy
 from mlx_tq.policies.policy import AUTO as AUTO_CALIBRATION
@@ -98,6 +98,7 @@ def answer_request(request: Request, inputs: Inputs | None) -> int:
         ids, options["input_embeddings"] = embed_images(model, tokenizer, model_config, text, args)
     else:
         ids = encode(tokenizer, text, args)
+        check_token_ids(model, ids)
     check_positions(len(ids), limit)
     waits = waits_for_calibration(args)
     calibrate_model(model, tokenizer, request.config, name=args.model, waits=waits)

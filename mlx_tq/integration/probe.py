@@ -6,7 +6,7 @@ Lists of model names would go stale.
 import threading
 import traceback
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from mlx_lm.models.cache import CacheList, KVCache
 from mlx_tq.cache.view import Handle, make_handles
 from mlx_tq.codec.formats.base import dtype_name, dtype_of
 from mlx_tq.distributed.group import ALONE, Ranks
-from mlx_tq.errors import UnsupportedModelError
+from mlx_tq.errors import ConfigError, UnsupportedModelError
 from mlx_tq.integration.module_families import (
     MLX_LM,
     ModuleFamily,
@@ -127,6 +127,16 @@ def native_caches(model: Any) -> list[Any]:
 def position_limit(model: Any) -> int | None:
     """Return how many tokens the model was made for, if its configuration says."""
     return config_value(model_arguments(model), "max_position_embeddings")  # type: ignore[no-any-return]
+
+
+def check_token_ids(model: Any, ids: Sequence[int]) -> None:
+    """Raise ConfigError if the model has no embedding for a token, for which mlx would read memory behind the table."""
+    vocabulary = config_value(model_arguments(model), "vocab_size")
+    if vocabulary and (missing := max(ids, default=0)) >= vocabulary:
+        raise ConfigError(
+            f"the prompt has the token {missing:,}, but the model has embeddings only for tokens 0 to "
+            f"{vocabulary - 1:,}. Use the tokenizer and the chat template that the model was made with."
+        )
 
 
 class _ProbeView:

@@ -18,7 +18,7 @@ from mlx_tq.cli.screen import note
 from mlx_tq.errors import ConfigError
 from mlx_tq.grammar.call_grammar import find_special_tokens
 from mlx_tq.grammar.constraint import Grammars
-from mlx_tq.integration.probe import native_caches, position_limit
+from mlx_tq.integration.probe import check_token_ids, native_caches, position_limit
 from mlx_tq.models import short_name
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.memory import weights_nbytes
@@ -69,7 +69,7 @@ class ModelService:
         self.users, self.last_used = 0, time.monotonic()  # requests that use it now, and when the last one did
         self.weights_nbytes = weights_nbytes(model)
         self.nbytes = self.weights_nbytes + (limits.memory or 0)  # that it may take
-        self._tokenizer, self._plan = tokenizer, plan
+        self._model, self._tokenizer, self._plan = model, tokenizer, plan
         self.positions = position_limit(model)
         template = "the template of --chat-template" if args.chat_template else f"the chat template of {self.name}"
         self._prompt_builder = PromptBuilder(
@@ -130,6 +130,11 @@ class ModelService:
                 )
         else:
             prompts = [self._prompt_builder.completion_prompt(prompt) for prompt in request.prompts]
+        try:
+            for each in prompts:
+                check_token_ids(self._model, each.ids)
+        except ConfigError as error:
+            raise InvalidRequestError(str(error)) from error
         events: asyncio.Queue[Event] = asyncio.Queue()  # of all jobs
         sampling, vocabulary = self._sampling.updated(request), self._prompt_builder.vocabulary
         jobs = []

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_tq.cache.recurrent_states import DEFAULT_STATES, StateStorage
 from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig, RescueConfig
 from mlx_tq.errors import CacheFormatError, ConfigError, unknown_name
-from mlx_tq.integration.probe import position_limit
+from mlx_tq.integration.probe import check_token_ids, position_limit
 from mlx_tq.models import ranks_of
 from mlx_tq.prefix_cache.folder import Folder, open_folder
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache
@@ -222,6 +222,7 @@ class Session:
         self._history.keep(self.cache, start)
         before = self._template.between(transcript.ids[-1]) if start else transcript.opening
         prompt = [*before, *message_ids]
+        check_token_ids(self.model, prompt)
         room = self._room_after(len(prompt), start)
         can_restore = self.config.evict is not None and (self.config.evict.recalls or self.client is not None)
         turn = Turn(

@@ -15,6 +15,7 @@ from mlx_tq.models import embedded_path
 
 ROOT = Path(__file__).resolve().parents[2]
 EMBEDDED = embedded_path()
+VOCABULARY, EMBEDDINGS = 4096, "model.embed_tokens.weight"  # of the embedded model
 
 # A small window, so that a text of a page is mostly packed.
 PACKED = ("--kv-profile", "small", "--kv-sinks", "16", "--kv-window", "32")
@@ -64,14 +65,23 @@ def copy_model(folder, weights=None, template=None, **config):
     return folder
 
 
-def float32_model(folder):
-    """The embedded model with weights in float32: greedy choices do not hang on rounding, and a CPU is quicker."""
-    return copy_model(folder, lambda weights: {name: weight.astype(mx.float32) for name, weight in weights.items()})
+def float32_model(folder, extra_tokens=0):
+    """The embedded model in float32: greedy choices do not hang on rounding, and a CPU is quicker.
+
+    `extra_tokens` more have embeddings, copies of token 1's.
+    """
+
+    def change(weights):
+        weights = {name: weight.astype(mx.float32) for name, weight in weights.items()}
+        table = weights[EMBEDDINGS]
+        return {**weights, EMBEDDINGS: mx.concatenate([table, mx.repeat(table[1:2], extra_tokens, axis=0)])}
+
+    return copy_model(folder, change, vocab_size=VOCABULARY + extra_tokens)
 
 
 def zoo_model(folder, name, *, spread=False, **config):
     """A tiny random model of the zoo as a checkpoint folder, with the embedded model's tokenizer."""
-    changes = {"vocab_size": 4096, **config}
+    changes = {"vocab_size": VOCABULARY, **config}
     model = build(name, spread=spread, **changes)
     folder.mkdir()
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))

@@ -19,8 +19,8 @@ ENDLESS = {"0": -100, "2": -100}
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """Save the model as a checkpoint."""
-    return float32_model(tmp_path_factory.mktemp("models") / "needle32")
+    """Save the model as a checkpoint, with embeddings for the marks that tests add to its tokenizer."""
+    return float32_model(tmp_path_factory.mktemp("models") / "needle32", extra_tokens=4)
 
 
 @pytest.fixture(scope="session")
