@@ -107,8 +107,13 @@ def add_option(group: argparse._ActionsContainer, option: Option, action: Any = 
     group.add_argument(option.flag, type=option.parse, metavar=option.metavar, help=option.help, action=action)
 
 
-def add_model_arguments(parser: argparse._ActionsContainer, *, adapter: bool = True, several: bool = False) -> None:
-    """Add the flags that choose a model, or `several`; `adapter` says whether the command takes LoRA adapters."""
+def add_model_arguments(
+    parser: argparse._ActionsContainer, *, adapter: bool = True, several: bool = False, dtype: str | None = None
+) -> None:
+    """Add the flags that choose a model, or `several`; `adapter` says whether the command takes LoRA adapters.
+
+    `dtype` is the default compute type.
+    """
     add = parser.add_argument
     names = "folder, hub name, .gguf file or smollm2"
     if several:
@@ -117,7 +122,9 @@ def add_model_arguments(parser: argparse._ActionsContainer, *, adapter: bool = T
     if adapter:
         add("--adapter-path", metavar="DIR", help="folder of LoRA adapters from mlx_lm.lora (default: none)")
     add("--trust-remote-code", action="store_true", help="allow the model and its tokenizer to run their own code")
-    add("--dtype", choices=DTYPES, help="compute type (default: that of the model's weights)")
+    types = "compute type (default: that of the model's weights)"
+    types = types if dtype is None else f"compute type; in half precision, rounding diverges, too (default: {dtype})"
+    add("--dtype", choices=DTYPES, default=dtype, help=types)
     add_dequantize_argument(parser)
 
 

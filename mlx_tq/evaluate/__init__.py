@@ -1,9 +1,10 @@
 """`mlx_tq.evaluate`: measure what a compressed KV cache costs in quality."""
 
 import argparse
+from pathlib import Path
 from typing import Any
 
-from mlx_tq.cli.options import STDOUT, Request, check_writable, parse_json_object, parse_temperature
+from mlx_tq.cli.options import STDOUT, Request, check_writable, name_of, parse_json_object, parse_temperature
 from mlx_tq.cli.parser import (
     CommandParser,
     add_cache_arguments,
@@ -12,6 +13,7 @@ from mlx_tq.cli.parser import (
     command_parser,
 )
 from mlx_tq.cli.runner import command_main
+from mlx_tq.errors import ConfigError
 
 # Help of each measurement, and the arms that it compares by default.
 _MEASUREMENTS = {
@@ -28,6 +30,9 @@ _MEASUREMENTS = {
     "ruler": ("tasks over long texts like RULER's, compared with the uncompressed cache", "balanced,small"),
     "lm-eval": ("tasks of lm-eval through mlx-lm's evaluation, on a compressed cache", None),
 }
+_IN_FLOAT32 = ("divergence", "trajectory", "formats")  # in half precision, rounding diverges more than q8
+# What a published protocol sets where no flag does.
+PROTOCOLS = {"fidelity": {"--chunks": 100, "--length": 512, "--step": 32, "--kv-sinks": 0, "--kv-window": 0}}
 _STEP = (512, "tokens per prefill step")
 _LENGTHS: dict[str, Any] = {"default": "1000,2000", "metavar": "N,...", "help": "tokens of the prompts"}
 
@@ -36,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
     request = Request.from_args(args)
     if args.json not in (None, STDOUT):
         check_writable("--json", args.json, "file")
+    if getattr(args, "records", None) is not None:
+        _check_folder("--records", args.records)
 
     from mlx_tq.cli.inputs import read_text
     from mlx_tq.cli.startup import check_request
@@ -58,7 +65,7 @@ def build_parser() -> CommandParser:
     parsers: dict[str, CommandParser] = {}
     for name, (description, arms) in _MEASUREMENTS.items():
         parsers[name] = commands.add_parser(name, help=description, description=description)
-        add_model_arguments(parsers[name], adapter=False)
+        add_model_arguments(parsers[name], adapter=False, dtype="float32" if name in _IN_FLOAT32 else None)
         add = parsers[name].add_argument
         if name not in ("reasoning", "tools", "lm-eval"):
             add("--text", metavar="FILE", help="text to evaluate (default: an excerpt of WikiText-2's test split)")
@@ -68,6 +75,10 @@ def build_parser() -> CommandParser:
         add_cache_arguments(parsers[name])
     for name in ("perplexity", "divergence", "formats"):
         _add_numbers(parsers[name], chunks=(3, "pieces of the text"), length=(2048, "tokens per piece"), step=_STEP)
+    for name in ("divergence", "formats"):
+        _add_protocol(parsers[name])
+    text = "write a record of each cache into this folder, for mlx-kld compare and mlx-kld plot (default: none)"
+    parsers["divergence"].add_argument("--records", metavar="FOLDER", help=text)
     pieces = {"chunks": (8, "number of prompts, cut from the text"), "length": (1024, "tokens per prompt")}
     answer_numbers = {"answer_tokens": (256, "tokens per answer"), "seed": (0, "random seed")}
     _add_numbers(parsers["trajectory"], **pieces, **answer_numbers, step=_STEP)
@@ -89,6 +100,30 @@ def build_parser() -> CommandParser:
     _add_questions(parsers["reasoning"], parsers["tools"], parsers["ruler"])
     _add_lm_eval(parsers["lm-eval"])
     return parser
+
+
+def _add_protocol(parser: argparse.ArgumentParser) -> None:
+    flags = " ".join(f"{flag} {value}" for flag, value in PROTOCOLS["fidelity"].items())
+    text = "settings of a published protocol, which flags after it change (default: none). fidelity is that of "
+    text += f"mlx-quant-fidelity: {flags}"
+    parser.add_argument("--protocol", choices=tuple(PROTOCOLS), action=_Protocol, help=text)
+
+
+class _Protocol(argparse.Action):
+    """Sets the flags of a protocol; those that are typed change them."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        setattr(namespace, self.dest, values)
+        for flag, value in PROTOCOLS[values].items():
+            name = name_of(flag)
+            if getattr(namespace, name) == parser.get_default(name):
+                setattr(namespace, name, value)
+
+
+def _check_folder(flag: str, name: str) -> None:
+    folder = Path(name)
+    if not (folder if folder.exists() else folder.resolve().parent).is_dir():
+        raise ConfigError(f"{flag} {name} is neither a folder nor in one. Name a folder, which is made if it is new.")
 
 
 def add_arm_arguments(parser: argparse.ArgumentParser, default: str) -> None:

@@ -1,8 +1,9 @@
 """The configurations ("arms") that a measurement compares: profiles by name, and pairs of formats."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,29 @@ class Arm:
 
 
 OFF = Arm("off", PROFILES["off"])
+
+
+def with_control(arms: list[Arm]) -> list[Arm]:
+    """Return the arms with an uncompressed one, whose divergence is the floor of the measurement."""
+    return arms if any(arm.config.is_off for arm in arms) else [OFF, *arms]
+
+
+def compared_caches(model: Any, arms: Sequence[Arm], tokens: int) -> list[Callable[[], list[Any]]]:
+    """Return functions that make caches for `tokens` tokens: mlx-lm's own, the reference, and then those of each arm.
+
+    An uncompressed arm has all tokens in the recent window of our cache, whose attention sums in another order: it
+    differs from the reference by rounding alone.
+    """
+    from mlx_tq.prompt_cache.build import build_caches  # imports mlx-lm, which takes seconds
+    from mlx_tq.prompt_cache.compressed import planner  # likewise
+
+    plan = planner(model)
+    uncompressed = KVConfig(key="q8", value="q8", sinks=0, window=tokens, normalize=False)
+    controls = plan(uncompressed) if any(arm.config.is_off for arm in arms) else None
+    makers = [OFF.caches(model)]
+    for arm in arms:
+        makers.append(partial(build_caches, controls) if arm.config.is_off and controls else arm.caches(model, plan))
+    return makers
 
 
 def parse_arm(text: str, **changes: Any) -> Arm:

@@ -30,7 +30,7 @@ def measure_formats(
         reference, *scores = score_text(model, chunks, members, step, advance)
         for arm, score in zip(members, scores, strict=True):
             predictions = perplexity(arm.name, score, reference.nll) | divergence(arm.name, score)
-            names = ("kld", "kld_error", "top1", "ppl", "delta", "delta_error", "packed")
+            names = ("kld", "kld_error", "top1", "ppl", "delta", "delta_error", "packed", "clusters")
             storage = _measure_storage(model, arm, recorded)
             yield {"name": arm.name, **storage, **{name: predictions[name] for name in names}}
 

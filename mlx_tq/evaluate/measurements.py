@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -11,10 +12,11 @@ from typing import Any, NamedTuple
 from mlx_tq.cli.loading import load_model
 from mlx_tq.cli.options import Request
 from mlx_tq.cli.screen import progress_bar
-from mlx_tq.evaluate.arms import OFF, Arm
+from mlx_tq.evaluate.arms import OFF, Arm, with_control
 from mlx_tq.evaluate.asking import PASS, VOID, Sample, ask_samples, compare_answers
 from mlx_tq.evaluate.flag_values import parse_depths, whole_numbers
 from mlx_tq.evaluate.formats import TOGETHER, measure_formats
+from mlx_tq.evaluate.kld_records import write_records
 from mlx_tq.evaluate.lm_eval_harness import import_lm_eval, run_tasks
 from mlx_tq.evaluate.needles import needle_samples, note_on_needles, tabulate_needles
 from mlx_tq.evaluate.reasoning import problem_samples, read_problems
@@ -24,6 +26,7 @@ from mlx_tq.evaluate.teacher_forced import TokenScores, cut_chunks, divergence, 
 from mlx_tq.evaluate.tools import tool_samples
 from mlx_tq.evaluate.trajectory import compare_trajectories, run_trajectories
 from mlx_tq.models import EMBEDDED
+from mlx_tq.models.load import short_name
 
 
 @dataclass
@@ -97,31 +100,37 @@ def _perplexity(run: Run) -> list[Record]:
 
 
 def _divergence(run: Run) -> list[Record]:
-    _, *scores = _score(run, run.arms)  # the arm `off` is a control: a second uncompressed cache
-    for arm, score in zip(run.arms, scores, strict=True):
-        run.results.add(arm.name, divergence(arm.name, score))
+    args, arms, started = run.args, with_control(run.arms), time.monotonic()
+    scores = _score(run, arms)
+    before: TokenScores | None = None
+    for arm, score in zip(arms, scores[1:], strict=True):
+        run.results.add(arm.name, divergence(arm.name, score, before))
+        before = None if arm.config.is_off else score
+    if args.records is not None:
+        settings = settings_of(args, _TEXT, arms)
+        options: dict[str, Any] = {"settings": settings, "seconds": time.monotonic() - started}
+        write_records(args.records, run.model[0], short_name(args.model), arms, scores, run.chunks, **options)
     return list(run.results.rows.values())
 
 
 def _trajectory(run: Run) -> list[Record]:
-    args, model = run.args, run.model[0]
-    arms = [arm for arm in run.arms if not arm.config.is_off]
+    args, model, arms = run.args, run.model[0], with_control(run.arms)
     options = {"answer": args.answer_tokens, "step": args.step, "temp": args.temp, "seed": args.seed}
     with progress_bar("trajectory", (1 + len(arms)) * args.chunks * args.answer_tokens) as advance:
         reference, *trajectories = run_trajectories(model, run.chunks, arms, advance=advance, **options)
-    for arm, answers in zip((OFF, *arms), (reference, *trajectories), strict=True):
+    for arm, answers in zip(arms, trajectories, strict=True):
         run.results.add(arm.name, compare_trajectories(arm.name, answers, reference))
     return list(run.results.rows.values())
 
 
 def _formats(run: Run) -> list[Record]:
-    args, results, (model, tokenizer) = run.args, run.results, run.model
-    missing = [arm for arm in run.arms if arm.name not in results.rows]
+    args, results, (model, tokenizer), arms = run.args, run.results, run.model, with_control(run.arms)
+    missing = [arm for arm in arms if arm.name not in results.rows]
     passes = len(missing) + -(-len(missing) // TOGETHER)
     with progress_bar("formats", passes * args.chunks * (args.length - 1)) as advance:
         for record in measure_formats(model, run.chunks, missing, args.step, advance):
             results.add(record["name"], record)
-    missing = [arm for arm in run.arms if not arm.config.is_off and not results.rows[arm.name].get("asked")]
+    missing = [arm for arm in arms if not arm.config.is_off and not results.rows[arm.name].get("asked")]
     answers = Results(None, "needles", {})  # the uncompressed cache answers once for all pairs
     for arm in missing if args.needles else []:
         samples = needle_samples(tokenizer, run.text, [arm], [args.needle_length], seeds=range(args.needles))
@@ -129,7 +138,7 @@ def _formats(run: Run) -> list[Record]:
         verdicts = [record["verdict"] for record in records if record["name"] == arm.name]
         counts = {"found": verdicts.count(PASS), "asked": len(verdicts) - verdicts.count(VOID)}
         results.add(arm.name, results.rows[arm.name] | counts)
-    rows = [results.rows[arm.name] for arm in run.arms]
+    rows = [results.rows[arm.name] for arm in arms]
     return sorted(rows, key=lambda row: (row["nbytes"], row["name"]))
 
 
@@ -186,6 +195,32 @@ def _field(name: str, style: str = "", scale: float = 1) -> Callable[[Record], s
     return lambda row: "-" if row.get(name) is None else format(row[name] * scale if style else row[name], style)
 
 
+def _kld(name: str) -> Callable[[Record], str]:
+    """Return what shows a divergence, whose floor has more zeros than a column has room for."""
+
+    def show(row: Record) -> str:
+        value = row.get(name)
+        if value is None:
+            return "-"
+        return f"{value:.6f}" if value == 0 or abs(value) >= 1e-5 else f"{value:.0e}"
+
+    return show
+
+
+def _note_on_parts(records: Sequence[Record]) -> str:
+    return f"±: one standard error, over {records[0]['clusters']} parts of the text, within which tokens are dependent"
+
+
+def _note_on_errors(records: Sequence[Record]) -> str:
+    """Say what the errors are of, and which divergences are rounding."""
+    floors = [row["kld"] for row in records if row.get("cosine", 1) == 1 and row["packed"] == 0]
+    floor = max(floors, default=0.0)
+    near = [row["name"] for row in records if row["packed"] and row["kld"] < 2 * floor]
+    rounding = f"{OFF.name}: a second uncompressed cache, which rounds differently; its KLD of {floor:.0e} is the floor"
+    doubt = f". Not above it: {', '.join(near)}. Lower it with --dtype float32" if near else ""
+    return f"{_note_on_parts(records)}\n{rounding}{doubt}"
+
+
 def _select(titles: str) -> Columns:
     return {title: _COLUMNS[title] for title in titles.split(",")}
 
@@ -200,9 +235,11 @@ _COLUMNS: Columns = {
     "kept %": _field("kept", ".0f", 100),
     "MB": _field("nbytes", ".1f", 1e-6),
     "s": _field("seconds", ".1f"),
-    "KLD": _field("kld", ".6f"),
-    "± KLD": _field("kld_error", ".6f"),
-    "median": _field("kld_median", ".6f"),
+    "KLD": _kld("kld"),
+    "± KLD": _kld("kld_error"),
+    "from above": _kld("kld_change"),
+    "± from above": _kld("kld_change_error"),
+    "median": _kld("kld_median"),
     "99 %": _field("kld_99", ".5f"),
     "top-1 %": _field("top1", ".2f"),
     "± top-1": _field("top1_error", ".2f"),
@@ -231,7 +268,8 @@ _NOTE = (
     "p: of such a difference by chance (McNemar)"
 )
 _TRAJECTORY_NOTE = (
-    "same until: median number of tokens before the first difference; KLD in nats, along each cache's own answer"
+    "same until: median number of tokens before the first difference; KLD in nats, along each cache's own answer;\n"
+    "±: one standard error over answers; off: a second uncompressed cache, which rounds differently: the floor"
 )
 _asking = partial(
     Measurement,
@@ -248,13 +286,15 @@ MEASUREMENTS = {
         "Perplexity over {tokens:,} tokens",
         _select("cache,PPL,± PPL,change %,± change,packed %,kept %,MB,s"),
         _TEXT,
+        note=_note_on_parts,
         resumes=False,
     ),
     "divergence": Measurement(
         _divergence,
         "Divergence from the uncompressed cache over {tokens:,} tokens, in nats",
-        _select("cache,KLD,± KLD,median,99 %,top-1 %,± top-1,packed %"),
+        _select("cache,KLD,± KLD,from above,± from above,median,99 %,top-1 %,± top-1,packed %"),
         _TEXT,
+        note=_note_on_errors,
         resumes=False,
     ),
     "trajectory": Measurement(
@@ -270,6 +310,7 @@ MEASUREMENTS = {
         "Pairs of formats",
         _select("cache,B/token,ratio,K err,V err,cos,KLD,± KLD,top-1 %,PPL,change %,± change,packed %,needles"),
         (*_TEXT, "needle_length"),
+        note=_note_on_errors,
     ),
     "needle": Measurement(
         _needle, "Needles found", None, ("lengths", "depths", "seeds", "step", "max_tokens"), note=note_on_needles

@@ -16,12 +16,16 @@ from mlx_tq.cache.region_map import SCALE_READY
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.config import SCHEDULE
 from mlx_tq.errors import ConfigError, NonFiniteError
-from mlx_tq.evaluate.arms import OFF, Arm
+from mlx_tq.evaluate.arms import Arm, compared_caches
 from mlx_tq.evaluate.inspection import check_evicted, eviction_counts, packed_tokens, reseed_random
 from mlx_tq.evaluate.results import Advance, Record
 from mlx_tq.integration.probe import position_limit
-from mlx_tq.prompt_cache.compressed import compressed_attention, planner
+from mlx_tq.prompt_cache.compressed import compressed_attention
 from mlx_tq.prompt_cache.measurements import kl_divergence, log_probabilities
+
+CLUSTERS = 16  # fewer give no reliable standard error
+MIN_CLUSTER = 32  # tokens of a part of a chunk
+TOP = 5
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,8 @@ class TokenScores:
     nll: np.ndarray  # [N], negative log-likelihood of the true next token in nats
     kld: np.ndarray  # [N], KL divergence from the uncompressed cache's prediction in nats
     agrees: np.ndarray  # [N], the most likely next token is that of the uncompressed cache
+    in_top: np.ndarray  # [N], the uncompressed cache's most likely next token is among the TOP most likely
+    clusters: np.ndarray  # [N], the number of the part of the text that each token is in
     packed: float  # share of the attended tokens that was packed
     nbytes: int  # of all caches after the last chunk, unused capacity included
     rounds: int = 0  # of eviction, in all chunks
@@ -93,13 +99,15 @@ def score_text(
 ) -> list[TokenScores]:
     """Score every token after the first step of each chunk, for the uncompressed cache and then for each arm.
 
+    An uncompressed arm also reads the first token alone, so that all later ones round differently on any backend.
+
     All arms take a step before any takes the next, so that the logits of one step are in memory, not those of a chunk.
     The tokens of the first step attend to nothing packed and are not scored.
     """
     check_steps(model, min(map(len, chunks)), step, arms)
-    plan = planner(model)
-    makers = [arm.caches(model, plan) for arm in (OFF, *arms)]
-    scores: list[list[np.ndarray]] = [[] for _ in makers]  # each [3, L] of every step
+    makers = compared_caches(model, arms, max(map(len, chunks)))
+    is_control = [False, *(arm.config.is_off for arm in arms)]
+    scores: list[list[np.ndarray]] = [[] for _ in makers]  # each [4, L] of every step
     attended, packed, rounds = 0, [0] * len(makers), [0] * len(makers)
     with compressed_attention(model):
         for number, ids in enumerate(chunks):
@@ -114,7 +122,10 @@ def score_text(
                 for arm, caches in enumerate(caches_of_arms):
                     packed_before = packed_tokens(caches)
                     started = time.perf_counter()
-                    predictions = log_probabilities(model, ids[start:stop], caches)
+                    alone = int(is_control[arm] and start == 0 and stop > 1)
+                    if alone:
+                        log_probabilities(model, ids[:1], caches)
+                    predictions = log_probabilities(model, ids[start + alone : stop], caches)
                     mx.eval(predictions)
                     seconds[arm] += time.perf_counter() - started
                     advance(stop - start)
@@ -129,31 +140,63 @@ def score_text(
     joined = [np.concatenate(parts, axis=1) for parts in scores]
     if not all(np.isfinite(part).all() for part in joined):
         raise NonFiniteError("the model's logits are NaN on this text. Check its weights, or load it in float32.")
+    clusters = cut_clusters([len(ids) - 1 - step for ids in chunks])
     return [
         TokenScores(
             nll,
             kld,
             agrees.astype(bool),
+            in_top.astype(bool),
+            clusters,
             packed=packed[arm] / attended,
             nbytes=sum(cache.nbytes for cache in caches_of_arms[arm]),
             rounds=rounds[arm],
             live_share=eviction_counts(caches_of_arms[arm])[1],
             seconds=seconds[arm],
         )
-        for arm, (nll, kld, agrees) in enumerate(joined)
+        for arm, (nll, kld, agrees, in_top) in enumerate(joined)
     ]
 
 
 def _score_step(reference: mx.array, predictions: mx.array, targets: list[int]) -> np.ndarray:
-    """Return negative log-likelihood, divergence and agreement of each token: [3, L]."""
+    """Return `nll`, `kld`, `agrees` and `in_top` of each token: [4, L]."""
     nll = -mx.take_along_axis(predictions, mx.array(targets)[:, None], axis=-1)[:, 0]
-    agrees = (reference.argmax(axis=-1) == predictions.argmax(axis=-1)).astype(mx.float32)
-    return np.array(mx.stack([nll, kl_divergence(reference, predictions), agrees]), dtype=np.float64)
+    best = reference.argmax(axis=-1)
+    agrees = best == predictions.argmax(axis=-1)
+    above = (predictions > mx.take_along_axis(predictions, best[:, None], axis=-1)).sum(axis=-1)
+    parts = (nll, kl_divergence(reference, predictions), agrees, above < TOP)
+    return np.array(mx.stack([part.astype(mx.float32) for part in parts]), dtype=np.float64)
 
 
-def standard_error(values: np.ndarray) -> float:
-    """Return the standard error of the mean; tokens count as independent."""
-    return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.inf
+def cut_clusters(counts: Sequence[int]) -> np.ndarray:
+    """Return the cluster of each token, for chunks of so many scored tokens.
+
+    A cluster is a chunk. Fewer chunks than CLUSTERS are cut into equal parts of MIN_CLUSTER tokens or more.
+    """
+    clusters: list[np.ndarray] = []
+    first, wanted, fewest = 0, -(-CLUSTERS // len(counts)), -(-2 // len(counts))
+    for count in counts:
+        parts = max(fewest, min(wanted, count // MIN_CLUSTER))
+        clusters.append(first + np.arange(count) * parts // count)
+        first += parts
+    return np.concatenate(clusters)
+
+
+def standard_error(values: np.ndarray, clusters: np.ndarray | None = None) -> float:
+    """Return the standard error of the mean of values [N], of which those of one cluster depend on each other.
+
+    The sandwich estimator with its correction for few clusters; without clusters, values are independent.
+    """
+    numbers = np.arange(len(values)) if clusters is None else np.unique(clusters, return_inverse=True)[1]
+    count = int(numbers.max()) + 1
+    if count < 2:
+        return math.inf
+    sums = np.bincount(numbers, weights=values - values.mean())
+    return float(math.sqrt(count / (count - 1) * np.square(sums).sum()) / len(values))
+
+
+def count_clusters(scores: TokenScores) -> int:
+    return len(np.unique(scores.clusters))
 
 
 def perplexity(name: str, scores: TokenScores, baseline: np.ndarray) -> Record:
@@ -168,10 +211,11 @@ def perplexity(name: str, scores: TokenScores, baseline: np.ndarray) -> Record:
         "name": name,
         "tokens": len(scores.nll),
         "ppl": ppl,
-        "ppl_error": ppl * standard_error(scores.nll),
+        "ppl_error": ppl * standard_error(scores.nll, scores.clusters),
         "delta": 100 * (ratio - 1),
-        "delta_error": 100 * ratio * standard_error(difference),
+        "delta_error": 100 * ratio * standard_error(difference, scores.clusters),
         "packed": scores.packed,
+        "clusters": count_clusters(scores),
         "nbytes": scores.nbytes,
         "kept": scores.live_share,
         "rounds": scores.rounds,
@@ -179,17 +223,26 @@ def perplexity(name: str, scores: TokenScores, baseline: np.ndarray) -> Record:
     }
 
 
-def divergence(name: str, scores: TokenScores) -> Record:
-    """Return the KL divergence of one arm in nats, and the percentage of equal most likely tokens."""
+def divergence(name: str, scores: TokenScores, other: TokenScores | None = None) -> Record:
+    """Return the KL divergence of one arm in nats, and the percentage of equal most likely tokens.
+
+    With the scores of another arm, it includes the difference from its divergence, paired token by token.
+    """
+    paired = {}
+    if other is not None:
+        change = scores.kld - other.kld
+        paired = {"kld_change": float(change.mean()), "kld_change_error": standard_error(change, scores.clusters)}
     median, high = np.quantile(scores.kld, [0.5, 0.99])
     return {
         "name": name,
         "tokens": len(scores.kld),
         "kld": float(scores.kld.mean()),
-        "kld_error": standard_error(scores.kld),
+        "kld_error": standard_error(scores.kld, scores.clusters),
+        **paired,
         "kld_median": float(median),
         "kld_99": float(high),
         "top1": 100 * float(scores.agrees.mean()),
-        "top1_error": 100 * standard_error(scores.agrees.astype(np.float64)),
+        "top1_error": 100 * standard_error(scores.agrees.astype(np.float64), scores.clusters),
         "packed": scores.packed,
+        "clusters": count_clusters(scores),
     }

@@ -14,12 +14,12 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tq.errors import ConfigError, NonFiniteError
-from mlx_tq.evaluate.arms import OFF, Arm
+from mlx_tq.evaluate.arms import Arm, compared_caches
 from mlx_tq.evaluate.inspection import check_evicted, reseed_random
 from mlx_tq.evaluate.results import Advance, Record
 from mlx_tq.evaluate.teacher_forced import check_packed, standard_error
 from mlx_tq.integration.probe import position_limit
-from mlx_tq.prompt_cache.compressed import compressed_attention, planner
+from mlx_tq.prompt_cache.compressed import compressed_attention
 from mlx_tq.prompt_cache.measurements import kl_divergence, log_probabilities
 from mlx_tq.session.restore import prefill
 
@@ -43,7 +43,10 @@ def run_trajectories(
     seed: int = 0,
     advance: Advance = lambda tokens: None,
 ) -> list[Trajectories]:
-    """Return the answers of the uncompressed cache and then those of each arm; `temp` 0 is greedy."""
+    """Return the answers of the uncompressed cache and then those of each arm; `temp` 0 is greedy.
+
+    An uncompressed arm reads the first token alone, as in `score_text`.
+    """
     longest, limit = max(map(len, prompts)), position_limit(model)
     if limit is not None and longest + answer > limit:
         raise ConfigError(
@@ -52,8 +55,8 @@ def run_trajectories(
         )
     last = min(map(len, prompts)) - 1
     check_packed(arms, last, f"answers after {last + 1:,} tokens")
-    plan = planner(model)
-    makers = [arm.caches(model, plan) for arm in (OFF, *arms)]
+    makers = compared_caches(model, arms, longest + answer)
+    is_control = [False, *(arm.config.is_off for arm in arms)]
     answers: list[list[tuple[list[int], list[float]]]] = [[] for _ in makers]
     with compressed_attention(model):
         for number, prompt in enumerate(prompts):
@@ -63,7 +66,10 @@ def run_trajectories(
             for arm, make in enumerate(makers):
                 caches = make()
                 reseed_random(caches, number)
-                prefill(model, caches, prompt[:-1], step)
+                alone = int(is_control[arm] and len(prompt) > 2)
+                if alone:
+                    prefill(model, caches, prompt[:1], step)
+                prefill(model, caches, prompt[alone:-1], step)
                 answers[arm].append(_write(model, caches, copy.deepcopy(reference), prompt[-1], keys, temp, advance))
                 if arm:
                     check_evicted(arms[arm - 1].name, caches)
