@@ -37,16 +37,16 @@ def write_records(
     """Write the record of each arm to FOLDER/MODEL; `scores` begin with those of the reference."""
     place = Path(folder) / _file_name(name)
     shared = _shared_fields(model, name, chunks, settings, seconds)
-    digest = hashlib.sha256(json.dumps(shared["calibration"], sort_keys=True).encode()).hexdigest()[:8]
     reference = scores[0]
     floor = next((float(score.kld.mean()) for arm, score in zip(arms, scores[1:], strict=True) if arm.config.is_off), 0)
     try:
         place.mkdir(parents=True, exist_ok=True)
         for arm, score in zip(arms, scores[1:], strict=True):
-            student = f"{_file_name(name)}-{_file_name(arm.name)}"
-            record = {**shared, "student": _student(model, student, arm, score, len(chunks[0]), settings["step"])}
-            record |= _figures(score, reference, floor)
-            with atomic_write(place / f"{student}.{digest}.json") as temporary:
+            student = _student(model, name, arm, score, len(chunks[0]), settings["step"])
+            record = {**shared, "student": student, **_figures(score, reference, floor)}
+            same = json.dumps([shared["teacher"], shared["calibration"], arm.config.to_dict()], sort_keys=True)
+            digest = hashlib.sha256(same.encode()).hexdigest()[:8]  # so that no other run's record is replaced
+            with atomic_write(place / f"{student['path']}.{digest}.json") as temporary:
                 temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--records {folder} cannot be written: {error}. Name another folder.") from error
@@ -81,7 +81,7 @@ def _shared_fields(
     }
 
 
-def _student(model: Any, student: str, arm: Arm, score: TokenScores, length: int, step: int) -> Record:
+def _student(model: Any, name: str, arm: Arm, score: TokenScores, length: int, step: int) -> Record:
     """Return what is compared; bits and bytes are those of the cache, as all students have the same weights."""
     config, source = arm.config, source_of(model)
     dtype = None if source is None else source.dtype
@@ -91,7 +91,7 @@ def _student(model: Any, student: str, arm: Arm, score: TokenScores, length: int
         bits = _stored_bits(model, arm, length)
         quantization = {"kind": "kv-cache", "key": config.key, "value": config.value}
     return {
-        "path": student,
+        "path": _file_name(f"{name}-{arm.name}" + ("" if config.is_off else f"-s{config.sinks}-w{config.window}")),
         "format": "mlx",
         "size_bytes": score.nbytes,
         "effective_bpw": bits,

@@ -6,7 +6,10 @@ import pytest
 from mlx_tq.__main__ import main
 from mlx_tq.cli.diagnostics import environment
 from mlx_tq.cli.inputs import load_text
+from mlx_tq.evaluate import build_parser
+from mlx_tq.evaluate.measurements import MEASUREMENTS
 
+ROWS = [("off", 1e-4, 0), ("q8/q8", 1.5e-4, 0.4), ("tq4/tq4", 1e-3, 0.4)]
 READ = shlex.split("--dtype float32 --chunks 1 --length 256 --step 144 --kv-sinks 16 --kv-window 16")
 
 
@@ -22,7 +25,7 @@ def test_json_on_stdout_and_nothing_else(capsys):
     assert set(found["versions"]) == {"mlx_tq", "mlx", "mlx_lm"}
     assert found["blas"] == environment()["blas"]
     assert set(found["results"]) == {"off", "tq2/tq2"}
-    assert found["results"]["off"]["kld"] == 0 < found["results"]["tq2/tq2"]["kld"]
+    assert 0 < found["results"]["off"]["kld"] < 1e-9 < found["results"]["tq2/tq2"]["kld"]
 
 
 def test_a_table_on_stdout_and_json_in_a_file(tmp_path, capsys):
@@ -30,9 +33,33 @@ def test_a_table_on_stdout_and_json_in_a_file(tmp_path, capsys):
     assert main(["evaluate", "perplexity", "--profiles", "small", *READ, "--json", str(target)]) == 0
     out, err = capsys.readouterr()
     assert (err, "change %" in out) == ("", True)
-    assert [line.split()[0] for line in out.splitlines()[2:]] == ["off", "small"]
+    assert [line.split()[0] for line in out.splitlines()[2:]] == ["off", "small", "±:"]
     assert json.loads(target.read_text())["results"]["small"]["tokens"] == 111
     assert list(tmp_path.iterdir()) == [target]
+
+
+def test_what_reports_a_divergence_computes_in_float32_unless_told_otherwise():
+    for name, dtype in (("divergence", "float32"), ("formats", "float32"), ("trajectory", "float32"), ("needle", None)):
+        assert build_parser().parse_args([name]).dtype == dtype
+    assert build_parser().parse_args(["divergence", "--dtype", "bfloat16"]).dtype == "bfloat16"
+
+
+def test_a_protocol_sets_what_no_flag_does():
+    def sizes(*words):
+        args = build_parser().parse_args(["divergence", *words])
+        return args.chunks, args.length, args.step, args.kv_sinks, args.kv_window
+
+    assert sizes("--protocol", "fidelity") == (100, 512, 32, 0, 0)
+    assert sizes("--chunks", "20", "--protocol", "fidelity", "--kv-window", "64") == (20, 512, 32, 0, 64)
+    assert sizes() == (3, 2048, 512, None, None)
+
+
+def test_the_note_names_what_is_not_above_the_floor():
+    rows = [{"name": name, "kld": kld, "packed": packed, "clusters": 16} for name, kld, packed in ROWS]
+    note = MEASUREMENTS["divergence"].note(rows)
+    assert "over 16 parts of the text" in note
+    assert "KLD of 1e-04 is the floor. Not above it: q8/q8. Lower it" in note
+    assert "Not above" not in MEASUREMENTS["divergence"].note(rows[::2])
 
 
 @pytest.mark.full
@@ -43,9 +70,9 @@ def test_formats_resume_and_refuse_other_settings(tmp_path, capsys):
     words += ["--json", str(target)]
     assert main(words) == 0
     first = json.loads(target.read_text())
-    assert set(first["results"]) == {"tq2/q8", "tq2/tq2"}
+    assert set(first["results"]) == {"off", "tq2/q8", "tq2/tq2"}
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[-2:]] == ["tq2/tq2", "tq2/q8"]  # sorted by bytes
+    assert [line.split()[0] for line in lines[-5:]] == ["tq2/tq2", "tq2/q8", "off", "±:", "off:"]  # sorted by bytes
 
     del first["results"]["tq2/tq2"]
     first["results"]["tq2/q8"]["ppl"] = 123.25  # not measured again
@@ -53,7 +80,7 @@ def test_formats_resume_and_refuse_other_settings(tmp_path, capsys):
     assert main(words) == main(words) == 0
     before = target.read_text()
     results = json.loads(before)["results"]
-    assert (set(results), results["tq2/q8"]["ppl"]) == ({"tq2/q8", "tq2/tq2"}, 123.25)
+    assert (set(results), results["tq2/q8"]["ppl"]) == ({"off", "tq2/q8", "tq2/tq2"}, 123.25)
 
     assert main([*words, "--step", "48"]) == 2
     text.write_text(load_text()[1:])
@@ -71,12 +98,12 @@ def test_formats_ask_for_needles_once(tmp_path, capsys):
     words = ["evaluate", "formats", "--pairs", "fp16/fp16,q8/q8", *READ, "--json", str(target)]
     words += ["--needle-length", "260", "--needles", "1"]
     assert main(words) == 0
-    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[-2:]] == ["3/3", "-"]
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[-4:-2]] == ["3/3", "-"]
     found = json.loads(target.read_text())
     found["results"]["q8/q8"]["found"] = 1  # not asked again
     target.write_text(json.dumps(found))
     assert main(words) == 0
-    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[-2:]] == ["1/3", "-"]
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[-4:-2]] == ["1/3", "-"]
 
 
 @pytest.mark.full

@@ -48,7 +48,8 @@ def test_errors_grow_as_bits_fall_and_touch_only_their_side(rows):
         assert errors[1:] == pytest.approx([0.0095, 0.034, 0.117], rel=0.15)  # the codecs' own
         assert [row["cosine"] for row in measured] == sorted((row["cosine"] for row in measured), reverse=True)
     control = rows["fp16/fp16"]
-    assert (control["kld"], control["cosine"], control["delta"], control["packed"]) == (0, 1, 0, 0)
+    assert (control["cosine"], control["packed"]) == (1, 0)
+    assert (control["kld"], control["delta"]) == pytest.approx((0, 0), abs=1e-4)
     assert rows["tq2/tq2"]["kld"] > rows["q8/q8"]["kld"] > 0
     assert rows["tq2/tq2"]["packed"] > 0.3
 

@@ -35,8 +35,9 @@ def test_the_uncompressed_cache_writes_what_mlx_lm_writes(exact, prompts, found)
     for prompt, tokens in zip(prompts, found[0].tokens, strict=True):
         said = generate_step(mx.array(prompt), exact[0], max_tokens=ANSWER, prefill_step_size=STEP)
         assert tokens.tolist() == [token for token, _ in said]
-    assert (found[0].kld == found[1].kld).all()
     assert (found[0].kld == 0).all(), "the same passes over the same cache"
+    assert 0 < found[1].kld.mean() < 1e-10, "another one rounds differently"
+    assert (found[1].tokens == found[0].tokens).all()
 
 
 def test_a_compressed_cache_writes_what_generate_writes(exact, prompts, found):
@@ -63,8 +64,7 @@ def test_divergence_is_along_the_answer_of_each_cache(exact, prompts, found):
                 x - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)) - x.max(-1, keepdims=True)
             )
     expected = (np.exp(log_p[0]) * (log_p[0] - log_p[1])).sum(-1)
-    # Two float32 log-probabilities of up to 20 nats, each rounded twice.
-    assert np.allclose(found[3].kld[1], expected, rtol=1e-3, atol=2 * 2 * 20 * 2.0**-24)
+    assert np.allclose(found[3].kld[1], expected, rtol=1e-3, atol=1e-8)
     assert found[3].kld.mean() > 10 * found[2].kld.mean() > 0
 
 
@@ -99,8 +99,8 @@ def test_the_command(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "2 answers of 8 tokens" in out
     results = json.loads((tmp_path / "out.json").read_text())["results"]
-    assert results["off"].items() >= {"kld": 0, "agreement": 100, "exact": 2, "same_until": 8}.items()
-    assert results["tq2/tq2"]["kld"] > 0
+    assert results["off"].items() >= {"agreement": 100, "exact": 2, "same_until": 8}.items()
+    assert 0 < results["off"]["kld"] < 1e-9 < results["tq2/tq2"]["kld"]
     for flag, value, message in (
         ("--answer-tokens", "3", "must be 4 or more"),
         ("--length", "4090", "exceed the model's 4,096"),
