@@ -167,6 +167,33 @@ def divergence() -> str:
     return table(list(files), columns, rows, on="three models, default sinks and window", command=command)
 
 
+FIDELITY_NAMES = {
+    "off": "`off`: rounding alone",
+    "affine8_64:plain/affine8_64": "`mlx_lm --kv-bits 8`",
+    "affine4_64:plain/affine4_64": "`mlx_lm --kv-bits 4`",
+}
+
+
+def fidelity() -> str:
+    files = existing("fidelity_{}.json")
+    found = [report(name)["results"] for name in files]
+    rows = []
+    for name in found[0]:
+        cells = [
+            (_scientific(each[name]["kld"], each[name]["kld_error"]), f"{each[name]['top1']:.1f}") for each in found
+        ]
+        rows.append([FIDELITY_NAMES.get(name, name), *(cell for both in cells for cell in both)])
+    columns = ["keys/values", *(f"{label}: {what}" for label in files.values() for what in ("KLD", "top-1 %"))]
+    counts = {label: report(name)["settings"]["chunks"] for name, label in files.items()}
+    on = ", ".join(f"{label} ({count} pieces)" for label, count in counts.items())
+    command = "python -m benchmarks.studies.fidelity --chunks N [--model M]"
+    return table(list(files), columns, rows, on=f"{on}, no sinks, no window, steps of 32", command=command)
+
+
+def _scientific(value: float, error: float) -> str:
+    return with_error(value, error, 6) if value > 1e-7 else f"{value:.0e}"
+
+
 FRONTIER = (
     *("q8/q8", "q8/tq4", "tq4/tq4", "tq4/tq3", "tq3/tq3", "tq2/tq2", "tcq4/tcq4", "tcq3/tcq3", "tcq2/tcq2"),
     *("4.3bits", "3.4bits", "2.6bits", "affine8_64:plain/affine8_64", "affine4_64:plain/affine4_64"),
@@ -994,7 +1021,7 @@ def everyday_facts() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        *(profiles, formats, divergence, frontier, normalization, trellis, states, by_layer, answers),
+        *(profiles, formats, divergence, fidelity, frontier, normalization, trellis, states, by_layer, answers),
         *(whole_models, long_contexts, llama_cpp, one_layer, kernels, attention_counts, verify_counts, gpu_attention),
         *(machine_code, h100_predicted, macs_predicted, prediction_checks),
         *(lookup_speed, lookup_acceptance),

@@ -11,17 +11,14 @@ from benchmarks.quality.frontier import FORMATS
 from mlx_tq.codec import register_format
 from mlx_tq.evaluate import build_parser, run
 
-PROFILES = (
-    *("q8/q8", "q8/tq4", "tq4/tq4", "tcq4/tcq4", "tq3/tq3", "tcq3/tcq3"),
-    *("affine8_64:plain/affine8_64", "affine8_64:plain/affine4_64", "affine4_64:plain/affine4_64"),
-)
+PROFILES = "q8/q8,tq4/tq4,tq3/tq3,tcq3/tcq3,affine8_64:plain/affine8_64,affine4_64:plain/affine4_64"
 
 
 def main() -> int:
     for each in FORMATS:
         register_format(each)
-    profiles = ["--profiles", ",".join(PROFILES)]
-    return run(build_parser().parse_args(["divergence", "--protocol", "fidelity", *profiles, *sys.argv[1:]]))
+    words = ["divergence", "--protocol", "fidelity", "--profiles", PROFILES, *sys.argv[1:]]
+    return run(build_parser().parse_args(words))
 
 
 if __name__ == "__main__":

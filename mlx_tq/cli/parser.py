@@ -123,7 +123,7 @@ def add_model_arguments(
         add("--adapter-path", metavar="DIR", help="folder of LoRA adapters from mlx_lm.lora (default: none)")
     add("--trust-remote-code", action="store_true", help="allow the model and its tokenizer to run their own code")
     types = "compute type (default: that of the model's weights)"
-    types = types if dtype is None else f"compute type; in half precision, rounding diverges, too (default: {dtype})"
+    types = types if dtype is None else f"compute type; half precision adds rounding to divergences (default: {dtype})"
     add("--dtype", choices=DTYPES, default=dtype, help=types)
     add_dequantize_argument(parser)
 

@@ -104,8 +104,8 @@ def build_parser() -> CommandParser:
 
 def _add_protocol(parser: argparse.ArgumentParser) -> None:
     flags = " ".join(f"{flag} {value}" for flag, value in PROTOCOLS["fidelity"].items())
-    text = "settings of a published protocol, which flags after it change (default: none). fidelity is that of "
-    text += f"mlx-quant-fidelity: {flags}"
+    text = "settings of a published protocol, which flags after it change; fidelity is that of "
+    text += f"mlx-quant-fidelity: {flags} (default: none)"
     parser.add_argument("--protocol", choices=tuple(PROTOCOLS), action=_Protocol, help=text)
 
 
