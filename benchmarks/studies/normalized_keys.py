@@ -17,7 +17,7 @@ import numpy as np
 
 from mlx_tq.codec.formats import CodecOptions, get_format
 from mlx_tq.evaluate.results import Results
-from mlx_tq.evaluate.teacher_forced import standard_error
+from mlx_tq.evaluate.standard_error import cut_clusters, standard_error
 from mlx_tq.integration.patches import patch_attention
 from mlx_tq.integration.probe import model_facts, native_caches
 from mlx_tq.models import load
@@ -140,7 +140,11 @@ class Reader:
         found = self.read(name, means, scale)
         kld = np.array(kl_divergence(self.exact, found), np.float64)
         agrees = np.array(self.exact.argmax(axis=-1) == found.argmax(axis=-1))
-        return {"kld": kld.mean(), "kld_error": standard_error(kld), "top1": 100 * agrees.mean()}
+        return {
+            "kld": kld.mean(),
+            "kld_error": standard_error(kld, cut_clusters([len(kld)])),
+            "top1": 100 * agrees.mean(),
+        }
 
 
 def main() -> None:

@@ -15,7 +15,8 @@ from mlx_tq import __version__
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, Arm
 from mlx_tq.evaluate.results import Record
-from mlx_tq.evaluate.teacher_forced import TokenScores, standard_error
+from mlx_tq.evaluate.standard_error import count_clusters, standard_error
+from mlx_tq.evaluate.teacher_forced import TokenScores
 from mlx_tq.files import atomic_write
 from mlx_tq.models.source import source_of
 from mlx_tq.prompt_cache.compressed import plan_caches
@@ -133,7 +134,7 @@ def _figures(score: TokenScores, reference: TokenScores, floor: float) -> Record
         "kld": {
             "mean": float(kld.mean()),
             "se": standard_error(kld, clusters),
-            "se_method": f"clustered, {len(np.unique(clusters))} parts of the text",
+            "se_method": f"clustered, {count_clusters(clusters)} parts of the text",
             "floor_mean": floor,
             **{name: float(value) for name, value in zip(names, np.quantile(kld, list(names.values())), strict=True)},
             "max": float(kld.max()),

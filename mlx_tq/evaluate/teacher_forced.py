@@ -19,12 +19,11 @@ from mlx_tq.errors import ConfigError, NonFiniteError
 from mlx_tq.evaluate.arms import Arm, compared_caches
 from mlx_tq.evaluate.inspection import check_evicted, eviction_counts, packed_tokens, reseed_random
 from mlx_tq.evaluate.results import Advance, Record
+from mlx_tq.evaluate.standard_error import count_clusters, cut_clusters, standard_error
 from mlx_tq.integration.probe import position_limit
 from mlx_tq.prompt_cache.compressed import compressed_attention
 from mlx_tq.prompt_cache.measurements import kl_divergence, log_probabilities
 
-CLUSTERS = 16  # fewer give no reliable standard error
-MIN_CLUSTER = 32  # tokens of a part of a chunk
 TOP = 5
 
 
@@ -99,10 +98,9 @@ def score_text(
 ) -> list[TokenScores]:
     """Score every token after the first step of each chunk, for the uncompressed cache and then for each arm.
 
-    An uncompressed arm also reads the first token alone, so that all later ones round differently on any backend.
-
     All arms take a step before any takes the next, so that the logits of one step are in memory, not those of a chunk.
-    The tokens of the first step attend to nothing packed and are not scored.
+    The tokens of the first step attend to nothing packed and are not scored. An uncompressed arm reads the first token
+    alone, so that all later ones round differently on any backend.
     """
     check_steps(model, min(map(len, chunks)), step, arms)
     makers = compared_caches(model, arms, max(map(len, chunks)))
@@ -123,9 +121,8 @@ def score_text(
                     packed_before = packed_tokens(caches)
                     started = time.perf_counter()
                     alone = int(is_control[arm] and start == 0 and stop > 1)
-                    if alone:
-                        log_probabilities(model, ids[:1], caches)
-                    predictions = log_probabilities(model, ids[start + alone : stop], caches)
+                    parts = ids[start : start + alone], ids[start + alone : stop]
+                    predictions = [log_probabilities(model, part, caches) for part in parts if part][-1]
                     mx.eval(predictions)
                     seconds[arm] += time.perf_counter() - started
                     advance(stop - start)
@@ -168,37 +165,6 @@ def _score_step(reference: mx.array, predictions: mx.array, targets: list[int]) 
     return np.array(mx.stack([part.astype(mx.float32) for part in parts]), dtype=np.float64)
 
 
-def cut_clusters(counts: Sequence[int]) -> np.ndarray:
-    """Return the cluster of each token, for chunks of so many scored tokens.
-
-    A cluster is a chunk. Fewer chunks than CLUSTERS are cut into equal parts of MIN_CLUSTER tokens or more.
-    """
-    clusters: list[np.ndarray] = []
-    first, wanted, fewest = 0, -(-CLUSTERS // len(counts)), -(-2 // len(counts))
-    for count in counts:
-        parts = max(fewest, min(wanted, count // MIN_CLUSTER))
-        clusters.append(first + np.arange(count) * parts // count)
-        first += parts
-    return np.concatenate(clusters)
-
-
-def standard_error(values: np.ndarray, clusters: np.ndarray | None = None) -> float:
-    """Return the standard error of the mean of values [N], of which those of one cluster depend on each other.
-
-    The sandwich estimator with its correction for few clusters; without clusters, values are independent.
-    """
-    numbers = np.arange(len(values)) if clusters is None else np.unique(clusters, return_inverse=True)[1]
-    count = int(numbers.max()) + 1
-    if count < 2:
-        return math.inf
-    sums = np.bincount(numbers, weights=values - values.mean())
-    return float(math.sqrt(count / (count - 1) * np.square(sums).sum()) / len(values))
-
-
-def count_clusters(scores: TokenScores) -> int:
-    return len(np.unique(scores.clusters))
-
-
 def perplexity(name: str, scores: TokenScores, baseline: np.ndarray) -> Record:
     """Return the perplexity of an arm, and its change in percent from the uncompressed cache, of nll `baseline` [N].
 
@@ -215,7 +181,7 @@ def perplexity(name: str, scores: TokenScores, baseline: np.ndarray) -> Record:
         "delta": 100 * (ratio - 1),
         "delta_error": 100 * ratio * standard_error(difference, scores.clusters),
         "packed": scores.packed,
-        "clusters": count_clusters(scores),
+        "clusters": count_clusters(scores.clusters),
         "nbytes": scores.nbytes,
         "kept": scores.live_share,
         "rounds": scores.rounds,
@@ -244,5 +210,5 @@ def divergence(name: str, scores: TokenScores, other: TokenScores | None = None)
         "top1": 100 * float(scores.agrees.mean()),
         "top1_error": 100 * standard_error(scores.agrees.astype(np.float64), scores.clusters),
         "packed": scores.packed,
-        "clusters": count_clusters(scores),
+        "clusters": count_clusters(scores.clusters),
     }

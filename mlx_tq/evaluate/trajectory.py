@@ -17,7 +17,8 @@ from mlx_tq.errors import ConfigError, NonFiniteError
 from mlx_tq.evaluate.arms import Arm, compared_caches
 from mlx_tq.evaluate.inspection import check_evicted, reseed_random
 from mlx_tq.evaluate.results import Advance, Record
-from mlx_tq.evaluate.teacher_forced import check_packed, standard_error
+from mlx_tq.evaluate.standard_error import standard_error
+from mlx_tq.evaluate.teacher_forced import check_packed
 from mlx_tq.integration.probe import position_limit
 from mlx_tq.prompt_cache.compressed import compressed_attention
 from mlx_tq.prompt_cache.measurements import kl_divergence, log_probabilities

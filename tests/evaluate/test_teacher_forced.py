@@ -9,16 +9,14 @@ from zoo import build
 from mlx_tq.cli.inputs import load_text
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, parse_arm
+from mlx_tq.evaluate.standard_error import CLUSTERS, cut_clusters, standard_error
 from mlx_tq.evaluate.teacher_forced import (
-    CLUSTERS,
     TokenScores,
     check_steps,
     cut_chunks,
-    cut_clusters,
     divergence,
     perplexity,
     score_text,
-    standard_error,
 )
 from mlx_tq.prompt_cache.measurements import kl_divergence, log_probabilities
 
