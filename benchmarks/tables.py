@@ -191,7 +191,7 @@ def fidelity() -> str:
 
 
 def _scientific(value: float, error: float) -> str:
-    return with_error(value, error, 6) if value > 1e-7 else f"{value:.0e}"
+    return with_error(value, error) if value > 1e-4 else f"{value:.1e} ± {error:.0e}"
 
 
 FRONTIER = (

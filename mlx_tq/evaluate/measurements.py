@@ -202,7 +202,7 @@ def _kld(name: str) -> Callable[[Record], str]:
         value = row.get(name)
         if value is None:
             return "-"
-        return f"{value:.6f}" if value == 0 or abs(value) >= 1e-5 else f"{value:.0e}"
+        return f"{value:.6f}" if value == 0 or abs(value) >= 1e-5 else f"{value:.1e}"
 
     return show
 
@@ -216,7 +216,7 @@ def _note_on_errors(records: Sequence[Record]) -> str:
     floors = [row["kld"] for row in records if row.get("cosine", 1) == 1 and row["packed"] == 0]
     floor = max(floors, default=0.0)
     near = [row["name"] for row in records if row["packed"] and row["kld"] < 2 * floor]
-    rounding = f"{OFF.name}: a second uncompressed cache, which rounds differently; its KLD of {floor:.0e} is the floor"
+    rounding = f"{OFF.name}: a second uncompressed cache, which rounds differently; its KLD of {floor:.1e} is the floor"
     doubt = f". Not above it: {', '.join(near)}. Lower it with --dtype float32" if near else ""
     return f"{_note_on_parts(records)}\n{rounding}{doubt}"
 

@@ -58,7 +58,7 @@ def test_the_note_names_what_is_not_above_the_floor():
     rows = [{"name": name, "kld": kld, "packed": packed, "clusters": 16} for name, kld, packed in ROWS]
     note = MEASUREMENTS["divergence"].note(rows)
     assert "over 16 parts of the text" in note
-    assert "KLD of 1e-04 is the floor. Not above it: q8/q8. Lower it" in note
+    assert "KLD of 1.0e-04 is the floor. Not above it: q8/q8. Lower it" in note
     assert "Not above" not in MEASUREMENTS["divergence"].note(rows[::2])
 
 
