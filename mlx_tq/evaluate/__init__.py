@@ -32,7 +32,7 @@ _MEASUREMENTS = {
 }
 _IN_FLOAT32 = ("divergence", "trajectory", "formats")  # in half precision, rounding diverges more than q8
 # What a published protocol sets where no flag does.
-PROTOCOLS = {"fidelity": {"--chunks": 100, "--length": 512, "--step": 32, "--kv-sinks": 0, "--kv-window": 0}}
+PROTOCOLS = {"fidelity": {"--chunks": 100, "--length": 512, "--kv-sinks": 0, "--kv-window": 0}}
 _STEP = (512, "tokens per prefill step")
 _LENGTHS: dict[str, Any] = {"default": "1000,2000", "metavar": "N,...", "help": "tokens of the prompts"}
 
@@ -75,8 +75,7 @@ def build_parser() -> CommandParser:
         add_cache_arguments(parsers[name])
     for name in ("perplexity", "divergence", "formats"):
         _add_numbers(parsers[name], chunks=(3, "pieces of the text"), length=(2048, "tokens per piece"), step=_STEP)
-    for name in ("divergence", "formats"):
-        _add_protocol(parsers[name])
+    _add_protocol(parsers["divergence"])
     text = "write a record of each cache into this folder, for mlx-kld compare and mlx-kld plot (default: none)"
     parsers["divergence"].add_argument("--records", metavar="FOLDER", help=text)
     pieces = {"chunks": (8, "number of prompts, cut from the text"), "length": (1024, "tokens per prompt")}
@@ -104,8 +103,10 @@ def build_parser() -> CommandParser:
 
 def _add_protocol(parser: argparse.ArgumentParser) -> None:
     flags = " ".join(f"{flag} {value}" for flag, value in PROTOCOLS["fidelity"].items())
-    text = "settings of a published protocol, which flags after it change; fidelity is that of "
-    text += f"mlx-quant-fidelity: {flags} (default: none)"
+    text = (
+        "a published protocol; fidelity is that of mlx-quant-fidelity, which packs each token before attention reads "
+    )
+    text += f"it, and sets {flags}, which flags after it change (default: none)"
     parser.add_argument("--protocol", choices=tuple(PROTOCOLS), action=_Protocol, help=text)
 
 

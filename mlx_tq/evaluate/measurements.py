@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from mlx_tq.cli.loading import load_model
 from mlx_tq.cli.options import Request
 from mlx_tq.cli.screen import progress_bar
+from mlx_tq.evaluate.all_packed import score_all_packed
 from mlx_tq.evaluate.arms import OFF, Arm, with_control
 from mlx_tq.evaluate.asking import PASS, VOID, Sample, ask_samples, compare_answers
 from mlx_tq.evaluate.flag_values import parse_depths, whole_numbers
@@ -88,6 +89,8 @@ def settings_of(args: argparse.Namespace, names: tuple[str, ...], arms: list[Arm
 def _score(run: Run, arms: list[Arm]) -> list[TokenScores]:
     total = (1 + len(arms)) * sum(len(chunk) - 1 for chunk in run.chunks)
     with progress_bar(run.args.measurement, total) as advance:
+        if getattr(run.args, "protocol", None) is not None:
+            return score_all_packed(run.model[0], run.chunks, arms, advance)
         return score_text(run.model[0], run.chunks, arms, run.args.step, advance)
 
 
@@ -108,6 +111,7 @@ def _divergence(run: Run) -> list[Record]:
         before = None if arm.config.is_off else score
     if args.records is not None:
         settings = settings_of(args, _TEXT, arms)
+        settings |= {} if args.protocol is None else {"step": 0}  # all tokens are scored
         options: dict[str, Any] = {"settings": settings, "seconds": time.monotonic() - started}
         write_records(args.records, run.model[0], short_name(args.model), arms, scores, run.chunks, **options)
     return list(run.results.rows.values())
@@ -293,7 +297,7 @@ MEASUREMENTS = {
         _divergence,
         "Divergence from the uncompressed cache over {tokens:,} tokens, in nats",
         _select("cache,KLD,± KLD,from above,± from above,median,99 %,top-1 %,± top-1,packed %"),
-        _TEXT,
+        (*_TEXT, "protocol"),
         note=_note_on_errors,
         resumes=False,
     ),

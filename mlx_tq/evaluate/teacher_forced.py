@@ -129,14 +129,13 @@ def score_text(
                     reference = predictions if reference is None else reference
                     if start:
                         packed[arm] += packed_before * (stop - start)
-                        scores[arm].append(_score_step(reference, predictions, ids[start + 1 : stop + 1]))
+                        scores[arm].append(score_step(reference, predictions, ids[start + 1 : stop + 1]))
             for arm, caches in enumerate(caches_of_arms):
                 if arm:
                     check_evicted(arms[arm - 1].name, caches)
                 rounds[arm] += eviction_counts(caches)[0]
     joined = [np.concatenate(parts, axis=1) for parts in scores]
-    if not all(np.isfinite(part).all() for part in joined):
-        raise NonFiniteError("the model's logits are NaN on this text. Check its weights, or load it in float32.")
+    check_finite(joined)
     clusters = cut_clusters([len(ids) - 1 - step for ids in chunks])
     return [
         TokenScores(
@@ -155,7 +154,12 @@ def score_text(
     ]
 
 
-def _score_step(reference: mx.array, predictions: mx.array, targets: list[int]) -> np.ndarray:
+def check_finite(scores: Sequence[np.ndarray]) -> None:
+    if not all(np.isfinite(part).all() for part in scores):
+        raise NonFiniteError("the model's logits are NaN on this text. Check its weights, or load it in float32.")
+
+
+def score_step(reference: mx.array, predictions: mx.array, targets: list[int]) -> np.ndarray:
     """Return `nll`, `kld`, `agrees` and `in_top` of each token: [4, L]."""
     nll = -mx.take_along_axis(predictions, mx.array(targets)[:, None], axis=-1)[:, 0]
     best = reference.argmax(axis=-1)

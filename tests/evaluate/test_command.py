@@ -20,7 +20,7 @@ def test_json_on_stdout_and_nothing_else(capsys):
     found = json.loads(out)
     assert set(found) == {"command", "settings", "versions", "blas", "results"}
     assert found["command"] == "divergence"
-    assert {"model", "dtype", "text", "chunks", "length", "step", "arms"} == set(found["settings"])
+    assert {"model", "dtype", "text", "chunks", "length", "step", "arms", "protocol"} == set(found["settings"])
     assert found["settings"]["arms"]["tq2/tq2"]["sinks"] == 16
     assert set(found["versions"]) == {"mlx_tq", "mlx", "mlx_lm"}
     assert found["blas"] == environment()["blas"]
@@ -49,8 +49,8 @@ def test_a_protocol_sets_what_no_flag_does():
         args = build_parser().parse_args(["divergence", *words])
         return args.chunks, args.length, args.step, args.kv_sinks, args.kv_window
 
-    assert sizes("--protocol", "fidelity") == (100, 512, 32, 0, 0)
-    assert sizes("--chunks", "20", "--protocol", "fidelity", "--kv-window", "64") == (20, 512, 32, 0, 64)
+    assert sizes("--protocol", "fidelity") == (100, 512, 512, 0, 0)
+    assert sizes("--chunks", "20", "--protocol", "fidelity", "--kv-window", "64") == (20, 512, 512, 0, 64)
     assert sizes() == (3, 2048, 512, None, None)
 
 
