@@ -187,7 +187,7 @@ def fidelity() -> str:
     counts = {label: report(name)["settings"]["chunks"] for name, label in files.items()}
     on = ", ".join(f"{label} ({count} pieces)" for label, count in counts.items())
     command = "python -m benchmarks.studies.fidelity --chunks N [--model M]"
-    return table(list(files), columns, rows, on=f"{on}, no sinks, no window, steps of 32", command=command)
+    return table(list(files), columns, rows, on=f"{on}, everything packed", command=command)
 
 
 def _scientific(value: float, error: float) -> str:
