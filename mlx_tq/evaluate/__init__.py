@@ -103,10 +103,8 @@ def build_parser() -> CommandParser:
 
 def _add_protocol(parser: argparse.ArgumentParser) -> None:
     flags = " ".join(f"{flag} {value}" for flag, value in PROTOCOLS["fidelity"].items())
-    text = (
-        "a published protocol; fidelity is that of mlx-quant-fidelity, which packs each token before attention reads "
-    )
-    text += f"it, and sets {flags}, which flags after it change (default: none)"
+    text = "a published protocol; fidelity is that of mlx-quant-fidelity, which packs each token before attention "
+    text += f"reads it, and sets {flags}, which flags after it change (default: none)"
     parser.add_argument("--protocol", choices=tuple(PROTOCOLS), action=_Protocol, help=text)
 
 
