@@ -10,7 +10,7 @@ tokens, from which `compare` computes errors of ratios: tokens of a block are no
 import argparse
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import numpy as np
 
 from benchmarks.quality import peers
 from benchmarks.quality.frontier import FORMATS
+from benchmarks.quality.ratios import compare, interpolate
 from benchmarks.quality.rounded_cache import BLOCK, SINKS, STEP, WINDOW, Formula, LayerRows, Reader
 from benchmarks.quality.sorted_pairs import (
     LayerStatistics,
@@ -34,6 +35,7 @@ from benchmarks.quality.sorted_pairs import (
 )
 from mlx_tq.codec import get_format, register_format
 from mlx_tq.config import KVConfig
+from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.results import Record, Results
 from mlx_tq.evaluate.teacher_forced import cut_chunks, standard_error
 from mlx_tq.models import load
@@ -45,6 +47,8 @@ TOGETHER = 4  # arms that share the logits of the exact cache
 ERROR_BLOCK = 64  # tokens that count as one observation
 CALIBRATION = (8, 2048)  # texts, and tokens of each
 LAYER_BITS = (2.6, 3, 3.4, 3.8, 4.3)
+PEERS = ("KVarN", "OSCAR", "OScaR", "KIVI")
+_BY_LAYER = " bits by layer"
 INTEGERS = ("q8_0", "q4_0", "affine4_64", "affine3_64", "affine2_64")
 
 
@@ -81,7 +85,7 @@ def layer_formula(model: Any, mean_bits: float) -> Formula:
         key, value = (np.mean([format_bits(fmt, dim) for fmt in formats]) for formats in zip(*pairs, strict=True))
         return float(key) + 16 / BLOCK, float(value)
 
-    return Formula(f"{mean_bits:g} bits by layer", partial(side, keys=True), partial(side, keys=False), bits)
+    return Formula(f"{mean_bits:g}{_BY_LAYER}", partial(side, keys=True), partial(side, keys=False), bits)
 
 
 def sorted_formulas(statistics: Statistics) -> list[Formula]:
@@ -121,16 +125,22 @@ def peer_formulas(statistics: Statistics) -> list[Formula]:
     ]
 
 
-def make_formulas(model: Any, statistics: Statistics) -> list[Formula]:
+def make_formulas(model: Any, statistics: Statistics, names: Sequence[str]) -> list[Formula]:
+    """Return the arms of these names, in their order; of all names if there are none."""
     for each in FORMATS:
         register_format(each)
-    return [
+    formulas = [
         *map(package_formula, ("tcq2", "tcq3", "tcq4", "tq2", "tq3", "tq4")),
         *peer_formulas(statistics),
         *sorted_formulas(statistics),
-        *(layer_formula(model, bits) for bits in LAYER_BITS),
         *map(integer_formula, INTEGERS),
     ]
+    if not names or any(name.endswith(_BY_LAYER) for name in names):  # needs the losses of layers
+        formulas += [layer_formula(model, bits) for bits in LAYER_BITS]
+    known = {formula.name: formula for formula in formulas}
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"arms {unknown} are unknown; valid are {'; '.join(known)}.")
+    return [known[name] for name in names or known]
 
 
 def measure(reader: Reader, ids: mx.array, exact: mx.array, formulas: Sequence[Formula]) -> list[np.ndarray]:
@@ -162,23 +172,10 @@ def make_record(reader: Reader, formula: Formula, length: int, blocks: np.ndarra
     }
 
 
-def compare(row: Record, other: Record) -> tuple[float, float]:
-    """Return the ratio of two records' divergences, and its standard error over the blocks that they share."""
-    shared = min(len(row["blocks"]), len(other["blocks"]))
-    above, below = np.array(row["blocks"][:shared]), np.array(other["blocks"][:shared])
-    ratio = above.mean() / below.mean()
-    return float(ratio), standard_error(above - ratio * below) / float(below.mean())
-
-
-def interpolate(rows: Sequence[Record], bits: float) -> float:
-    """Return the divergence at a number of bits, linear in its logarithm; beyond the rows, the nearest two go on."""
-    rows = sorted(rows, key=lambda row: float(row["bits"]))
-    if len(rows) == 1:
-        return float(rows[0]["kld"]) * 4.0 ** (rows[0]["bits"] - bits)
-    last = next((i for i in range(1, len(rows)) if rows[i]["bits"] >= bits), len(rows) - 1)
-    low, high = rows[last - 1], rows[last]
-    share = (bits - low["bits"]) / (high["bits"] - low["bits"])
-    return math.exp((1 - share) * math.log(low["kld"]) + share * math.log(high["kld"]))
+def peer_at(records: Mapping[str, Record], bits: float) -> float:
+    """Return the least divergence of the peers at a number of bits."""
+    families = ([row for name, row in records.items() if name.startswith(family)] for family in PEERS)
+    return min((interpolate(rows, bits) for rows in families if rows), default=math.inf)
 
 
 def show(results: Results) -> None:
@@ -192,6 +189,7 @@ def show(results: Results) -> None:
         "± KLD": lambda row: f"{row['kld_error']:.5f}",
         "top-1 %": lambda row: f"{row['top1']:.2f}",
         "of tcq2/tcq2": lambda row: "{:.3f} ± {:.3f}".format(*compare(row, base)) if base else "-",
+        "of the best peer": lambda row: f"{row['kld'] / peer_at(results.rows, row['bits']):.3f}",
     }
     rows = sorted(results.rows.values(), key=lambda row: float(row["bits"]))
     results.show("Divergence of formulas from the exact cache", columns, rows)
@@ -206,9 +204,8 @@ def run(args: argparse.Namespace, results: Results) -> None:
     """Measure the arms on one text after the other, and add to the records that lack a text."""
     model, tokenizer = load(args.model, dtype="float32", dequantize=True)
     reader = Reader(model)
-    formulas = make_formulas(model, cache(partial(read_statistics, reader, tokenizer, args.calibration)))
-    names = args.arms.split(";") if args.arms else [formula.name for formula in formulas]
-    chosen = sorted((f for f in formulas if f.name in names), key=lambda formula: names.index(formula.name))
+    statistics = cache(partial(read_statistics, reader, tokenizer, args.calibration))
+    chosen = make_formulas(model, statistics, args.arms.split(";") if args.arms else [])
     chunks = cut_chunks(tokenizer, Path(args.text).read_text(encoding="utf-8"), args.texts, args.length)
     for number, chunk in enumerate(chunks):
         ids, exact = mx.array([chunk[:-1]]), None

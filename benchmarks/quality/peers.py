@@ -6,9 +6,9 @@ bounds, which would be those of tensors of unit size.
 
 - KVarN (arXiv 2606.03458): Hadamard transform, then standard deviations of tokens and channels are divided out in turns
   in each tile of 128 tokens, best of 16 rounds; then integers, of keys by channel, of values by token.
-- OSCAR (arXiv 2605.17757): one rotation U H P for the heads of a layer: eigenvectors of the queries' covariance (keys) or
-  of the values' covariance weighted by attention energy (values), Hadamard, bit-reversed order of eigenvalues. Tokens
-  are clipped at a quantile of their size (.96, .92), then integers in groups of up to 128 dims.
+- OSCAR (arXiv 2605.17757): one rotation U H P for the heads of a layer: eigenvectors of the queries' covariance (keys)
+  or of the values' covariance weighted by attention energy, Hadamard, bit-reversed order of eigenvalues. Tokens are
+  clipped at a quantile of their size (.96, .92), then integers in groups of up to 128 dims.
 - OScaR (arXiv 2605.19660): Hadamard, keys over the token's norm in all heads, then integers by channel in groups of
   tokens; values by token.
 - KIVI (arXiv 2402.02750): integers, of keys by channel in groups of 32 tokens, of values in groups of 32 dims.

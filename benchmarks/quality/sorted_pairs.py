@@ -232,7 +232,7 @@ def covariance_transform(head: HeadStatistics, shrinkage: float) -> tuple[np.nda
     """Return the transform of keys that makes queries and keys uncorrelated and equal, its inverse, mean squares."""
     roots = []
     for covariance in (head.query_covariance, head.key_covariance):
-        assert covariance is not None, "the first tokens are too few for covariances"
+        assert covariance is not None
         mixed = (1 - shrinkage) * covariance + shrinkage * np.diag(np.diag(covariance))
         mixed += 1e-3 * np.trace(mixed) / len(mixed) * np.eye(len(mixed))
         roots.append(mixed)
