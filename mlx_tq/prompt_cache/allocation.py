@@ -43,8 +43,9 @@ def allocate(facts: ModelFacts, config: KVConfig, bits: float, losses: Losses) -
             "again with mlx_tq.calibrate --losses."
         )
     plain = replace(config, mean_bits=None)
-    # A plan stores the rotated parts of MLA in no less than the promoted format.
-    pairs = [[(key, promote(value) if slot.latent else value) for key, value in _PAIRS] for slot in slots]
+    # A plan stores the rotated parts of MLA in no less than the promoted format, also when losses are measured.
+    stored = [promote if slot.latent else str for slot in slots]
+    pairs = [[(key, value_of(value)) for key, value in _PAIRS] for value_of in stored]
     specs = [
         [CacheSpec.for_layer(plain, slot.index, *pair, latent=slot.latent) for pair in of_layer]
         for slot, of_layer in zip(slots, pairs, strict=True)
@@ -53,10 +54,11 @@ def allocate(facts: ModelFacts, config: KVConfig, bits: float, losses: Losses) -
     layer_losses = np.array(
         [
             [
-                key * _relative(pair[0], config.key_scale) + value * _relative(pair[1], config.value_scale)
+                key * _relative(pair[0], MEASURED_FORMAT, config.key_scale)
+                + value * _relative(pair[1], value_of(MEASURED_FORMAT), config.value_scale)
                 for pair in of_layer
             ]
-            for key, value, of_layer in zip(losses.keys, losses.values, pairs, strict=True)
+            for key, value, of_layer, value_of in zip(losses.keys, losses.values, pairs, stored, strict=True)
         ]
     )
     values = sum(slot.heads * (slot.key_dim + slot.value_dim) for slot in slots)
@@ -85,9 +87,9 @@ def stored_bits(slot: SlotFacts, spec: CacheSpec) -> int:
     return round(8 * slot.heads * (layer_layout(slot, spec).nbytes + mean))
 
 
-def _relative(name: str, rule: str) -> float:
-    """Return the squared error of a format relative to that of MEASURED_FORMAT, both with a scale rule."""
-    return get_format(name).error_with(rule) / get_format(MEASURED_FORMAT).error_with(rule)
+def _relative(name: str, measured: str, rule: str) -> float:
+    """Return the squared error of a format relative to that of the measured one, both with a scale rule."""
+    return get_format(name).error_with(rule) / get_format(measured).error_with(rule)
 
 
 def solve_knapsack(sizes: np.ndarray, losses: np.ndarray, limit: int) -> list[int]:

@@ -130,11 +130,7 @@ class ModelService:
                 )
         else:
             prompts = [self._prompt_builder.completion_prompt(prompt) for prompt in request.prompts]
-        try:
-            for each in prompts:
-                check_token_ids(self._model, each.ids)
-        except ConfigError as error:
-            raise InvalidRequestError(str(error)) from error
+        self._check_token_ids(prompts)
         events: asyncio.Queue[Event] = asyncio.Queue()  # of all jobs
         sampling, vocabulary = self._sampling.updated(request), self._prompt_builder.vocabulary
         jobs = []
@@ -165,6 +161,13 @@ class ModelService:
         answer = make_answer(self.name, choices, prompt_tokens, self._tokenizer.decode, None if turn is None else 0)
         answer.usage_scale = self.usage_scale
         return jobs, answer, turn
+
+    def _check_token_ids(self, prompts: list[Prompt]) -> None:
+        try:
+            for prompt in prompts:
+                check_token_ids(self._model, prompt.ids)
+        except ConfigError as error:
+            raise InvalidRequestError(str(error)) from error
 
     def _make_choice(self, request: ChatRequest, prompt: Prompt, grammar: AnswerGrammar | None) -> Choice:
         return Choice(

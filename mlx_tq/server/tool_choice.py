@@ -68,7 +68,7 @@ def _check_names(choice: ToolChoice | None, info: ValidationInfo) -> ToolChoice 
         return choice
     tool_names = [tool.function.get("name") for tool in info.data["tools"] or []]
     if not tool_names:
-        raise ValueError("needs tools, but the request has none; send tools, or omit tool_choice")
+        raise ValueError("needs tools in the request; send tools, or omit tool_choice")
     if unknown := [name for name in choice.names or [] if name not in tool_names]:
         names = ", ".join(str(name)[:_MAX_NAME] for name in tool_names[:20])
         raise ValueError(f"{unknown[0][:_MAX_NAME]!r} is not one of the tools: {names}")

@@ -67,7 +67,7 @@ def key(request):
     return request.param
 
 
-@pytest.fixture(scope="module", params=["model", "rescue"])
+@pytest.fixture(scope="module", params=["model", pytest.param("rescue", marks=pytest.mark.full)])
 def attacked(key, tmp_path_factory, request):
     with running(request.param, tmp_path_factory.mktemp("x"), key) as target:
         yield target
@@ -114,7 +114,8 @@ def divisor(request):
 
 
 @pytest.fixture(
-    scope="module", params=["model", "rescue", pytest.param("rescue on PostgreSQL", marks=pytest.mark.full)]
+    scope="module",
+    params=["model", *(pytest.param(name, marks=pytest.mark.full) for name in ("rescue", "rescue on PostgreSQL"))],
 )
 def flooded(divisor, tmp_path_factory, request):
     """Run a server with few open files, which accepts 40 requests at once."""

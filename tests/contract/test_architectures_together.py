@@ -24,7 +24,7 @@ LENGTHS = (70, 20, 156, 5)  # the third packs a block while it generates
 TOKENS = 9
 BLOCKED = ("plamo3", "phi3small")  # several tokens do not get the logits of one at a time
 BUILT = [name for name, arch in ARCHITECTURES.items() if arch.buildable]
-QUICK = {"gpt_oss", "lfm2", "bailing_moe_linear"}
+QUICK = {"lfm2", "bailing_moe_linear"}
 # Mean KL of the logits, in nats. Where attention is sharp, or experts are near a tie, a tiny random model loses more.
 LIMITS = {"q8": 3e-6, "tq4": 7e-4}
 SHARP = {

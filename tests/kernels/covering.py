@@ -9,14 +9,14 @@ from typing import Any
 Case = dict[str, Any]
 
 
-def covering(parameters: Mapping[str, Sequence[Any]], ways: int = 2, whole: Sequence[str] = ()) -> list[Case]:
-    """Return cases with every combination of values of any `ways` parameters, and of all `whole` ones together."""
-    cases = _covering(tuple((name, tuple(values)) for name, values in parameters.items()), ways, tuple(whole))
+def covering(parameters: Mapping[str, Sequence[Any]], ways: int = 2) -> list[Case]:
+    """Return cases with every combination of values of any `ways` parameters."""
+    cases = _covering(tuple((name, tuple(values)) for name, values in parameters.items()), ways)
     return [dict(case) for case in cases]
 
 
 @cache
-def _covering(parameters: tuple[tuple[str, tuple]], ways: int, whole: tuple[str, ...]) -> list[Case]:
+def _covering(parameters: tuple[tuple[str, tuple]], ways: int) -> list[Case]:
     rng, values = random.Random(0), dict(parameters)
 
     def combine(names: Iterable[str]) -> Iterator[tuple]:
@@ -25,11 +25,10 @@ def _covering(parameters: tuple[tuple[str, tuple]], ways: int, whole: tuple[str,
     def chosen(case: Case, groups: Iterable[tuple[str, ...]]) -> Iterator[tuple]:
         return (tuple((name, case[name]) for name in group) for group in groups)
 
-    whole_cases = list(combine(whole)) if whole else []
     missing = dict.fromkeys(group for names in combinations(values, ways) for group in combine(names))
     cases = []
-    while whole_cases or missing:
-        case = dict(whole_cases.pop() if whole_cases else next(iter(missing)))
+    while missing:
+        case = dict(next(iter(missing)))
         rest = [name for name in values if name not in case]
         for name in rng.sample(rest, len(rest)):
             order = rng.sample(values[name], len(values[name]))

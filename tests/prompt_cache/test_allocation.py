@@ -68,7 +68,7 @@ def test_the_bits_are_those_of_the_arrays(embedded, bits):
 
 @pytest.mark.parametrize("bits", [5.5, 6.5])
 def test_the_bits_of_latents_are_those_of_the_plan(bits):
-    """A plan stores the rotated parts in no less than q8."""
+    """A plan stores the rotated parts in no less than q8, at which their losses were measured."""
     model = build("deepseek_v3")
     facts = model_facts(model)
     losses = Losses((0.1,) * len(facts.slots), (0.2,) * len(facts.slots), 320)
@@ -79,6 +79,7 @@ def test_the_bits_of_latents_are_those_of_the_plan(bits):
     assert [layer.spec.value for layer in plan.layers] == ["q8"] * len(plan.layers)
     assert bits - 1 < stored <= bits
     assert stored == pytest.approx(allocation.bits)
+    assert allocation.loss >= 0.2 * len(facts.slots)
 
 
 @pytest.fixture

@@ -41,12 +41,11 @@ def alone(folder, config):
 @pytest.mark.parametrize(
     ("name", "profile"),
     [
-        ("llama4", "balanced"),
-        *(pytest.param(name, "off", marks=pytest.mark.full) for name in SAYS if name != "mistral3"),
-        pytest.param("bailing_moe_linear", "balanced", marks=pytest.mark.full),
-        *(pytest.param(name, "balanced", marks=pytest.mark.full) for name in SERVED_ALONE),
+        *((name, "off") for name in SAYS if name != "mistral3"),
+        *((name, "balanced") for name in ("llama4", "bailing_moe_linear", *SERVED_ALONE)),
     ],
 )
+@pytest.mark.full
 def test_answers_together_are_those_alone(tmp_path, name, profile):
     folder, log = zoo_model(tmp_path / name, name, spread=True), tmp_path / "log"
     flags = ("--kv-profile", profile, "--prefill-step-size", 2048)

@@ -26,6 +26,7 @@ def finish_of(response):
     return body["usage"]["completion_tokens"], body["choices"][0]["finish_reason"]
 
 
+@pytest.mark.full
 def test_an_answer_without_a_limit_ends_with_the_context(server):
     response = server.post("/v1/completions", **words(POSITIONS - 256))
     assert finish_of(response) == (256, "length")

@@ -229,7 +229,7 @@ REFUSED = {  # part of a body, and of the message
     "block": (says([{"type": "a"}]), "messages.0.content.0: its type should be one of 'text', "),
     "no block": (says([]), "messages.0.content: List should have at least 1 item"),
     "no text": ({"messages": [{"role": "system", "content": ""}]}, "the messages have no text"),
-    "no tools": ({"tool_choice": {"type": "any"}}, "tool_choice: needs tools, but the request has none"),
+    "no tools": ({"tool_choice": {"type": "any"}}, "tool_choice: needs tools in the request"),
     "schema": ({"tools": [{"name": "add"}]}, "tools.0.input_schema: Field required"),
     "thinking": ({"thinking": {"type": "on"}}, "thinking.type: Input should be 'enabled', 'adaptive' or 'disabled'"),
     "too long": (says("a b c " * 2000), r"prompt is too long: \d{4,5} tokens > 4095 maximum$"),

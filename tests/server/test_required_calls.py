@@ -348,7 +348,7 @@ def test_choices_of_other_apis():
             },
             "'f' is not one of the tools",
         ),
-        ({"tool_choice": "required"}, "tool_choice: needs tools, but the request has none"),
+        ({"tool_choice": "required"}, "tool_choice: needs tools in the request"),
         ({"tool_choice": FUNCTION, "tools": TOOLS[1:]}, "'pick' is not one of the tools: paint"),
     ],
 )

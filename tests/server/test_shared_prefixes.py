@@ -109,6 +109,7 @@ def test_a_shared_prefix_is_prefilled_and_held_once(name, stored, tmp_path, monk
         assert max(saved) >= least
 
 
+@pytest.mark.full
 def test_eight_jobs_attend_to_their_shared_prefix_together(llama, monkeypatch):
     def jobs():
         return [job_of(SYSTEM, unique(seed), max_tokens=40) for seed in range(8)]  # rows of their own are packed, too

@@ -122,12 +122,15 @@ def scripted(loaded, tokenizer):  # noqa: F811
         yield server
 
 
-@pytest.mark.parametrize(("text", "reasoning", "content", "calls"), ANSWERS, ids=["call", "broken", "thoughts", "text"])
-def test_calls_and_mentions_of_marks(scripted, text, reasoning, content, calls):
+@pytest.mark.parametrize(
+    "answer", [ANSWERS[0], *(pytest.param(answer, marks=pytest.mark.full) for answer in ANSWERS[1:])]
+)
+def test_calls_and_mentions_of_marks(scripted, answer):
+    text, reasoning, content, calls = answer
     assert scripted.answers(text, FREE) == [(reasoning, content, calls, bool(calls))] * 4
 
 
-@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("parallel", [pytest.param(True, marks=pytest.mark.full), False])
 def test_calls_in_parallel(scripted, parallel):
     calls = (2 if parallel else 1) * ADD
     assert scripted.answers(f"Two.{CALL}{CALL}", parallel_tool_calls=parallel) == [("", "Two.", calls, True)] * 4
