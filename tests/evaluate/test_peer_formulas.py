@@ -134,10 +134,9 @@ def test_attention_in_steps_reads_rounded_rows_behind_the_window_only():
     parts = [side[:, :, SINKS : layer.stop] for side in (layer.keys, layer.values)]
     assert mx.abs(attend_in_steps(layer, *parts, 0.25) - exact).max() < 1e-5
     changed = attend_in_steps(layer, parts[0], parts[1] + 1, 0.25)
-    first = int(mx.abs(changed - exact).max(axis=(0, 1, 3)).tolist().index(0) == 0)
-    assert first == 1
-    assert mx.abs(changed - exact)[:, :, :256].max() < 1e-5
-    assert mx.abs(changed - exact)[:, :, 256:].min() >= 0
+    differences = mx.abs(changed - exact).max(axis=(0, 1, 3))
+    assert differences[:256].max() < 1e-5
+    assert differences[256:].min() > 1e-3
     assert [rounded_until(step) for step in (0, 1, 2, 3)] == [SINKS, SINKS, 192, 320]
 
 
