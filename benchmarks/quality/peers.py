@@ -1,8 +1,8 @@
 """The roundings of published KV caches as formulas: KVarN, OSCAR, OScaR, KIVI, and mlx's and ggml's integers.
 
 They follow the papers and their published settings. Scales and offsets are rounded to fp16, codes are not packed. Where
-there is a choice, the more accurate one is taken: offsets are fp16 numbers and not integers, and KVarN's scales have no
-bounds, which would be those of tensors of unit size.
+there is a choice, the more accurate one is taken: offsets are fp16 numbers and not integers, and KVarN's scales may be
+smaller than one, as values of small models are.
 
 - KVarN (arXiv 2606.03458): Hadamard transform, then standard deviations of tokens and channels are divided out in turns
   in each tile of 128 tokens, best of 16 rounds; then integers, of keys by channel, of values by token.
@@ -30,7 +30,7 @@ KVARN_ROUNDS = 16
 OSCAR_CLIP = (0.96, 0.92)  # quantiles of |x| at which keys and values are clipped
 _OSCAR_GROUP = 128
 _LEAST = 1e-8
-_DEVIATIONS = (1e-3, 1e3)  # between which one round of KVarN sees standard deviations
+_LOG_SCALE = 9.0  # of KVarN's scales, at most: fp16 has them as normal numbers, and channels of zeros stay finite
 
 
 def to_fp16(x: mx.array) -> mx.array:
@@ -67,16 +67,21 @@ def balance_variance(tile: mx.array) -> tuple[mx.array, mx.array]:
     best, least = (columns, rows), mx.full((*tile.shape[:-2], 1, 1), np.inf)
     for _ in range(KVARN_ROUNDS + 1):
         balanced = tile * mx.exp(-columns - rows)
-        by_column = balanced.std(axis=-2, keepdims=True)
-        by_row = balanced.std(axis=-1, keepdims=True)
+        by_column = _deviation(balanced, -2)
+        by_row = _deviation(balanced, -1)
         spread = _ratio(by_column, -1) + _ratio(by_row, -2)
         is_best = spread < least
         least = mx.minimum(spread, least)
         best = tuple(mx.where(is_best, new, old) for new, old in zip((columns, rows), best, strict=True))
-        columns = columns + mx.log(mx.clip(by_column, *_DEVIATIONS))
-        by_row = (tile * mx.exp(-columns - rows)).std(axis=-1, keepdims=True)
-        rows = rows + mx.log(mx.clip(by_row, *_DEVIATIONS))
+        columns = mx.clip(columns + mx.log(mx.maximum(by_column, _LEAST)), -_LOG_SCALE, _LOG_SCALE)
+        by_row = _deviation(tile * mx.exp(-columns - rows), -1)
+        rows = mx.clip(rows + mx.log(mx.maximum(by_row, _LEAST)), -_LOG_SCALE, _LOG_SCALE)
     return mx.exp(best[0]), mx.exp(best[1])
+
+
+def _deviation(x: mx.array, axis: int) -> mx.array:
+    """Return standard deviations; mlx's own lose them next to a large mean."""
+    return mx.sqrt(mx.square(x - x.mean(axis=axis, keepdims=True)).mean(axis=axis, keepdims=True))
 
 
 def _ratio(deviations: mx.array, axis: int) -> mx.array:

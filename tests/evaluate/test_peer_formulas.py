@@ -83,6 +83,14 @@ def test_kvarn_balances_tokens_and_channels(by_channel):
     assert balanced.std(axis=0) == pytest.approx(np.ones(16), abs=0.05)
 
 
+def test_kvarn_stores_zeros_and_large_means():
+    tile = mx.array(normal(32, 16)) * 1e-3
+    tile[:, 3] = 0
+    for tiles in (tile, mx.zeros((32, 16)), tile + 100):
+        found = peers.kvarn_tile(tiles, 4, by_channel=True)
+        assert mx.abs(found - tiles).max() <= 0.1 * mx.abs(tiles).max()
+
+
 def test_oscar_by_token_divides_keys_by_the_norm_of_all_heads():
     keys = normal(1, 2, 1, 32, 16) * np.exp(RANDOM.standard_normal((1, 1, 1, 32, 1))).astype(np.float32)
     found = np.array(peers.token_scaled_keys(mx.array(keys), 2, 32)) @ hadamard(16)
