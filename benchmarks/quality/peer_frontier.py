@@ -189,7 +189,7 @@ def show(results: Results) -> None:
         "± KLD": lambda row: f"{row['kld_error']:.5f}",
         "top-1 %": lambda row: f"{row['top1']:.2f}",
         "of tcq2/tcq2": lambda row: "{:.3f} ± {:.3f}".format(*compare(row, base)) if base else "-",
-        "of the best peer": lambda row: f"{row['kld'] / peer_at(results.rows, row['bits']):.3f}",
+        "of the best peer": lambda row: f"{row['kld'] / peer_at(results.rows, row['bits']) or math.nan:.3f}",
     }
     rows = sorted(results.rows.values(), key=lambda row: float(row["bits"]))
     results.show("Divergence of formulas from the exact cache", columns, rows)
