@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.kernels.count_attention import Cost
+from benchmarks.quality.ratios import compare
 from benchmarks.reports import RESULTS
 from mlx_tq.codec.formats import format_names, get_format
 from mlx_tq.codec.normalization import MEAN_TOKENS
@@ -230,6 +231,29 @@ def frontier() -> str:
         f"    --chunks N {SMALL_CACHE} {ON_MODEL}"
     )
     return table(list(files), ["keys/values", *heads], rows, on="two models, sinks 32, window 64", command=command)
+
+
+def peer_formulas() -> str:
+    files = existing("peer_frontier_{}.json", REAL_MODELS)
+    found = [report(name)["results"] for name in files]
+    bits = {name: row["bits"] for each in found for name, row in each.items()}
+    rows = []
+    for name in sorted(bits, key=lambda name: bits[name]):
+        cells = []
+        for each in found:
+            row, base = each.get(name), each.get("tcq2/tcq2")
+            if row is None or base is None:
+                cells += ["-"] * 3
+                continue
+            cells += [f"{row['bits']:.2f}", with_error(row["kld"], row["kld_error"])]
+            cells.append(with_error(*compare(row, base), digits=3))
+        rows.append([name, *cells])
+    heads = [f"{label}: {what}" for label in files.values() for what in ("bits", "KLD", "of tcq2/tcq2")]
+    command = (
+        "python -m benchmarks.quality.peer_frontier --model M --text wiki.test.raw --calibration FILE --json FILE \\\n"
+        "    --length 1024 --texts N"
+    )
+    return table(list(files), ["keys and values", *heads], rows, on="two models, sinks 32, window 64", command=command)
 
 
 def normalization() -> str:
@@ -1021,7 +1045,8 @@ def everyday_facts() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        *(profiles, formats, divergence, fidelity, frontier, normalization, trellis, states, by_layer, answers),
+        *(profiles, formats, divergence, fidelity, frontier, peer_formulas, normalization, trellis, states),
+        *(by_layer, answers),
         *(whole_models, long_contexts, llama_cpp, one_layer, kernels, attention_counts, verify_counts, gpu_attention),
         *(machine_code, h100_predicted, macs_predicted, prediction_checks),
         *(lookup_speed, lookup_acceptance),
