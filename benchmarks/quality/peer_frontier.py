@@ -1,6 +1,6 @@
 """Compare our formats with those of published KV caches, and with fewer bits in dims that queries ignore, as formulas.
 
-    python -m benchmarks.quality.peer_frontier --model M --text FILE --calibration FILE --json FILE [--arms NAME,...]
+    python -m benchmarks.quality.peer_frontier --model M --text FILE --calibration FILE --json FILE [--arms "NAME;..."]
 
 All arms share sinks, window and steps, and are rounded in floats (see `rounded_cache`), so that only codes differ. The
 calibration text must not be the judged one. A file of results is resumed. Records hold the divergence by blocks of 64
@@ -37,7 +37,8 @@ from mlx_tq.codec import get_format, register_format
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.results import Record, Results
-from mlx_tq.evaluate.teacher_forced import cut_chunks, standard_error
+from mlx_tq.evaluate.standard_error import standard_error
+from mlx_tq.evaluate.teacher_forced import cut_chunks
 from mlx_tq.models import load
 from mlx_tq.prompt_cache.compressed import plan_caches
 

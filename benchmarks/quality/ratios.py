@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mlx_tq.evaluate.results import Record
-from mlx_tq.evaluate.teacher_forced import standard_error
+from mlx_tq.evaluate.standard_error import standard_error
 
 
 def compare(row: Record, other: Record) -> tuple[float, float]:
