@@ -10,14 +10,14 @@ MIN_CLUSTER = 32  # tokens of a part of a chunk
 
 
 def cut_clusters(counts: Sequence[int]) -> np.ndarray:
-    """Return the cluster of each token, for chunks of so many scored tokens.
+    """Return the cluster of each token, for chunks that have these counts of scored tokens.
 
     A cluster is a chunk. Fewer chunks than CLUSTERS are cut into equal parts of MIN_CLUSTER tokens or more.
     """
     clusters: list[np.ndarray] = []
-    first, wanted, fewest = 0, -(-CLUSTERS // len(counts)), -(-2 // len(counts))
+    first, most_parts, least_parts = 0, -(-CLUSTERS // len(counts)), -(-2 // len(counts))
     for count in counts:
-        parts = max(fewest, min(wanted, count // MIN_CLUSTER))
+        parts = max(least_parts, min(most_parts, count // MIN_CLUSTER))
         clusters.append(first + np.arange(count) * parts // count)
         first += parts
     return np.concatenate(clusters)
