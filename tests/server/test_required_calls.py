@@ -283,7 +283,7 @@ def test_a_limit_that_was_exceeded_once(tokenizer, monkeypatch):  # noqa: F811
     monkeypatch.setattr(answer_grammars, "_RETRY_S", 0.0)
     grammars = Grammars(tokenizer)
     text = str(tokenizer._tokenizer.backend_tokenizer.to_str())
-    limited = GrammarChecker(text, [2], CompileLimits(seconds=0.0))
+    limited = GrammarChecker(text, [2], CompileLimits(mask_seconds=-1.0))  # which any mask exceeds
     compile_for = compiler(grammars)
     try:
         with monkeypatch.context() as patch:
