@@ -7,6 +7,7 @@ formulas can use blocks of tokens; rows of incomplete blocks are not read rounde
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ import numpy as np
 from mlx_tq.integration.patches import patch_attention
 from mlx_tq.integration.probe import model_facts, native_caches
 from mlx_tq.policies.rope import learn_rope
+from mlx_tq.prompt_cache.measurements import kl_divergence
 from mlx_tq.prompt_cache.recording import WatchedCache
 
 SINKS, WINDOW, STEP, BLOCK = 32, 64, 128, 128
@@ -94,24 +96,24 @@ class Reader:
         """Return the states before the head, [B, T, E]; `attend` replaces attention in the layers to compress."""
         caches = native_caches(self.model)
         for number, slot in enumerate(self.slots):
-
-            def watch(
-                queries: mx.array,
-                keys: mx.array,
-                values: mx.array,
-                scale: float,
-                mask: Any,
-                sinks: mx.array | None,
-                number: int = number,
-            ) -> mx.array:
-                index = self.slots[number].index
-                return attend(LayerRows(number, index, self.pairs[number], queries, keys, values), scale)
-
-            caches[slot.index] = WatchedCache(watch)
+            caches[slot.index] = WatchedCache(partial(self._attend, attend, number))
         with patch_attention():
             states: mx.array = self.model.model(ids, cache=caches)
             mx.eval(states)
         return states
+
+    def _attend(
+        self,
+        attend: Callable[[LayerRows, float], mx.array],
+        number: int,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        *_: Any,  # a causal mask and no sinks
+    ) -> mx.array:
+        index = self.slots[number].index
+        return attend(LayerRows(number, index, self.pairs[number], queries, keys, values), scale)
 
     def exact(self, ids: mx.array) -> mx.array:
         return self.hidden(ids, attend_exactly)
@@ -136,11 +138,11 @@ class Reader:
         for text, start in _logit_parts(exact):
             part = slice(start, start + _LOGIT_ROWS)
             reference = self.log_probabilities(exact[text, part])
-            weights, best = mx.exp(reference), reference.argmax(axis=-1)
+            best = reference.argmax(axis=-1)
             for number, states in enumerate(others):
                 other = self.log_probabilities(states[text, part])
-                kld = mx.maximum((weights * (reference - other)).sum(axis=-1), 0)
-                found[number].append(np.array(mx.stack([kld, best == other.argmax(axis=-1)]), np.float64))
+                agrees = best == other.argmax(axis=-1)
+                found[number].append(np.array(mx.stack([kl_divergence(reference, other), agrees]), np.float64))
         joined = (np.concatenate(parts, axis=1) for parts in found)
         return [(kld, agrees) for kld, agrees in joined]
 

@@ -14,7 +14,17 @@ from itertools import combinations_with_replacement
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.quality.rounded_cache import BLOCK, LEARNED, SINKS, Formula, LayerRows, Reader, Rounding
+from benchmarks.quality.rounded_cache import (
+    BLOCK,
+    LEARNED,
+    SINKS,
+    Formula,
+    LayerRows,
+    Reader,
+    Rounding,
+    attend_exactly,
+)
+from benchmarks.studies.trellis_train import refine
 from mlx_tq.codec import Format
 from mlx_tq.codec.codebook import midpoints
 from mlx_tq.codec.formats import CodecOptions, trellis
@@ -101,7 +111,7 @@ def calibrate(reader: Reader, texts: Sequence[mx.array]) -> list[LayerStatistics
 
     def attend(rows: LayerRows, scale: float) -> mx.array:
         add_statistics(sums[rows.number], rows)
-        return mx.fast.scaled_dot_product_attention(rows.queries, rows.keys, rows.values, scale=scale, mask="causal")
+        return attend_exactly(rows, scale)
 
     for text in texts:
         reader.hidden(text, attend)
@@ -154,14 +164,10 @@ def trellis_levels(bits: int) -> mx.array:
     if 2 <= bits <= 4:
         return trellis.state_levels(bits)
     random = np.random.default_rng(bits)
-    levels = random.permutation(np.sort(random.standard_normal(trellis.STATES)))
+    levels = random.permutation(np.sort(random.standard_normal(trellis.STATES))).astype(np.float32)
     for _ in range(10):
-        sample = random.standard_normal((1000, 128)).astype(np.float32)
-        path = np.array(trellis.search_path(mx.array(sample), mx.array(levels.astype(np.float32)), bits))
-        count = np.bincount(path.ravel(), minlength=trellis.STATES)
-        total = np.bincount(path.ravel(), sample.ravel(), minlength=trellis.STATES)
-        levels = np.where(count > 0, total / np.maximum(count, 1), levels)
-    return mx.array(levels.astype(np.float32))
+        levels, _ = refine(levels, random.standard_normal((1000, 128)).astype(np.float32), bits)
+    return mx.array(levels)
 
 
 @cache
@@ -267,6 +273,18 @@ def round_groups_of_dims(centered: np.ndarray, plan: GroupPlan, codeword: Codewo
     return np.asarray(restored @ plan.inverse.T, np.float32)
 
 
+def weigh_blocks(centered: mx.array) -> mx.array:
+    """Return one over the rms of each dim in its block, in eighths of a doubling: [B, H, N, D]."""
+    weights = []
+    for start in range(0, centered.shape[2], BLOCK):
+        block = centered[:, :, start : start + BLOCK]
+        squares = mx.square(block[:, :, :MEAN_OF]).mean(axis=2, keepdims=True)
+        squares = mx.maximum(squares, _FLOOR**2 * squares.mean(axis=-1, keepdims=True))
+        logs = mx.round(-mx.log2(squares) / 2 * _WEIGHT_STEPS) / _WEIGHT_STEPS
+        weights.append(mx.broadcast_to(mx.power(2.0, logs), block.shape))
+    return mx.concatenate(weights, axis=2)
+
+
 @dataclass(frozen=True)
 class SortedKeys:
     """Rounds keys by groups of sorted pairs."""
@@ -281,7 +299,7 @@ class SortedKeys:
 
     def __call__(self, rows: LayerRows) -> mx.array:
         centered, means = center_keys(rows.keys, rows.stop)
-        weights = self.block_weights(centered, rows) if self.by_block else mx.ones((1,))
+        weights = weigh_blocks(centered) if self.by_block else mx.ones((1,))
         scaled = np.array(centered * weights)
         found = np.empty_like(scaled)
         for text in range(len(scaled)):
@@ -297,17 +315,6 @@ class SortedKeys:
 
     def of_heads(self, rows: LayerRows, text: int) -> list[HeadStatistics]:
         return first_statistics(rows, text) if self.statistics is None else self.statistics()[rows.number].heads
-
-    def block_weights(self, centered: mx.array, rows: LayerRows) -> mx.array:
-        """Return one over the rms of each dim in its block, in eighths of a doubling: [B, H, N, D]."""
-        weights = []
-        for start in range(0, centered.shape[2], BLOCK):
-            block = centered[:, :, start : start + BLOCK]
-            squares = mx.square(block[:, :, :MEAN_OF]).mean(axis=2, keepdims=True)
-            squares = mx.maximum(squares, _FLOOR**2 * squares.mean(axis=-1, keepdims=True))
-            logs = mx.round(-mx.log2(squares) / 2 * _WEIGHT_STEPS) / _WEIGHT_STEPS
-            weights.append(mx.broadcast_to(mx.power(2.0, logs), block.shape))
-        return mx.concatenate(weights, axis=2)
 
     def bits(self, dim: int) -> float:
         return self.total / self.count + 16 / dim + (16 + 8 * self.by_block) / BLOCK

@@ -16,6 +16,16 @@ from mlx_tq.codec.formats.trellis import STATES, WINDOW, search_path
 VECTORS, VALUES, ROUNDS = 8192, 128, 96
 
 
+def refine(levels: np.ndarray, x: np.ndarray, bits: int, parts: int = 1) -> tuple[np.ndarray, float]:
+    """Return the means of the values [N, D] on the best paths over levels fp32 [S], and the error of these levels."""
+    path = np.concatenate(
+        [np.array(search_path(mx.array(part), mx.array(levels), bits)) for part in np.split(x, parts)]
+    )
+    times = np.bincount(path.ravel(), minlength=len(levels))
+    mean = np.bincount(path.ravel(), x.ravel(), minlength=len(levels)) / np.maximum(times, 1)
+    return np.where(times > 0, mean, levels).astype(np.float32), float(np.square(x - levels[path]).mean())
+
+
 def trained(bits: int, window: int = WINDOW, vectors: int = VECTORS, rounds: int = ROUNDS) -> np.ndarray:
     """Return fp32 [2^window]: the level of a state is the mean of the values that pass through it."""
     rng = np.random.default_rng(0)
@@ -23,13 +33,7 @@ def trained(bits: int, window: int = WINDOW, vectors: int = VECTORS, rounds: int
     levels = rng.permutation(np.sort(rng.standard_normal(states))).astype(np.float32)
     for number in range(rounds):
         x = rng.standard_normal((vectors, VALUES)).astype(np.float32)
-        path = np.concatenate(
-            [np.array(search_path(mx.array(part), mx.array(levels), bits)) for part in np.split(x, 16)]
-        )
-        times = np.bincount(path.ravel(), minlength=states)
-        mean = np.bincount(path.ravel(), x.ravel(), minlength=states) / np.maximum(times, 1)
-        error = float(np.square(x - levels[path]).mean())
-        levels = np.where(times > 0, mean, levels).astype(np.float32)
+        levels, error = refine(levels, x, bits, parts=16)
         print(f"{bits} bits, {states} states, round {number}: {error:.5f}", flush=True)
     return levels
 

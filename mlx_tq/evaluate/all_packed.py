@@ -12,7 +12,7 @@ from mlx_tq.errors import ConfigError, UnsupportedModelError
 from mlx_tq.evaluate.arms import Arm, compared_caches
 from mlx_tq.evaluate.results import Advance
 from mlx_tq.evaluate.standard_error import cut_clusters
-from mlx_tq.evaluate.teacher_forced import TokenScores, check_finite, check_length, score_step
+from mlx_tq.evaluate.teacher_forced import TokenScores, check_length, score_step
 from mlx_tq.kernels.mlx_attention import attention
 from mlx_tq.kernels.regions import Mask
 from mlx_tq.prompt_cache.build import make_cache
@@ -52,20 +52,15 @@ def score_all_packed(
                 reference = predictions if reference is None else reference
                 scores[number].append(score_step(reference, predictions, ids[1:]))
                 advance(length - 1)
-    joined = [np.concatenate(parts, axis=1) for parts in scores]
-    check_finite(joined)
     clusters = cut_clusters([length - 1] * len(chunks))
     return [
-        TokenScores(
-            nll,
-            kld,
-            agrees.astype(bool),
-            in_top.astype(bool),
+        TokenScores.join(
+            of_chunks,
             clusters,
             packed=float(planned is not None),
             nbytes=plan(arms[0].config).native_nbytes(length) if planned is None else planned.nbytes(length),
         )
-        for planned, (nll, kld, agrees, in_top) in zip(plans, joined, strict=True)
+        for planned, of_chunks in zip(plans, scores, strict=True)
     ]
 
 

@@ -42,6 +42,15 @@ class TokenScores:
     live_share: float = 1.0  # of the tokens of the last chunk, still in the caches at its end
     seconds: float = 0.0  # of the last chunk, where the arms take turns step by step
 
+    @classmethod
+    def join(cls, steps: Sequence[np.ndarray], clusters: np.ndarray, **about: Any) -> "TokenScores":
+        """Return the scores of all steps, each as `score_step` returns it; raise NonFiniteError if one is NaN."""
+        joined = np.concatenate(steps, axis=1)
+        if not np.isfinite(joined).all():
+            raise NonFiniteError("the model's logits are NaN on this text. Check its weights, or load it in float32.")
+        nll, kld, agrees, in_top = joined
+        return cls(nll, kld, agrees.astype(bool), in_top.astype(bool), clusters, **about)
+
 
 def cut_chunks(tokenizer: Any, text: str, chunks: int, length: int) -> list[list[int]]:
     if chunks < 1:
@@ -134,15 +143,10 @@ def score_text(
                 if arm:
                     check_evicted(arms[arm - 1].name, caches)
                 rounds[arm] += eviction_counts(caches)[0]
-    joined = [np.concatenate(parts, axis=1) for parts in scores]
-    check_finite(joined)
     clusters = cut_clusters([len(ids) - 1 - step for ids in chunks])
     return [
-        TokenScores(
-            nll,
-            kld,
-            agrees.astype(bool),
-            in_top.astype(bool),
+        TokenScores.join(
+            steps,
             clusters,
             packed=packed[arm] / attended,
             nbytes=sum(cache.nbytes for cache in caches_of_arms[arm]),
@@ -150,13 +154,8 @@ def score_text(
             live_share=eviction_counts(caches_of_arms[arm])[1],
             seconds=seconds[arm],
         )
-        for arm, (nll, kld, agrees, in_top) in enumerate(joined)
+        for arm, steps in enumerate(scores)
     ]
-
-
-def check_finite(scores: Sequence[np.ndarray]) -> None:
-    if not all(np.isfinite(part).all() for part in scores):
-        raise NonFiniteError("the model's logits are NaN on this text. Check its weights, or load it in float32.")
 
 
 def score_step(reference: mx.array, predictions: mx.array, targets: list[int]) -> np.ndarray:
