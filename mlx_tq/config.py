@@ -160,6 +160,7 @@ class KVConfig:
             object.__setattr__(self, name, SCHEDULE.join(map(without_aliases, formats)))
         for rule in (self.key_scale, self.value_scale):
             CodecOptions(scale=rule)  # raises for an unknown one
+        self._check_normalization()
         if self.recent < BLOCK or self.recent % BLOCK:
             raise ConfigError(f"recent is {self.recent}; it must be a multiple of {BLOCK}, such as 512.")
         changed = [name for name in CHOOSING if getattr(self, name) != getattr(KVConfig, name)]
@@ -170,6 +171,15 @@ class KVConfig:
             )
         if self.evict is not None:
             self._check_eviction(self.evict)
+
+    def _check_normalization(self) -> None:
+        names = [part for key in self.key.split(SCHEDULE) for part in key.split(COLD)]
+        needy = [name for name in names if get_format(name).needs_queries]
+        if needy and not self.normalize:
+            raise ConfigError(
+                f"key is {needy[0]!r}, which sorts dims by normalized keys, and normalize is off. Turn it on, or use "
+                f"{needy[0][1:]}."
+            )
 
     def _check_eviction(self, evict: EvictConfig) -> None:
         budget = parse_budget(evict.budget)

@@ -58,7 +58,7 @@ class HeadwiseKVCache(CompressedKVCache):
     def packed_rows(self) -> tuple[mx.array, RowLayout, KeyNormalization | None]:
         """Return what is packed of the streaming heads."""
         rows, layout, normalization = super().packed_rows()
-        return rows, layout, self._of_streaming(normalization)
+        return rows, layout.select_heads(self._select_streaming), self._of_streaming(normalization)
 
     def searched(self, queries: mx.array) -> tuple[mx.array, Regions]:
         regions = super().searched(queries)[1]
@@ -121,10 +121,10 @@ class HeadwiseKVCache(CompressedKVCache):
         return tuple(head for head in range(heads) if head not in self.spec.retrieval_heads)
 
     def _of_streaming(self, normalization: KeyNormalization | None) -> KeyNormalization | None:
-        if normalization is None:
-            return None
-        heads = mx.array(self._streaming(normalization.scale.shape[1]))
-        return normalization.select_heads(lambda array: mx.take(array, heads, axis=1))
+        return normalization and normalization.select_heads(self._select_streaming)
+
+    def _select_streaming(self, array: mx.array) -> mx.array:
+        return mx.take(array, mx.array(self._streaming(array.shape[1])), axis=1)
 
     def _write_rows(self, rows: mx.array, start: int) -> None:
         retrieval_heads = self.spec.retrieval_heads

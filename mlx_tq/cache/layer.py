@@ -392,12 +392,14 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         self._rows.write(rows, self._row(start))
 
     def _fit(self, full: Pair) -> None:
-        """Let formats learn from sinks and first block: the same tokens, however many arrive at a time."""
+        """Let formats learn from the first tokens: the same ones, however many arrive at a time."""
         self._fitted = None
         layout, sinks = self._layout(full), self.spec.sinks
         keys, values = (x[:, :, : sinks + BLOCK] for x in full)
         if self.spec.normalize and layout.learned_bytes:
-            keys = self._normalizer.center(keys, full[0][:, :, sinks : sinks + self.spec.mean_tokens])
+            if not self._normalizer.knows_queries:
+                return
+            keys = self._normalizer.first_keys(full[0])
         fitted = layout.fit(keys, values)
         self._fitted = None if fitted is layout else fitted
 

@@ -74,9 +74,8 @@ class KeyNormalizer:
         """Compute the scale from keys [B, H, S, Dk]; it is 1 if the RoPE pairs or some queries are unknown."""
         if pairs is None or self.queries is None or self.seen < SCALE_TOKENS:
             return self.with_unit_scale(keys)
-        keys = keys[:, :, SKIP:SCALE_TOKENS].astype(mx.float32)
-        keys = keys - _mean(keys)[:, :, None]
-        scale = compute_key_scale(mx.sqrt(_mean(mx.square(keys))), mx.sqrt(_mean(self.queries)), pairs)
+        centered = self.with_unit_scale(keys).first_keys(keys)
+        scale = compute_key_scale(mx.sqrt(_mean(mx.square(centered))), mx.sqrt(_mean(self.queries)), pairs)
         return replace(self, scale=scale)
 
     def without_settled_queries(self, length: int) -> "KeyNormalizer":
@@ -139,11 +138,16 @@ class KeyNormalizer:
         means = mx.take(mx.concatenate(parts, axis=2), mx.array(indices, mx.int32), axis=2)
         return replace(self, means=mx.contiguous(means))  # kernels would copy it at each step
 
-    def center(self, keys: mx.array, block: mx.array) -> mx.array:
-        """Return keys [B, H, S, Dk] as a format that learns should see them: scaled, less the mean of `block`; fp32."""
+    @property
+    def knows_queries(self) -> bool:
+        """Return whether the scale was learned from queries."""
+        return self.scale is not None and bool((self.scale != 1).any())
+
+    def first_keys(self, keys: mx.array) -> mx.array:
+        """Return the keys of [B, H, S, Dk] that the scale was learned from: scaled, less their mean; fp32."""
         assert self.scale is not None  # noqa: S101 - as above
-        means, _ = compute_block_means(block[:, :, None], self.scale, None)
-        return normalize(keys, KeyNormalization(self.scale, means, mx.zeros(keys.shape[2], mx.int32)), None)
+        keys = keys[:, :, SKIP:SCALE_TOKENS].astype(mx.float32)
+        return (keys - _mean(keys)[:, :, None]) * self.scale[:, :, None]
 
 
 def _mean(x: mx.array) -> mx.array:

@@ -7,13 +7,16 @@ Planes are contiguous runs of dims; word i holds element i of each plane, so a d
 lowest in the first run. No code straddles a word.
 """
 
+import math
+
 import mlx.core as mx
 
 _THREE = 5  # 3-bit codes in one word, below its bit 15
 
 
 def plane_count(bits: int) -> int:
-    return 16 if bits == 3 else 16 // bits
+    """Return how many codes fill whole words."""
+    return 16 // math.gcd(16, bits)
 
 
 def pack(codes: mx.array, bits: int) -> mx.array:

@@ -55,6 +55,11 @@ class RowLayout:
             self.value if value is None else self.value.restore(value),
         )
 
+    def select_heads(self, select: Callable[[mx.array], mx.array]) -> "RowLayout":
+        """Return the layout of some heads, which `select` takes from arrays [B, H, ...]; itself if nothing is learned."""
+        key, value = self.key.select_heads(select), self.value.select_heads(select)
+        return self if key is self.key and value is self.value else RowLayout(key, value)
+
     def read_as(self, make: Callable[["RowLayout"], L]) -> L:
         """Return the layout that reads these rows otherwise: one for each `make`, for as long as this one lives."""
         if make not in self._readings:

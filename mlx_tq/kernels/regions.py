@@ -124,6 +124,7 @@ class Regions:
             self.with_groups([replace(group, heads=tuple(map(heads.index, group.heads))) for group in groups]),
             full_keys=select(self.full_keys),
             full_values=select(self.full_values),
+            layout=self.layout.select_heads(select),
             normalization=self.normalization and self.normalization.select_heads(select),
         )
 
@@ -160,6 +161,7 @@ class Regions:
             packed_rows=None if group.rows is None else select_rows(group.rows),
             packed_tokens=group.tokens,
             shared=tuple(SharedRows(select_rows(rows), tokens) for rows, tokens in group.shared),
+            layout=self.layout.select_heads(select),
             full_keys=select(self.full_keys),
             full_values=select(self.full_values),
             normalization=normalization,

@@ -245,14 +245,18 @@ def make_plan(
         key, value, note = choose_formats(config, number, count, slot.key_norm, typical)
         if slot.latent:
             value, note = promote(value), "; ".join(filter(None, [note, _LATENT_NOTE]))
-        spectral = any(get_format(part).keys_only for part in key.split(COLD))
-        pairs = _rope_pairs(facts, slot) if spectral else None
-        if config.normalize and get_format(key.split(COLD)[0]).bits < 16 and not spectral and not slot.latent:
+        needs_pairs = any(get_format(part).needs_pairs for part in key.split(COLD))
+        pairs = _rope_pairs(facts, slot) if needs_pairs else None
+        if config.normalize and get_format(key.split(COLD)[0]).bits < 16 and not needs_pairs and not slot.latent:
             pairs, why = _weighting_pairs(slot)
             note = "; ".join(filter(None, [note, why]))
         kinds = {"shared": slot.shared, "latent": slot.latent, "indexed": slot.latent and slot.index in indexed}
         spec = CacheSpec.for_layer(config, slot.index, key, value, pairs=pairs, **kinds)
         try:
+            if slot.latent and get_format(spec.key).needs_queries:
+                raise ConfigError(
+                    f"its latents are read as values too, and {spec.key} is for keys only. Use {spec.key[1:]}."
+                )
             if slot.latent and spec.cold:
                 raise ConfigError(f"its latents are stored in one format, and the key {key} names two. Use {spec.key}.")
             layer_layout(slot, spec)

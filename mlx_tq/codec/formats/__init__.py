@@ -2,7 +2,7 @@
 
 from importlib.metadata import entry_points
 
-from mlx_tq.codec.formats import compared, scalar, trellis, turbo
+from mlx_tq.codec.formats import compared, scalar, sorted_pairs, trellis, turbo
 from mlx_tq.codec.formats.base import Codec, CodecOptions, Encoded, Format
 from mlx_tq.errors import ConfigError
 
@@ -12,7 +12,7 @@ ENTRY_POINTS = "mlx_tq.formats"
 
 ALIASES = {"turbo8": "q8", "turbo4": "tq4", "turbo3": "tq3", "turbo2": "tq2"}  # names in other programs
 _COMPARED = {fmt.name: fmt for fmt in compared.FORMATS}
-_formats = {fmt.name: fmt for fmt in (*scalar.FORMATS, *turbo.FORMATS, *trellis.FORMATS)}
+_formats = {fmt.name: fmt for fmt in (*scalar.FORMATS, *turbo.FORMATS, *trellis.FORMATS, *sorted_pairs.FORMATS)}
 _entry_points = [*entry_points(group=ENTRY_POINTS)]
 
 

@@ -141,6 +141,10 @@ class Codec(ABC):
         """Return the codec with what another one has `learned`."""
         raise ConfigError(f"{type(self).__name__} learns nothing; a cache of this format has no such data.")
 
+    def select_heads(self, select: Callable[[mx.array], mx.array]) -> "Codec":
+        """Return the codec of some heads, which `select` takes from arrays [B, H, ...]."""
+        return self if self.learned is None else self.restore(select(self.learned))
+
 
 class RotatedCodec(Codec):
     """A codec that rotates by `CodecOptions.rotation` and stores one scale per vector."""
@@ -172,6 +176,8 @@ class Format:
     make_codec: Callable[[int, CodecOptions, mx.Dtype], Codec]  # of head_dim and model type, or raises ConfigError
     multiple: int = 16  # head_dim must be a multiple of this
     keys_only: str = ""  # why values cannot be stored in this format
+    needs_pairs: bool = False  # whether vectors are stored by the pairs of dims that RoPE rotates
+    needs_queries: bool = False  # whether keys must be normalized, by queries, before they are encoded
 
     def codec(self, head_dim: int, options: CodecOptions, dtype: mx.Dtype = mx.float16) -> Codec:
         """Make the codec for vectors of `head_dim` values of a model of type `dtype`, or raise ConfigError."""

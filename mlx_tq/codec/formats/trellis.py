@@ -26,17 +26,17 @@ _CHUNK = 512  # vectors that are searched together: their costs stay in a proces
 
 @cache
 def all_levels() -> mx.array:
-    """Load the level of each state for 2, 3 and 4 bits per value: fp16 [3, STATES].
+    """Load the level of each state for 1 to 5 bits per value: fp16 [5, STATES].
 
     `benchmarks/studies/trellis_train.py` made them. What was stored with them is read with them, so they never change.
     """
     stored: dict[str, mx.array] = mx.load(str(files("mlx_tq") / "assets" / "trellis" / "levels.safetensors"))  # type: ignore[assignment]
-    return mx.stack([stored[bits] for bits in ("2", "3", "4")])
+    return mx.stack([stored[bits] for bits in ("1", "2", "3", "4", "5")])
 
 
 @cache
 def state_levels(bits: int) -> mx.array:
-    return all_levels()[bits - 2].astype(mx.float32)
+    return all_levels()[bits - 1].astype(mx.float32)
 
 
 def search_ring(x: mx.array, levels: mx.array, bits: int, context: int = CUT_CONTEXT) -> mx.array:
@@ -109,17 +109,30 @@ def unpack_states(words: list[mx.array], bits: int, axis: int = -1) -> list[mx.a
     return planes
 
 
+def encode_rings(t: mx.array, bits: int) -> tuple[mx.array, mx.array]:
+    """Return the words of vectors of unit variance [..., D], uint16 [..., D bits / 16], and the levels of their codes."""
+    if not bits:
+        return mx.zeros((*t.shape[:-1], 0), mx.uint16), mx.zeros_like(t)
+    levels, per_unit, dim = state_levels(bits), plane_count(bits), t.shape[-1]
+    count = t.size // dim
+    rings = t.reshape(count, per_unit, dim // per_unit).swapaxes(-1, -2).reshape(count, dim)  # unit by unit
+    paths = [search_ring(rings[i : i + _CHUNK], levels, bits) for i in range(0, count, _CHUNK)]
+    path = mx.concatenate(paths) if paths else rings.astype(mx.uint16)
+    states = path.reshape(count, dim // per_unit, per_unit).swapaxes(-1, -2).reshape(t.shape)
+    return pack_states(states, bits), levels[states]
+
+
+def decode_rings(words: mx.array, bits: int) -> mx.array:
+    """Return the levels of packed rings: uint16 [..., D bits / 16] -> fp32 [..., D]."""
+    runs = list(mx.split(words, plane_count(bits) * bits // 16, axis=-1))
+    return mx.concatenate([state_levels(bits)[states] for states in unpack_states(runs, bits)], axis=-1)
+
+
 class TrellisCodec(TurboCodec):
     """Stores rings of 2, 3 or 4 bits per value."""
 
     def quantize(self, t: mx.array) -> tuple[mx.array, mx.array]:
-        levels, per_unit, dim = state_levels(self.bits), plane_count(self.bits), self.head_dim
-        count = t.size // dim
-        rings = t.reshape(count, per_unit, dim // per_unit).swapaxes(-1, -2).reshape(count, dim)  # unit by unit
-        paths = [search_ring(rings[i : i + _CHUNK], levels, self.bits) for i in range(0, count, _CHUNK)]
-        path = mx.concatenate(paths) if paths else rings.astype(mx.uint16)
-        states = path.reshape(count, dim // per_unit, per_unit).swapaxes(-1, -2).reshape(t.shape)
-        return pack_states(states, self.bits), levels[states]
+        return encode_rings(t, self.bits)
 
     def dequantize(self, words: list[mx.array], axis: int = -1) -> list[mx.array]:
         return [state_levels(self.bits)[states] for states in unpack_states(words, self.bits, axis)]

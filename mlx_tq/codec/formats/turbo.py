@@ -54,7 +54,9 @@ class TurboCodec(RotatedCodec):
         self.rule = options.scale
 
     def encode(self, x: mx.array) -> Encoded:
-        x = mx.clip(x.astype(mx.float32), -FP16_MAX, FP16_MAX)
+        return self.encode_clipped(mx.clip(x.astype(mx.float32), -FP16_MAX, FP16_MAX))
+
+    def encode_clipped(self, x: mx.array) -> Encoded:
         norm = mx.sqrt(pairwise_sum(x * x))
         y = self.rotation.forward(x)
         t = y * mx.where(norm > 0, 1.0 / norm, 0.0)[..., None]

@@ -96,7 +96,7 @@ def _spectral_format(count: int, bits: int) -> Format:
     # Of 64 exponentially distributed energies, the M largest have M (1 + H_64 - H_M) of 64.
     error = 1 - count / 64 * (1 + sum(1 / i for i in range(count + 1, 65)))
     reason = "it keeps the strongest RoPE pairs of a vector, and RoPE does not rotate values"
-    return Format(name, nbytes / 16, error, make_codec, keys_only=reason)
+    return Format(name, nbytes / 16, error, make_codec, keys_only=reason, needs_pairs=True)
 
 
 FORMATS = tuple(_spectral_format(count, bits) for count in COUNTS for bits in (4, 8, 16))
