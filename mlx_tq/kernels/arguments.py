@@ -10,7 +10,6 @@ from mlx_tq.codec.formats.scalar import FullCodec
 from mlx_tq.codec.formats.sorted_pairs import SortedCodec
 from mlx_tq.codec.formats.trellis import TrellisCodec
 from mlx_tq.codec.formats.turbo import TurboCodec
-from mlx_tq.codec.grouped_rotation import GroupedRotation
 from mlx_tq.codec.normalization import KeyNormalization
 from mlx_tq.codec.rotation import Rotation, WalshHadamard, hadamard_matrix
 from mlx_tq.codec.rows import RowLayout
@@ -33,8 +32,8 @@ def can_run(layout: RowLayout, *, sorted_keys: bool) -> bool:
 
 
 def _is_supported(codec: Codec, sorted_keys: bool) -> bool:
-    if isinstance(codec.rotation, GroupedRotation):
-        return sorted_keys and isinstance(codec, SortedCodec) and codec.head_dim <= MAX_DIM and can_rotate(codec.rotation.parts[0])
+    if isinstance(codec, SortedCodec):
+        return sorted_keys and codec.head_dim <= MAX_DIM and can_rotate(codec.rotation.parts[0])
     fits = codec.head_dim <= MAX_DIM if codec.rotation is None else can_rotate(codec.rotation)
     return codec.has_kernels and fits
 

@@ -62,7 +62,7 @@ class Groups:
     def unpack(cls, learned: mx.array, head_dim: int, bits: int) -> "Groups":
         """Invert `packed`; raise CacheFormatError if the array cannot come from there."""
         count = head_dim // GROUP
-        if learned.dtype != mx.uint16 or learned.ndim != 4 - 1 or learned.shape[2] != head_dim + 2 * count:
+        if learned.dtype != mx.uint16 or learned.ndim != 3 or learned.shape[2] != head_dim + 2 * count:
             raise CacheFormatError(f"the groups of keys are {learned.dtype} {learned.shape}; the file is damaged.")
         order, sizes, widths = np.split(np.array(learned), [head_dim, head_dim + count], axis=-1)
         found = cls(order, sizes.view(np.float16).astype(np.float32), widths.astype(np.int32), bits)
@@ -116,6 +116,8 @@ def choose_widths(squares: np.ndarray, bits: int) -> np.ndarray:
 
 class SortedCodec(TurboCodec):
     """Stores rings of codes, group after group. Vectors are [B, H, S, D]; of any shape until it is fitted."""
+
+    rotation: GroupedRotation
 
     def __init__(self, head_dim: int, bits: int, options: CodecOptions, groups: Groups | None = None) -> None:
         super().__init__(head_dim, bits, options)

@@ -374,8 +374,8 @@ def _fill_parts(
 ) -> object:
     """Describe a cache by its parts, of which the packed one begins with that row, and return what must stay alive."""
     cache.parts, cache.part_count, cache.tokens = (_Part * len(parts))(*parts), len(parts), tokens
-    n, sequence, heads = source.regions.normalization, source.sequence, source.regions.full_keys.shape[:2]
-    groups = groups_struct(source.regions.layout.key, *heads, sequence)
+    n, sequence, keys = source.regions.normalization, source.sequence, source.regions.full_keys
+    groups = groups_struct(source.regions.layout.key, keys.shape[0], keys.shape[1], sequence)
     cache.groups = groups
     if n is not None:
         cache.key_scale = reader.read(n.scale).address + sequence * n.scale.shape[1] * n.scale.shape[2] * 4
