@@ -140,7 +140,7 @@ def formats() -> str:
     rows = []
     for name in format_names(compared=False):
         found = get_format(name)
-        sizes = [str(found.bytes_per_vector(dim)) for dim in (64, 80, 128, 256)]
+        sizes = ["-" if dim % found.multiple else str(found.bytes_per_vector(dim)) for dim in (64, 80, 128, 256)]
         rows.append([f"`{name}`", *sizes])
     return lines(["format", *(f"D = {dim}" for dim in (64, 80, 128, 256))], rows)
 
