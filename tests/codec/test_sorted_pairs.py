@@ -173,13 +173,13 @@ def test_damaged_groups_are_refused(what):
 
 
 def test_keys_that_do_not_vary():
-    """Zeros, one dim alone, and the same energy everywhere still give groups; what these store is finite."""
-    constant = np.ones((1, 3, 20, 64), np.float32)
-    constant[0, 0], constant[0, 1, :, 1:] = 0, 0
+    """Zeros, one dim alone, the same energy everywhere, and NaN still give groups; what these store is finite."""
+    constant = np.ones((1, 4, 20, 64), np.float32)
+    constant[0, 0], constant[0, 1, :, 1:], constant[0, 3, 5, 5] = 0, 0, np.nan
     codec = make_codec("stcq2", 64).fit(mx.array(constant))
     assert (codec.groups.widths.sum(axis=-1) == 4).all()
-    assert codec.groups.widths[0, 2].tolist() == [2, 2]
-    far = 1e4 * gaussian((1, 3, 20, 64))
+    assert codec.groups.widths[0, 2:].tolist() == [[2, 2], [2, 2]]
+    far = 1e4 * gaussian((1, 4, 20, 64))
     assert mx.isfinite(codec.decode(codec.encode(mx.array(far)))).all()
 
 
