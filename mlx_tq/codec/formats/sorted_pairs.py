@@ -46,7 +46,7 @@ class Groups:
 
     @classmethod
     def learn(cls, keys: np.ndarray, pairs: tuple[tuple[int, int], ...], bits: int) -> "Groups":
-        """Sort dims by the energy of normalized keys [B, H, n, D]; those of a head that is not finite stay as they are."""
+        """Sort dims by the energy of normalized keys [B, H, n, D]; a head that is not finite keeps its order."""
         energies = np.square(keys.astype(np.float64)).mean(axis=2)
         energies[~np.isfinite(energies).all(axis=-1)] = 1
         first, second = np.array(pairs, int).reshape(-1, 2).T
