@@ -144,8 +144,8 @@ def add_memory_arguments(parser: argparse._ActionsContainer) -> None:
 
 def add_lookup_argument(parser: argparse._ActionsContainer) -> None:
     text = "speculative decoding with drafts copied from the conversation: auto drafts where that is possible and "
-    text += "expected to be faster, on wherever text repeats; not possible with --kv-evict or with caches that cannot be "
-    text += "rolled back"
+    text += "expected to be faster, on wherever text repeats; not possible with --kv-evict, or with caches that cannot "
+    text += "be rolled back"
     parser.add_argument("--prompt-lookup", choices=PROMPT_LOOKUP, default=AUTO, help=text)
 
 
