@@ -618,7 +618,7 @@ def lookup_speed() -> str:
         ["lookup_speed.json"],
         columns,
         rows,
-        on=f"{MODELS[about['model']]} in float32, medians of {about['rounds']} pairs, on a busy machine; "
+        on=f"{MODELS[about['model']]} in float32, medians of {about['rounds']} pairs; "
         "times as fast: median of the ratios of the pairs",
     )
 
