@@ -85,7 +85,7 @@ def first_keys(rows: LayerRows) -> mx.array:
 
 def learn_scale(rows: LayerRows) -> mx.array:
     """Return the package's scale of keys, from the first tokens: [B, H, 1, D]."""
-    rms = [mx.sqrt(mx.square(x).mean(axis=2)) for x in (first_keys(rows), rows.queries[:, :, :LEARNED])]
+    rms = [mx.sqrt(mx.square(x).mean(axis=2)) for x in (first_keys(rows), rows.queries[:, :, SKIP:LEARNED])]
     return compute_key_scale(*rms, rows.pairs.T.tolist())[:, :, None]
 
 

@@ -54,10 +54,9 @@ class Groups:
         energies = np.maximum(energies, np.maximum(_FLOOR * energies.mean(axis=-1, keepdims=True), 1e-30))
         energies /= energies.mean(axis=-1, keepdims=True)
         order = np.argsort(-energies, axis=-1, kind="stable")
-        ordered = np.take_along_axis(energies, order, axis=-1)
-        squares = ordered.reshape(*order.shape[:2], -1, GROUP).mean(axis=-1)
-        sizes = np.sqrt(squares).astype(np.float16).astype(np.float32)
-        return cls(order.astype(np.uint16), sizes, choose_widths(squares, bits), bits)
+        groups = np.take_along_axis(energies, order, axis=-1).reshape(*order.shape[:2], -1, GROUP)
+        sizes = np.sqrt(groups.mean(axis=-1)).astype(np.float16).astype(np.float32)
+        return cls(order.astype(np.uint16), sizes, choose_widths(groups, bits), bits)
 
     @classmethod
     def unpack(cls, learned: mx.array, head_dim: int, bits: int) -> "Groups":
@@ -105,13 +104,18 @@ class Groups:
         return np.concatenate([each.ravel() for each in places])
 
 
-def choose_widths(squares: np.ndarray, bits: int) -> np.ndarray:
-    """Return the widths, of mean `bits`, that lose least; of groups with mean squares [B, H, G]."""
-    widths = np.zeros(squares.shape, np.int32)
-    gains = np.append(-np.diff(ERRORS), 0)  # of one bit more; they fall, so the largest one first is best
-    for _ in range(bits * squares.shape[-1]):
-        best = np.argmax(np.square(squares) * gains[widths], axis=-1)
-        widths += np.arange(squares.shape[-1]) == best[..., None]
+def choose_widths(energies: np.ndarray, bits: int) -> np.ndarray:
+    """Return the widths, of mean `bits`, that lose least; of groups whose dims have energies [B, H, G, GROUP].
+
+    A rotation spreads errors over a group, but what is not stored is missing in its own dims.
+    """
+    losses = np.square(energies.mean(axis=-1, keepdims=True)) * ERRORS
+    losses[..., 0] = np.square(energies).mean(axis=-1)
+    gains = -np.diff(losses, append=losses[..., -1:])  # of one bit more; they fall, so the largest one first is best
+    widths = np.zeros(gains.shape[:-1], np.int32)
+    for _ in range(bits * widths.shape[-1]):
+        best = np.take_along_axis(gains, widths[..., None], axis=-1)[..., 0].argmax(axis=-1)
+        widths += np.arange(widths.shape[-1]) == best[..., None]
     return widths
 
 
