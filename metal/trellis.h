@@ -12,7 +12,7 @@ struct tq_words<TQ_BY_STATE> {
 
 // The offset of the levels of BITS in trellis_levels.
 template <bool TRELLIS, int BITS>
-constexpr TQ_FN int tq_table() { return TRELLIS ? (BITS - 2) * TQ_STATES : 0; }
+constexpr TQ_FN int tq_table() { return TRELLIS ? (BITS - 1) * TQ_STATES : 0; }
 
 // As `tq_vectors` of units.h, for tq_coded words. The states of a unit's first values include bits of the previous unit.
 template <int D, int BITS, bool WIDE, class FULL, int SCALE>

@@ -130,7 +130,7 @@ def test_levels_never_change():
     """Files written with these levels cannot be read with others."""
     digest = hashlib.sha256(SHIPPED.read_bytes()).hexdigest()
     assert digest == "26ebb666b6f4bcdd8f926646847fae82e3106068b28e0df27efb070e00de86a7"
-    assert trellis.all_levels().shape == (3, trellis.STATES)
+    assert trellis.all_levels().shape == (5, trellis.STATES)
 
 
 def test_any_number_of_vectors():
