@@ -95,14 +95,14 @@ class BatchView:
         return mx.concatenate(outputs, axis=0)
 
     def _steps_together(self, queries: mx.array) -> bool:
-        """Return whether all rows attend to packed tokens of one layout with all their queries."""
+        """Return whether all rows attend to packed tokens of like layouts with all their queries."""
         _, query_heads, length, dim = queries.shape
         return (
             length <= thresholds.current(dim, query_heads // self.key_heads[0]).packed_queries
             and all(row is not None and row.earlier is None for row in self.rows)
             and all(count == length for count in self.counts)
             and any(row.regions.packed_tokens for row in self.rows if row is not None)
-            and len({id(row.regions.layout) for row in self.rows if row is not None}) == 1
+            and len({id(row.regions.layout.unfitted) for row in self.rows if row is not None}) == 1
         )
 
     def materialize(self) -> tuple[mx.array, mx.array]:

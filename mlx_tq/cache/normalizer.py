@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tq.cache.region_map import SCALE_READY, SCALE_TOKENS, RegionMap
-from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization, compute_block_means, compute_key_scale, normalize
+from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization, compute_block_means, compute_key_scale
 from mlx_tq.codec.rotation import Rotation, pairwise_sum
 from mlx_tq.config import BLOCK
 

@@ -13,7 +13,7 @@ class GroupedRotation(Rotation):
     """Puts dims in the order [B, H, D] of each head, then rotates groups of them by `parts`."""
 
     def __init__(self, parts: list[Rotation], order: mx.array | None = None) -> None:
-        self._parts = parts
+        self.parts = parts
         self._stops = list(accumulate(part.dim for part in parts))
         self.dim = self._stops[-1]
         self._order = order
@@ -27,11 +27,11 @@ class GroupedRotation(Rotation):
         return list(mx.split(x, self._stops[:-1], axis=-1))
 
     def forward(self, x: mx.array) -> mx.array:
-        runs = zip(self._parts, self.split(self.arrange(x)), strict=True)
+        runs = zip(self.parts, self.split(self.arrange(x)), strict=True)
         return mx.concatenate([part.forward(run) * math.sqrt(self.dim / part.dim) for part, run in runs], axis=-1)
 
     def inverse(self, y: mx.array) -> mx.array:
-        runs = zip(self._parts, self.split(y), strict=True)
+        runs = zip(self.parts, self.split(y), strict=True)
         return _reorder(mx.concatenate([part.inverse(run) for part, run in runs], axis=-1), self._inverse_order)
 
     @cached_property

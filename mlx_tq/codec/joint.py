@@ -57,6 +57,7 @@ class JointLayout(RowLayout):
 
     def __init__(self, stored: RowLayout) -> None:
         self.key = self.value = JointCodec(stored)
+        self.unfitted = self
         self.words, self.nbytes, self.learned_bytes = stored.words, stored.nbytes, stored.learned_bytes
         self.split_sizes = 2 * stored.words, 0
 

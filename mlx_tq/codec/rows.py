@@ -24,9 +24,10 @@ class Rows(NamedTuple):
 class RowLayout:
     """Places the words of a key codec and a value codec in rows. Immutable, so caches share it, even copied ones."""
 
-    def __init__(self, key: Codec, value: Codec) -> None:
+    def __init__(self, key: Codec, value: Codec, unfitted: "RowLayout | None" = None) -> None:
         self.key = key
         self.value = value
+        self.unfitted = unfitted or self  # the same for caches that differ only in what they have learned
         scales = [0 if codec.scale_dtype is None else codec.scale_dtype.size // 2 for codec in (key, value)]
         edges = [0, *accumulate([key.words, value.words, *scales])]  # in 16-bit words
         # The first 16-bit words of codes and scale, of keys and of values.
@@ -43,22 +44,24 @@ class RowLayout:
     def fit(self, keys: mx.array, values: mx.array) -> "RowLayout":
         """Return the layout with codecs fitted to the first keys [B, H, n, Dk] and values; itself if none learns."""
         key, value = self.key.fit(keys), self.value.fit(values)
-        return self if key is self.key and value is self.value else RowLayout(key, value)
+        return self._with(key, value)
 
     @property
     def learned(self) -> tuple[mx.array | None, mx.array | None]:
         return self.key.learned, self.value.learned
 
     def restore(self, key: mx.array | None, value: mx.array | None) -> "RowLayout":
-        return RowLayout(
+        return self._with(
             self.key if key is None else self.key.restore(key),
             self.value if value is None else self.value.restore(value),
         )
 
     def select_heads(self, select: Callable[[mx.array], mx.array]) -> "RowLayout":
-        """Return the layout of some heads, which `select` takes from arrays [B, H, ...]; itself if nothing is learned."""
-        key, value = self.key.select_heads(select), self.value.select_heads(select)
-        return self if key is self.key and value is self.value else RowLayout(key, value)
+        """Return the layout of some heads, which `select` takes from arrays [B, H, ...]."""
+        return self._with(self.key.select_heads(select), self.value.select_heads(select))
+
+    def _with(self, key: Codec, value: Codec) -> "RowLayout":
+        return self if key is self.key and value is self.value else RowLayout(key, value, self.unfitted)
 
     def read_as(self, make: Callable[["RowLayout"], L]) -> L:
         """Return the layout that reads these rows otherwise: one for each `make`, for as long as this one lives."""

@@ -108,7 +108,7 @@ def _attend_block(start: int, stop: int, q: mx.array, regions: Regions, mask: Ma
 def attend_batch(
     queries: mx.array, batch: Sequence[Regions], *, scale: float, mask: Mask = None, sinks: mx.array | None = None
 ) -> mx.array:
-    """Return what `attend` returns for each of B caches of batch size 1 that share a layout; `mask` is no array."""
+    """Return what `attend` returns for each of B caches of batch size 1 whose layouts are like; `mask` is no array."""
     prefix_partials: dict[int, tuple[Partial, int]] = {}
     for members, tokens in find_shared_prefixes(batch):
         parts = _attend_prefix(mx.take(queries, mx.array(members), axis=0), batch[members[0]], tokens, scale)

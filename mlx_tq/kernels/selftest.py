@@ -72,9 +72,8 @@ def _all_cases() -> Iterator[Case]:
 def _calls(
     formats: tuple[str, str], dim: int, heads: int, dtype: mx.Dtype, *, normalized: bool
 ) -> dict[str, Callable[[], list[mx.array]]]:
-    layout = RowLayout(
-        *(get_format(name).codec(dim, CodecOptions(seed=seed), dtype) for seed, name in enumerate(formats))
-    )
+    key, value = (get_format(name).codec(dim, CodecOptions(seed=seed), dtype) for seed, name in enumerate(formats))
+    layout = RowLayout(key, value)
 
     def random(*shape: int, seed: int) -> mx.array:
         return mx.random.normal(shape, key=mx.random.key(seed))

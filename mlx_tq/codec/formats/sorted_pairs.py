@@ -32,17 +32,17 @@ _FLOOR = 1e-4  # least mean square of a dim, in that of its head
 class Groups:
     """How the keys of each head are cut into G groups."""
 
-    order: np.ndarray  # of dims, int [B, H, D]
+    order: np.ndarray  # of dims, uint16 [B, H, D]
     sizes: np.ndarray  # expected rms of each group's dims, fp32 [B, H, G]
-    widths: np.ndarray  # bits of a code, int [B, H, G]
+    widths: np.ndarray  # bits of a code, falling, int32 [B, H, G]
     bits: int  # mean width
 
     @classmethod
     def equal(cls, head_dim: int, bits: int) -> "Groups":
         """Return groups of one head that differ in nothing."""
         count = head_dim // GROUP
-        order, ones = np.arange(head_dim)[None, None], np.ones((1, 1, count), np.float32)
-        return cls(order, ones, np.full((1, 1, count), bits), bits)
+        order, ones = np.arange(head_dim, dtype=np.uint16)[None, None], np.ones((1, 1, count), np.float32)
+        return cls(order, ones, np.full((1, 1, count), bits, np.int32), bits)
 
     @classmethod
     def learn(cls, keys: np.ndarray, pairs: tuple[tuple[int, int], ...], bits: int) -> "Groups":
@@ -55,18 +55,21 @@ class Groups:
         order = np.argsort(-energies, axis=-1, kind="stable")
         ordered = np.take_along_axis(energies, order, axis=-1)
         squares = ordered.reshape(*order.shape[:2], -1, GROUP).mean(axis=-1)
-        return cls(order, np.sqrt(squares).astype(np.float16).astype(np.float32), choose_widths(squares, bits), bits)
+        sizes = np.sqrt(squares).astype(np.float16).astype(np.float32)
+        return cls(order.astype(np.uint16), sizes, choose_widths(squares, bits), bits)
 
     @classmethod
     def unpack(cls, learned: mx.array, head_dim: int, bits: int) -> "Groups":
         """Invert `packed`; raise CacheFormatError if the array cannot come from there."""
         count = head_dim // GROUP
-        if learned.dtype != mx.uint16 or learned.ndim != 4 - 1 or learned.shape[2] != head_dim + 2 * count:
+        if learned.dtype != mx.uint16 or learned.ndim != 3 or learned.shape[2] != head_dim + 2 * count:
             raise CacheFormatError(f"the groups of keys are {learned.dtype} {learned.shape}; the file is damaged.")
         order, sizes, widths = np.split(np.array(learned), [head_dim, head_dim + count], axis=-1)
-        found = cls(order.astype(int), sizes.view(np.float16).astype(np.float32), widths.astype(int), bits)
-        whole = (np.sort(order, axis=-1) == np.arange(head_dim)).all() and (found.widths <= LARGEST_WIDTH).all()
-        if not (whole and (found.widths.sum(axis=-1) == bits * count).all() and np.isfinite(1 / found.sizes).all()):
+        found = cls(order, sizes.view(np.float16).astype(np.float32), widths.astype(np.int32), bits)
+        falling = (np.diff(found.widths, axis=-1) <= 0).all() and (found.widths <= LARGEST_WIDTH).all()
+        whole = (np.sort(order, axis=-1) == np.arange(head_dim)).all() and (found.sizes > 0).all()
+        fits = (found.widths.sum(axis=-1) == bits * count).all() and np.isfinite(found.sizes).all()
+        if not (falling and whole and fits):
             raise CacheFormatError("the groups of keys contradict themselves; the file is damaged.")
         return found
 
@@ -80,6 +83,12 @@ class Groups:
     def weights(self) -> np.ndarray:
         """What queries read of each group's error, up to a constant: fp32 [B, H, G], 0 for what is not stored."""
         return np.where(self.widths > 0, self.sizes**4, 0).astype(np.float32)
+
+    @cached_property
+    def factors(self) -> np.ndarray:
+        """One over the size of each dim's group, in the order of the vector: fp32 [B, H, D]."""
+        sorted_factors = np.repeat(1 / self.sizes, GROUP, axis=-1)
+        return np.take_along_axis(sorted_factors, np.argsort(self.order, axis=-1), axis=-1).astype(np.float32)
 
     @cached_property
     def rings(self) -> dict[int, np.ndarray]:
@@ -97,7 +106,7 @@ class Groups:
 
 def choose_widths(squares: np.ndarray, bits: int) -> np.ndarray:
     """Return the widths, of mean `bits`, that lose least; of groups with mean squares [B, H, G]."""
-    widths = np.zeros(squares.shape, int)
+    widths = np.zeros(squares.shape, np.int32)
     gains = np.append(-np.diff(ERRORS), 0)  # of one bit more; they fall, so the largest one first is best
     for _ in range(bits * squares.shape[-1]):
         best = np.argmax(np.square(squares) * gains[widths], axis=-1)
@@ -108,6 +117,8 @@ def choose_widths(squares: np.ndarray, bits: int) -> np.ndarray:
 class SortedCodec(TurboCodec):
     """Stores rings of codes, group after group. Vectors are [B, H, S, D]; of any shape until it is fitted."""
 
+    rotation: GroupedRotation
+
     def __init__(self, head_dim: int, bits: int, options: CodecOptions, groups: Groups | None = None) -> None:
         super().__init__(head_dim, bits, options)
         self.has_kernels = False
@@ -115,13 +126,13 @@ class SortedCodec(TurboCodec):
         self.learned = None if groups is None else groups.packed
         self.learned_bytes = 2 * (head_dim + 2 * head_dim // GROUP)
         self._options = options
-        order = mx.array(self.groups.order.astype(np.uint16))
         parts = [get_rotation(options.rotation, GROUP, options.seed)] * (head_dim // GROUP)
-        self.rotation = GroupedRotation(parts, None if groups is None else order)
-        self._sizes, self._weights, factors = (
-            self._by_dim(x) for x in (self.groups.sizes, self.groups.weights, 1 / self.groups.sizes)
+        self.rotation = GroupedRotation(parts, None if groups is None else mx.array(groups.order))
+        # Of each dim, in order: fp32 [B, H, 1, D].
+        self.sizes, self._weights = (
+            mx.array(np.repeat(x, GROUP, axis=-1))[:, :, None] for x in (self.groups.sizes, self.groups.weights)
         )
-        self._factors = mx.take_along_axis(factors, mx.argsort(order, axis=-1)[:, :, None], axis=-1)
+        self._factors = mx.array(self.groups.factors)[:, :, None]
 
     def fit(self, x: mx.array) -> "SortedCodec":
         half = self.head_dim // 2
@@ -152,7 +163,7 @@ class SortedCodec(TurboCodec):
             rings = words[:, start:stop].reshape(words.shape[0], numbers.size, -1)
             levels.append(decode_rings(rings, width) if width else mx.zeros((*rings.shape[:2], GROUP)))
             start = stop
-        values = _by_head(self._in_order(levels), by_head.shape) * self._sizes
+        values = _by_head(self._in_order(levels), by_head.shape) * self.sizes
         return [values.reshape(*codes.shape[:-1], self.head_dim)]
 
     def decode_columns(self, codes: mx.array) -> list[tuple[slice, mx.array]]:
@@ -175,10 +186,6 @@ class SortedCodec(TurboCodec):
         if self.rule == "ls":
             return least
         return mx.where(square > 0, mx.minimum(square / product, LARGEST_RATIO * least), 0.0)
-
-    def _by_dim(self, of_groups: np.ndarray) -> mx.array:
-        """Repeat numbers of groups [B, H, G] for each of their dims, in order: fp32 [B, H, 1, D]."""
-        return mx.array(np.repeat(of_groups, GROUP, axis=-1).astype(np.float32))[:, :, None]
 
     def _with_groups(self, groups: Groups) -> "SortedCodec":
         return SortedCodec(self.head_dim, self.bits, self._options, groups)

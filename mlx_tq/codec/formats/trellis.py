@@ -110,7 +110,7 @@ def unpack_states(words: list[mx.array], bits: int, axis: int = -1) -> list[mx.a
 
 
 def encode_rings(t: mx.array, bits: int) -> tuple[mx.array, mx.array]:
-    """Return the words of vectors of unit variance [..., D], uint16 [..., D bits / 16], and the levels of their codes."""
+    """Return packed rings of vectors of unit variance [..., D], uint16 [..., D bits / 16], and the levels of codes."""
     if not bits:
         return mx.zeros((*t.shape[:-1], 0), mx.uint16), mx.zeros_like(t)
     levels, per_unit, dim = state_levels(bits), plane_count(bits), t.shape[-1]

@@ -14,8 +14,10 @@ from mlx_tq.kernels.cpu.arrays import Memory, Reader, evaluate
 from mlx_tq.kernels.cpu.build import announce_kernel, run_kernel
 from mlx_tq.kernels.cpu.codecs import (
     FULL_FORMATS,
+    KeyGroupsStruct,
     RotationStruct,
     format_number,
+    groups_struct,
     int32,
     levels_address,
     long,
@@ -69,6 +71,7 @@ class _Cache(ctypes.Structure):
         ("key_scale", pointer),
         ("means", pointer),
         ("mean_index", pointer),
+        ("groups", KeyGroupsStruct),
         ("mean_head_stride", long),
         ("part_count", long),
         ("tokens", long),
@@ -212,7 +215,7 @@ def _attend(
 
 def _describe(regions: Regions, scale: float) -> _Attention:
     layout = regions.layout
-    arguments.check_can_run(layout, regions.full_keys.dtype)
+    arguments.check_can_run(layout, regions.full_keys.dtype, sorted_keys=True)
     return _Attention(
         key_rotation=rotation_struct(layout.key.rotation),
         value_rotation=rotation_struct(layout.value.rotation),
@@ -371,7 +374,9 @@ def _fill_parts(
 ) -> object:
     """Describe a cache by its parts, of which the packed one begins with that row, and return what must stay alive."""
     cache.parts, cache.part_count, cache.tokens = (_Part * len(parts))(*parts), len(parts), tokens
-    n, sequence = source.regions.normalization, source.sequence
+    n, sequence, keys = source.regions.normalization, source.sequence, source.regions.full_keys
+    groups = groups_struct(source.regions.layout.key, keys.shape[0], keys.shape[1], sequence)
+    cache.groups = groups
     if n is not None:
         cache.key_scale = reader.read(n.scale).address + sequence * n.scale.shape[1] * n.scale.shape[2] * 4
         memory = reader.read(n.means)
@@ -380,7 +385,7 @@ def _fill_parts(
         cache.mean_first = n.first + first_row
         if source.group.mean_index is not None:
             cache.mean_index = reader.read(source.group.mean_index).address + 4 * first_row
-    return parts
+    return parts, groups
 
 
 def _packed_part(source: _Source, start: int, stop: int, reader: Reader) -> _Part:

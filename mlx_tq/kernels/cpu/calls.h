@@ -32,6 +32,7 @@ struct Cache {
   const float* key_scale;          // of normalized keys [heads, key_dim]; null for plain keys
   const uint16_t* means;           // fp16 [heads, means, key_dim]
   const int32_t* mean_index;       // of row t; null: (mean_first + t) / MEAN_TOKENS
+  KeyGroups groups;                // of packed keys
   int64_t mean_head_stride;        // in elements
   int64_t part_count, tokens, mean_first;
   int64_t packed_head;             // with by_head: which KV head of the packed rows is this one; else not read
@@ -74,6 +75,9 @@ struct Vectors {
   const float* scale;       // multiplies vectors [batch, heads, dim], or null
   const float* centers;     // subtracted then [batch, heads, center_count, dim]
   const int32_t* center_index;  // of each token
+  KeyGroups groups;         // [batch, heads, ...]
+  const float* factors;     // of sorted keys: one over the size of each dim's group [batch, heads, dim]
+  const float* weights;     // of the groups' errors [batch, heads, dim / GROUP]
   int64_t center_count;
   int32_t dim, format, rule;
   int32_t codes, scales;    // their first byte in a row
@@ -103,6 +107,7 @@ struct Score {
   const float* key_scale;     // divides normalized keys [batch, heads, dim], or null
   const uint16_t* means;      // fp16 [batch, heads, mean_count, dim]
   const int32_t* mean_index;  // of each token
+  KeyGroups groups;           // [batch, heads, ...]
   float* scores;              // [batch, heads, group, tokens]
   const Levels* levels;
   Rotation rotation;
@@ -117,6 +122,7 @@ struct RecallScore {
   const float* mean_scores;   // [heads, rows, means], or null for plain keys
   const int32_t* mean_index;  // of each token
   const int64_t* starts;      // of blocks [blocks + 1]
+  KeyGroups groups;           // queries are times the sizes
   float *maxima, *log_sums;   // [heads, rows, blocks]
   const Levels* levels;
   int64_t heads, rows, blocks, means;

@@ -10,11 +10,13 @@ import numpy as np
 from mlx_tq.codec.codebook import levels
 from mlx_tq.codec.formats import Codec
 from mlx_tq.codec.formats.scalar import FullCodec
+from mlx_tq.codec.formats.sorted_pairs import SortedCodec
 from mlx_tq.codec.formats.trellis import TrellisCodec, all_levels
+from mlx_tq.codec.grouped_rotation import GroupedRotation
 from mlx_tq.codec.rotation import Rotation, WalshHadamard, hadamard_matrix
 
 FULL_FORMATS = {mx.float32: 0, mx.float16: 1, mx.bfloat16: 2}
-_Q8, _TQ4, _TCQ4 = 3, 4, 7
+_Q8, _TQ4, _TCQ4, _STCQ4 = 3, 4, 7, 12
 pointer, long, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
@@ -30,11 +32,39 @@ def format_number(codec: Codec) -> int:
     bits = 16 * codec.words // codec.head_dim
     if bits == 8:
         return _Q8
-    return (_TCQ4 if isinstance(codec, TrellisCodec) else _TQ4) + 4 - bits
+    first = _STCQ4 if isinstance(codec, SortedCodec) else _TCQ4 if isinstance(codec, TrellisCodec) else _TQ4
+    return first + 4 - bits
+
+
+class KeyGroupsStruct(ctypes.Structure):
+    """Mirror of `KeyGroups` in formats.h."""
+
+    _fields_ = (("order", pointer), ("sizes", pointer), ("widths", pointer))
+
+
+def groups_struct(codec: Codec, batch: int, heads: int, first: int = 0) -> KeyGroupsStruct:
+    """Describe the groups of sorted keys of some heads, from row `first` of the batch on; nothing for other formats."""
+    if not isinstance(codec, SortedCodec):
+        return KeyGroupsStruct()
+    groups = codec.groups
+    arrays = [
+        of_all_heads(array, dtype, batch, heads)[first:]
+        for array, dtype in ((groups.order, np.uint16), (groups.sizes, np.float32), (groups.widths, np.int32))
+    ]
+    struct = KeyGroupsStruct(*(array.ctypes.data for array in arrays))
+    struct.arrays = arrays  # alive as long as the addresses
+    return struct
+
+
+def of_all_heads(array: np.ndarray, dtype: type, batch: int, heads: int) -> np.ndarray:
+    """Repeat what is the same for all heads [1, 1, n], or return what they have, contiguous [B, H, n]."""
+    return np.ascontiguousarray(np.broadcast_to(array, (batch, heads, array.shape[2])), dtype)
 
 
 @cache
 def rotation_struct(rotation: Rotation | None) -> RotationStruct:
+    if isinstance(rotation, GroupedRotation):
+        return rotation_struct(rotation.parts[0])  # groups have the same
     if not isinstance(rotation, WalshHadamard):  # `check_can_run` refuses other rotations
         return RotationStruct(None, None, 1, 0)
     signs = np.array(rotation.signs)

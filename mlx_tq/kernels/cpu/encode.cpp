@@ -48,7 +48,7 @@ class Encoder {
  public:
   Encoder(const Encoding& encoding, const Vectors& vectors) : e_(encoding), v_(vectors), dim_(vectors.dim) {}
 
-  // Encodes vectors number `first` to first + count of all, count at most LANES.
+  // Encodes vectors number `first` to first + count of all, which belong to one head; count is at most LANES.
   void run(int64_t first, int count) {
     load_vectors(first, count);
     const int bits = BITS_OF[v_.format];
@@ -56,6 +56,8 @@ class Encoder {
       store_full(first, count);
     } else if (bits == 8) {
       encode_q8();
+    } else if (v_.format >= STCQ4) {
+      encode_sorted(first / e_.tokens);
     } else {
       encode_turbo(bits, v_.format >= TCQ4);
     }
@@ -112,12 +114,12 @@ class Encoder {
 
   // The sum in the order of `pairwise_sum`. Overwrites the terms.
   Floats add(Floats* terms) const {
-    const int order = v_.rotation.order, power = dim_ / order;
+    const int power = dim_ & -dim_, order = power == dim_ ? 1 : 4 * (dim_ / power), row = dim_ / order;
     for (int r = 0; r < order; r++)
-      for (int count = power; count > 1; count /= 2)
-        for (int i = 0; i < count / 2; i++) terms[r * power + i] = terms[r * power + 2 * i] + terms[r * power + 2 * i + 1];
+      for (int count = row; count > 1; count /= 2)
+        for (int i = 0; i < count / 2; i++) terms[r * row + i] = terms[r * row + 2 * i] + terms[r * row + 2 * i + 1];
     Floats total = terms[0];
-    for (int r = 1; r < order; r++) total = total + terms[r * power];
+    for (int r = 1; r < order; r++) total = total + terms[r * row];
     return total;
   }
 
@@ -151,11 +153,51 @@ class Encoder {
     rotate();
     const Floats factor = choose(norm > 0.0f, 1.0f / norm, Floats{});
     if (trellis) {
-      find_ring(bits, factor);
+      find_ring(0, dim_, bits, factor, words_);
     } else {
       find_codes(bits, factor);
     }
     scale_ = choose_scale(norm);
+  }
+
+  // Encodes keys of a head as groups of sorted dims.
+  void encode_sorted(int64_t place) {
+    const float* const factors = v_.factors + place * dim_;
+    const uint16_t* const order = v_.groups.order + place * dim_;
+    const int32_t* const widths = v_.groups.widths + place * (dim_ / GROUP);
+    for (int d = 0; d < dim_; d++) {
+      levels_[d] = clip(x_[d]) * factors[d];
+      terms_[d] = levels_[d] * levels_[d];
+    }
+    const Floats norm = root(add(terms_)), factor = choose(norm > 0.0f, 1.0f / norm, Floats{});
+    const float spread = std::sqrt(float(dim_ / GROUP));
+    for (int d = 0; d < dim_; d++) x_[d] = levels_[order[d]] * v_.rotation.signs[d % GROUP];
+    Words* words = words_;
+    for (int start = 0; start < dim_; start += GROUP) {
+      const int width = widths[start / GROUP];
+      hadamard(x_ + start, GROUP, v_.rotation, false);
+      for (int d = start; d < start + GROUP; d++) {
+        x_[d] = x_[d] * spread;
+        levels_[d] = Floats{};
+      }
+      if (width) find_ring(start, GROUP, width, factor, words);
+      words += GROUP * width / 16;
+    }
+    scale_ = v_.rule == RAW ? norm : weighted_scale(v_.weights + place * (dim_ / GROUP));
+  }
+
+  // The scale of a vector whose groups count with weights.
+  Floats weighted_scale(const float* weights) {
+    for (int d = 0; d < dim_; d++) terms_[d] = levels_[d] * levels_[d] * weights[d / GROUP];
+    const Floats energy = add(terms_);
+    for (int d = 0; d < dim_; d++) terms_[d] = x_[d] * x_[d] * weights[d / GROUP];
+    const Floats square = add(terms_);
+    if (v_.rule == MATCHED) return choose(square > 0.0f, root(square / energy), Floats{});
+    for (int d = 0; d < dim_; d++) terms_[d] = x_[d] * levels_[d] * weights[d / GROUP];
+    Floats product = add(terms_);
+    product = choose(product < 0.0f, Floats{}, product);
+    const Floats least = product / energy, unbiased = square / product, most = LARGEST_RATIO * least;
+    return choose(square > 0.0f, v_.rule == LEAST_SQUARES ? least : choose(unbiased < most, unbiased, most), Floats{});
   }
 
   // Sets words_ to packed codes, and levels_ to their levels.
@@ -190,18 +232,19 @@ class Encoder {
     }
   }
 
-  // The same by the search of mlx_tq/codec/formats/trellis.py for the ring of codes of least squared error.
-  void find_ring(int bits, Floats factor) {
-    const int per_unit = bits == 3 ? 16 : 16 / bits, units = dim_ / per_unit, groups = STATES >> bits;
-    const float* const levels = e_.levels->trellis[bits - 2];
+  // Sets `words` to the packed codes of `dim` dims from `start` on, and levels_ to their levels, by the search of
+  // mlx_tq/codec/formats/trellis.py for the ring of codes of least squared error.
+  void find_ring(int start, int dim, int bits, Floats factor, Words* words) {
+    const int per_unit = bits % 2 ? 16 : 16 / bits, units = dim / per_unit, groups = STATES >> bits;
+    const float* const levels = e_.levels->trellis[bits - 1];
     for (int unit = 0; unit < units; unit++)
-      for (int i = 0; i < per_unit; i++) terms_[unit * per_unit + i] = x_[i * units + unit] * factor;
-    const int half = std::min(CUT_CONTEXT, dim_ / 2);
+      for (int i = 0; i < per_unit; i++) terms_[unit * per_unit + i] = x_[start + i * units + unit] * factor;
+    const int half = std::min(CUT_CONTEXT, dim / 2);
     for (int i = 0; i < half; i++) {
-      ends_[i] = terms_[dim_ - half + i];
+      ends_[i] = terms_[dim - half + i];
       ends_[half + i] = terms_[i];
     }
-    Floats best[STATES / 4];
+    Floats best[STATES / 2];
     for (int g = 0; g < groups; g++) best[g] = Floats{};
     search(ends_, 2 * half, bits, levels, best);
     Ints group{};
@@ -217,13 +260,13 @@ class Encoder {
     }
     group = state & (groups - 1);  // where the ring begins and ends
     for (int g = 0; g < groups; g++) best[g] = choose(group == g, Floats{}, splat(FORBIDDEN));
-    search(terms_, dim_, bits, levels, best);
-    for (int t = dim_ - 1; t >= 0; t--) {
+    search(terms_, dim, bits, levels, best);
+    for (int t = dim - 1; t >= 0; t--) {
       state = trace(group, t, bits);
       group = state >> bits;
       const int d = t % per_unit * units + t / per_unit;
       codes_[d] = (Words)state & ((1u << bits) - 1);
-      levels_[d] = gather(levels, (Words)state);
+      levels_[start + d] = gather(levels, (Words)state);
     }
     for (int n = 0; n < per_unit * bits / 16; n++)
       for (int unit = 0; unit < units; unit++) {
@@ -234,7 +277,7 @@ class Encoder {
           const Words code = codes_[i * units + unit];
           word |= shift >= 0 ? code << shift : code >> -shift;
         }
-        words_[n * units + unit] = word & 0xFFFFu;
+        words[n * units + unit] = word & 0xFFFFu;
       }
   }
 
@@ -242,9 +285,11 @@ class Encoder {
   // lowest bits of its cost, so that one comparison finds both.
   void search(const Floats* values, int count, int bits, const float* levels, Floats* best) {
     switch (bits) {
+      case 1: return search_bits<1>(values, count, levels, best);
       case 2: return search_bits<2>(values, count, levels, best);
       case 3: return search_bits<3>(values, count, levels, best);
-      default: return search_bits<4>(values, count, levels, best);
+      case 4: return search_bits<4>(values, count, levels, best);
+      default: return search_bits<5>(values, count, levels, best);
     }
   }
   template <int BITS>
@@ -345,11 +390,12 @@ class Encoder {
 
 extern "C" void tq_encode(tq::Encoding* encoding) {
   using namespace tq;
-  const int64_t vectors = encoding->batch * encoding->heads * encoding->tokens, pieces = (vectors + PIECE - 1) / PIECE;
+  const int64_t places = encoding->batch * encoding->heads, pieces = (encoding->tokens + PIECE - 1) / PIECE;  // of a head
   std::atomic<int64_t> clamped{0}, broken{0};
-  share(encoding->threads, 2 * pieces, [&](int64_t piece) {
+  share(encoding->threads, 2 * places * pieces, [&](int64_t piece) {
     const auto encoder = std::make_unique<Encoder>(*encoding, encoding->parts[piece % 2]);
-    const int64_t start = piece / 2 * PIECE, stop = std::min(start + PIECE, vectors);
+    const int64_t head = piece / 2 / pieces * encoding->tokens;
+    const int64_t start = head + piece / 2 % pieces * PIECE, stop = std::min(start + PIECE, head + encoding->tokens);
     for (int64_t first = start; first < stop; first += LANES) encoder->run(first, int(std::min<int64_t>(LANES, stop - first)));
     clamped += encoder->clamped;
     broken += encoder->broken;

@@ -8,6 +8,7 @@ import numpy as np
 
 from mlx_tq.codec.codebook import POLYNOMIALS, boundaries
 from mlx_tq.codec.formats.base import FP16_MAX, SCALE_RULES
+from mlx_tq.codec.formats.sorted_pairs import SortedCodec
 from mlx_tq.codec.formats.turbo import TurboCodec
 from mlx_tq.codec.normalization import KeyNormalization
 from mlx_tq.codec.rows import RowLayout, Rows
@@ -15,11 +16,14 @@ from mlx_tq.kernels import arguments
 from mlx_tq.kernels.cpu.arrays import Reader, evaluate
 from mlx_tq.kernels.cpu.build import run_kernel
 from mlx_tq.kernels.cpu.codecs import (
+    KeyGroupsStruct,
     RotationStruct,
     format_number,
+    groups_struct,
     int32,
     levels_address,
     long,
+    of_all_heads,
     pointer,
     rotation_struct,
     thread_count,
@@ -38,6 +42,9 @@ class _Vectors(ctypes.Structure):
         ("scale", pointer),
         ("centers", pointer),
         ("center_index", pointer),
+        ("groups", KeyGroupsStruct),
+        ("factors", pointer),
+        ("weights", pointer),
         ("center_count", long),
         ("dim", int32),
         ("format", int32),
@@ -71,7 +78,7 @@ class _Encoding(ctypes.Structure):
 def launch_encode(
     keys: mx.array, values: mx.array, layout: RowLayout, normalization: KeyNormalization | None = None
 ) -> Rows:
-    arguments.check_can_run(layout, keys.dtype)
+    arguments.check_can_run(layout, keys.dtype, sorted_keys=True)
     batch, heads, tokens, _ = keys.shape
     vectors = [x.astype(mx.float32) for x in (keys, values)]
     more = [] if normalization is None else _normalization_arrays(normalization, layout, tokens)
@@ -106,6 +113,13 @@ def launch_encode(
                 dtype = mx.float32
                 scale, centers, index = (reader.read(array).address for array in more)
                 part.scale, part.centers, part.center_index, part.center_count = scale, centers, index, more[1].shape[2]
+            if isinstance(codec, SortedCodec):
+                groups = groups_struct(codec, batch, heads)
+                factors, weights = (
+                    of_all_heads(array, np.float32, batch, heads)
+                    for array in (codec.groups.factors, codec.groups.weights)
+                )
+                part.groups, part.factors, part.weights = groups, factors.ctypes.data, weights.ctypes.data
             part.clips = dtype != mx.float16
             part.limit = mx.array(FP16_MAX, dtype).astype(mx.float32).item()
         run_kernel("encode", call)

@@ -7,27 +7,28 @@
 
 namespace tq {
 
-// The names are those of the formats; FP32, FP16 and BF16 are the model's own types.
-enum FormatNumber : int32_t { FP32, FP16, BF16, Q8, TQ4, TQ3, TQ2, TCQ4, TCQ3, TCQ2, FORMATS };
+// The names are those of the formats; FP32, FP16 and BF16 are the model's own types. Sorted keys have groups of TCQ5 to
+// TCQ1; their bits are the mean.
+enum FormatNumber : int32_t { FP32, FP16, BF16, Q8, TQ4, TQ3, TQ2, TCQ4, TCQ3, TCQ2, TCQ5, TCQ1, STCQ4, STCQ3, STCQ2, FORMATS };
 
-constexpr int BITS_OF[FORMATS] = {32, 16, 16, 8, 4, 3, 2, 4, 3, 2};
+constexpr int BITS_OF[FORMATS] = {32, 16, 16, 8, 4, 3, 2, 4, 3, 2, 5, 1, 4, 3, 2};
 constexpr int STATES = 256;  // of a trellis
 constexpr int TILE = 64;     // tokens that are decoded at a time
 static_assert(TILE % LANES == 0, "tiles are whole vectors");
 
 // Levels of the tq formats, each repeated to 16 entries, so that bits above a code change nothing; then those of each
-// trellis state for 2, 3 and 4 bits.
+// trellis state for 1 to 5 bits.
 struct Levels {
   float turbo[3][16];
-  float trellis[3][STATES];
+  float trellis[5][STATES];
 };
 
 template <int FORMAT>
 struct Format {
   static constexpr bool TRELLIS = FORMAT >= TCQ4;
   static constexpr int BITS = BITS_OF[FORMAT];
-  static constexpr int UNIT = BITS > 8 ? 1 : BITS == 8 ? 2 : BITS == 3 ? 16 : 16 / BITS;  // values
-  static constexpr int UNIT_WORDS = BITS == 32 ? 2 : BITS == 3 ? 3 : 1;
+  static constexpr int UNIT = BITS > 8 ? 1 : BITS == 8 ? 2 : BITS % 2 ? 16 : 16 / BITS;  // values
+  static constexpr int UNIT_WORDS = BITS == 32 ? 2 : BITS % 2 ? BITS : 1;
 };
 
 // The values of units of packed codes, one unit in each lane, from the lower halves of their words.
@@ -54,13 +55,21 @@ inline void decode_states(Words previous, const Words* words, const Levels& leve
     for (int i = 0; i < F::UNIT; i++) {
       const int end = F::BITS * (i + 1);  // of the value's bits, from the first of the unit
       if (end > 16 * n && end <= 16 * (n + 1))
-        values[i] = gather(levels.trellis[F::BITS - 2], both >> (16 * (n + 1) - end) & (STATES - 1));
+        values[i] = gather(levels.trellis[F::BITS - 1], both >> (16 * (n + 1) - end) & (STATES - 1));
     }
   }
 }
 
 constexpr int SLACK = 4 * LANES;  // bytes that decoders may read past the codes
 constexpr int MAX_DIM = 1024;
+constexpr int GROUP = 32;  // dims of a group of sorted keys
+
+// How each KV head stores sorted keys, see mlx_tq/codec/formats/sorted_pairs.py.
+struct KeyGroups {
+  const uint16_t* order;   // of dims [heads, dim]; null for keys of other formats
+  const float* sizes;      // of groups [heads, dim / GROUP]
+  const int32_t* widths;   // bits of a code, from the widest group on [heads, dim / GROUP]
+};
 
 // Loads LANES words of LANES vectors, from vector `first` on: a vector in each lane. Lanes after the last repeat it.
 inline void load_square(const char* const* vectors, int first, int count, int word, Words* square) {

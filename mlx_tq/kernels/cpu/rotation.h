@@ -1,6 +1,6 @@
 // Walsh-Hadamard rotations, in the order of additions of mlx_tq/codec/rotation.py.
 #pragma once
-#include "vectors.h"
+#include "formats.h"
 
 namespace tq {
 
@@ -44,6 +44,14 @@ inline void rotate(float* x, int dim, const Rotation& rotation) {
   hadamard(x, dim, rotation, false);
   const float factor = 1 / std::sqrt(float(dim));
   for (int i = 0; i < dim; i++) x[i] *= factor;
+}
+
+// Puts dims in the order of a head, and rotates its groups.
+inline void rotate_groups(float* x, int dim, const uint16_t* order, const Rotation& rotation) {
+  float sorted[MAX_DIM];
+  for (int i = 0; i < dim; i++) sorted[i] = x[order[i]];
+  for (int i = 0; i < dim; i += GROUP) rotate(sorted + i, GROUP, rotation);
+  memcpy(x, sorted, 4 * dim);
 }
 
 inline void rotate_back(float* x, int dim, const Rotation& rotation) {

@@ -24,20 +24,29 @@ void score_tile(const Score& s, int64_t place, int64_t start) {
   alignas(64) float gains[TILE];
   load_gains(rows, count, s.scale_offset, s.format, s.wide_scale, s.dim, gains);
   copy_last_codes(rows, count, true, s.format, s.dim, copies.data());
-  KEY_DECODERS[s.format](rows, count, s.dim, *s.levels, tile);
+  const bool sorted = s.groups.order;
+  const int stored = decode_tile(rows, count, s.format, s.dim, sorted ? s.groups.widths + place * (s.dim / GROUP) : nullptr, *s.levels, tile);
+  std::fill(tile + stored * TILE, tile + s.dim * TILE, 0.0f);
 
-  const float factor = 1 / std::sqrt(float(s.dim));
+  const int turned = sorted ? GROUP : s.dim;  // dims that are rotated together
+  const float factor = 1 / std::sqrt(float(turned));
   for (int first = 0; first < TILE; first += LANES) {
     Floats key[MAX_DIM];
     for (int d = 0; d < s.dim; d++) key[d] = load<Floats>(tile + d * TILE + first) * load<Floats>(gains + first);
+    for (int d = 0; sorted && d < s.dim; d++) key[d] *= s.groups.sizes[(place * s.dim + d) / GROUP];
     if (s.key_scale)
       for (int lane = 0; lane < LANES && first + lane < count; lane++) {
         const uint16_t* const mean = s.means + (place * s.mean_count + s.mean_index[start + first + lane]) * s.dim;
         for (int d = 0; d < s.dim; d++) key[d][lane] += half_to_float(mean[d]);
       }
     if (s.rotation.signs) {
-      hadamard(key, s.dim, s.rotation, true);
-      for (int d = 0; d < s.dim; d++) key[d] *= s.rotation.signs[d] * factor;
+      for (int d = 0; d < s.dim; d += turned) hadamard(key + d, turned, s.rotation, true);
+      for (int d = 0; d < s.dim; d++) key[d] *= s.rotation.signs[d % turned] * factor;
+    }
+    if (sorted) {
+      Floats by_dim[MAX_DIM];
+      for (int d = 0; d < s.dim; d++) by_dim[s.groups.order[place * s.dim + d]] = key[d];
+      std::copy_n(by_dim, s.dim, key);
     }
     for (int d = 0; d < s.dim; d++) {
       if (s.key_scale) key[d] /= s.key_scale[place * s.dim + d];

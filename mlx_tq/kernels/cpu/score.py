@@ -8,14 +8,17 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tq.codec.formats import Encoded
+from mlx_tq.codec.formats.sorted_pairs import SortedCodec
 from mlx_tq.codec.normalization import KeyNormalization
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import arguments
 from mlx_tq.kernels.cpu.arrays import Reader, evaluate
 from mlx_tq.kernels.cpu.build import run_kernel
 from mlx_tq.kernels.cpu.codecs import (
+    KeyGroupsStruct,
     RotationStruct,
     format_number,
+    groups_struct,
     int32,
     levels_address,
     long,
@@ -37,6 +40,7 @@ class _Score(ctypes.Structure):
         ("key_scale", pointer),
         ("means", pointer),
         ("mean_index", pointer),
+        ("groups", KeyGroupsStruct),
         ("scores", pointer),
         ("levels", pointer),
         ("rotation", RotationStruct),
@@ -69,6 +73,7 @@ class _RecallScore(ctypes.Structure):
         ("mean_scores", pointer),
         ("mean_index", pointer),
         ("starts", pointer),
+        ("groups", KeyGroupsStruct),
         ("maxima", pointer),
         ("log_sums", pointer),
         ("levels", pointer),
@@ -92,7 +97,7 @@ def launch_score(
     pairs: mx.array,
     normalization: KeyNormalization | None = None,
 ) -> mx.array:
-    arguments.check_can_run(layout)
+    arguments.check_can_run(layout, sorted_keys=True)
     batch, heads = rows.shape[:2]
     arrays = [mx.contiguous(array) for array in (queries, weights, pairs)]
     if normalization is not None:
@@ -123,10 +128,12 @@ def launch_score(
             wide_scale=layout.key.scale_dtype is not None and layout.key.scale_dtype == mx.float32,
             threads=thread_count(),
         )
+        call.groups = groups = groups_struct(layout.key, batch, heads)
         if normalization is not None:
             call.key_scale, call.means, call.mean_index = addresses[3:]
             call.mean_count = normalization.means.shape[2]
         run_kernel("score", call)
+        del groups
     return mx.array(scores)
 
 
@@ -134,13 +141,15 @@ def launch_recall_score(
     queries: mx.array, keys: Encoded, layout: RowLayout, normalization: KeyNormalization | None, sizes: Sequence[int]
 ) -> tuple[mx.array, mx.array]:
     """Return the largest score of each block, and the log-sum-exp of all, as `RecallScores` has them."""
-    arguments.check_can_run(layout)
+    arguments.check_can_run(layout, sorted_keys=True)
     heads, tokens = keys.codes.shape[1:3]
     count = queries.shape[2]
     arrays = [mx.contiguous(queries[0])]
     if normalization is not None:
         mean_scores = arrays[0] @ normalization.means[0].astype(mx.float32).swapaxes(-1, -2)
         arrays += [mx.contiguous(mean_scores), mx.contiguous(normalization.mean_index(tokens))]
+    if isinstance(layout.key, SortedCodec):
+        arrays[0] = mx.contiguous(arrays[0] * layout.key.sizes[0])
     evaluate(arrays, *keys)
     starts = np.array([0, *accumulate(sizes)], np.int64)
     maxima, log_sums = (np.empty((heads, count, len(sizes)), np.float32) for _ in range(2))
@@ -168,8 +177,10 @@ def launch_recall_score(
             wide_scale=layout.key.scale_dtype is not None and layout.key.scale_dtype == mx.float32,
             threads=thread_count(),
         )
+        call.groups = groups = groups_struct(layout.key, 1, heads)
         if normalization is not None:
             call.mean_scores, call.mean_index = addresses[1:]
             call.means = normalization.means.shape[2]
         run_kernel("recall_score", call)
+        del groups
     return mx.array(maxima), mx.array(np.logaddexp.reduce(log_sums, axis=-1))

@@ -9,9 +9,27 @@
 namespace tq {
 
 inline const KeyDecoder KEY_DECODERS[FORMATS] = {decode_keys<FP32>, decode_keys<FP16>, decode_keys<BF16>, decode_keys<Q8>,
-    decode_keys<TQ4>, decode_keys<TQ3>, decode_keys<TQ2>, decode_keys<TCQ4>, decode_keys<TCQ3>, decode_keys<TCQ2>};
+    decode_keys<TQ4>, decode_keys<TQ3>, decode_keys<TQ2>, decode_keys<TCQ4>, decode_keys<TCQ3>, decode_keys<TCQ2>, decode_keys<TCQ5>, decode_keys<TCQ1>};
 inline const ValueDecoder VALUE_DECODERS[FORMATS] = {decode_values<FP32>, decode_values<FP16>, decode_values<BF16>, decode_values<Q8>,
     decode_values<TQ4>, decode_values<TQ3>, decode_values<TQ2>, decode_values<TCQ4>, decode_values<TCQ3>, decode_values<TCQ2>};
+
+// Decodes `count` keys to the columns of `tile` [dim, TILE] without gain and sizes, and returns how many dims are stored.
+inline int decode_tile(const char* const* keys, int count, int format, int dim, const int32_t* widths, const Levels& levels, float* tile) {
+  if (format < STCQ4) {
+    KEY_DECODERS[format](keys, count, dim, levels, tile);
+    return dim;
+  }
+  constexpr FormatNumber RINGS[] = {TCQ1, TCQ1, TCQ2, TCQ3, TCQ4, TCQ5};
+  const char* codes[TILE];
+  std::copy_n(keys, count, codes);
+  int stored = 0;
+  for (; stored < dim && widths[stored / GROUP]; stored += GROUP) {
+    const int width = widths[stored / GROUP];
+    KEY_DECODERS[RINGS[width]](codes, count, GROUP, levels, tile + stored * TILE);
+    for (int t = 0; t < count; t++) codes[t] += GROUP * width / 8;
+  }
+  return stored;
+}
 
 // Loads what multiplies the values of stored vectors, whose scales are `offset` bytes after their codes: TILE gains, of
 // which those from `count` on are undefined.

@@ -19,8 +19,8 @@ import mlx.core as mx
 
 from mlx_tq.codec.formats.base import FP16_MAX, TINY, Codec, CodecOptions, Encoded, Format
 from mlx_tq.codec.formats.turbo import decode_level, find_code
-from mlx_tq.codec.packing import pack, split_words, unpack
 from mlx_tq.codec.grouped_rotation import GroupedRotation
+from mlx_tq.codec.packing import pack, split_words, unpack
 from mlx_tq.codec.rotation import Rotation, get_rotation, pairwise_sum, split_order
 from mlx_tq.errors import ConfigError
 
