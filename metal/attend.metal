@@ -25,6 +25,10 @@
 //   key_means [..., capacity, KEY_DIM]: half, of each head
 //   mean_index [capacity]: int
 //
+// Only if KEY_SORTED:
+//
+//   key_groups: of each head, see sorted_keys.h
+//
 // Only if KEY_TRELLIS or VALUE_TRELLIS:
 //
 //   trellis_levels [5, 256]: half, levels of the states of 1 to 5 bits

@@ -11,6 +11,11 @@
 #if TQ_TRELLIS
 #include "trellis.h"
 #endif
+#if TQ_SORTED
+#include "sorted_keys.h"
+#else
+#include "arranged.h"
+#endif
 #if TQ_NORMALIZED
 #include "key_scale.h"
 #endif

@@ -17,6 +17,7 @@ from codec.reference import hadamard_matrix
 from mlx_tq.codec import Codec, CodecOptions, Encoded, RowLayout, get_format
 from mlx_tq.codec.codebook import POLYNOMIALS
 from mlx_tq.codec.formats.base import dtype_name, dtype_of
+from mlx_tq.codec.formats.sorted_pairs import GROUP, SortedCodec
 from mlx_tq.codec.formats.trellis import TrellisCodec
 from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization, compute_block_means, decode_keys
 from mlx_tq.codec.packing import split_words, unpack
@@ -144,6 +145,7 @@ def make_problem(
     rule: str = "ls",
     wide: bool = False,
     normalized: str | None = None,
+    fitted: bool = True,
 ) -> Problem:
     """Make a random cache of `sink_tokens | packed | window`; the window is `recent` tokens and those of the queries.
 
@@ -153,6 +155,7 @@ def make_problem(
         mask: None, "causal", "bool" or "additive" for a random array [L, S], or an array.
         normalized: keys have means and channels of high energy and are normalized: in whole "blocks", or with "gaps" as
             after an eviction.
+        fitted: formats that learn from the first keys have learned from some whose dims differ in energy.
     """
     rng = np.random.default_rng(seed)
 
@@ -163,12 +166,20 @@ def make_problem(
     tokens = sink_tokens + recent + length
     full = [gaussian(HEADS, tokens, dim) for dim in dims]
     vectors = [gaussian(HEADS, packed, dim) for dim in dims]
-    normalization = None
+    learns, normalization, scale = fitted and isinstance(layout.key, SortedCodec), None, 1.0
+    if learns:
+        spread = mx.exp(0.6 * gaussian(HEADS, 1, dims[0]).astype(mx.float32))
+        full[0], vectors[0] = ((x * spread).astype(x.dtype) for x in (full[0], vectors[0]))
     if normalized:
         energy, mean = (gaussian(HEADS, 1, dims[0]) for _ in range(2))
         channels = mx.exp(energy.astype(mx.float32) * 0.7)
         full[0], vectors[0] = (((x + 2 * mean) * channels).astype(x.dtype) for x in (full[0], vectors[0]))
-        normalization = make_normalization(layout.key, vectors[0], 1 / mx.sqrt(channels)[:, :, 0], normalized, seed)
+        scale = 1 / mx.sqrt(channels)
+    if learns:
+        centered = vectors[0].astype(mx.float32) - vectors[0].astype(mx.float32).mean(axis=2, keepdims=True)
+        layout = layout.fit(centered * scale, vectors[1])
+    if normalized:
+        normalization = make_normalization(layout.key, vectors[0], scale[:, :, 0], normalized, seed)
     rows = layout.encode(*vectors, normalization).rows
     decoded, plain = [], []
     for codec, x, encoded, means in (
@@ -243,6 +254,8 @@ def decode_exactly(codec: Codec, encoded: Encoded, normalization: KeyNormalizati
         return np.array(encoded.codes.view(mx.int8), np.float64) * scale / 127
     if isinstance(codec, TrellisCodec):
         return _decode_ring(np.array(encoded.codes), codec.bits) * scale / np.sqrt(codec.head_dim)
+    if isinstance(codec, SortedCodec):
+        return _decode_groups(np.array(encoded.codes), codec) * scale / np.sqrt(codec.head_dim)
     planes = unpack(split_words(encoded.codes, codec.bits), codec.bits)
     u = np.concatenate([np.array(plane) for plane in planes], axis=-1) - (2**codec.bits - 1) / 2
     level = sum(c * u ** (2 * i + 1) for i, c in enumerate(POLYNOMIALS[codec.bits]))
@@ -253,12 +266,28 @@ def _decode_ring(words: np.ndarray, bits: int, window: int = 8) -> np.ndarray:
     """Decode trellis codes [..., D bits / 16] to levels [..., D], from the ring's bits one by one."""
     table = double(mx.load(str(files("mlx_tq") / "assets" / "trellis" / "levels.safetensors"))[str(bits)])
     lead, count = words.shape[:-1], words.shape[-1]
-    of_unit, values, size = (3, 16, 16 * count // 3) if bits == 3 else (1, 16 // bits, 16 * count // bits)
+    of_unit, values, size = (bits, 16, 16 * count // bits) if bits % 2 else (1, 16 // bits, 16 * count // bits)
     units = words.reshape(*lead, of_unit, count // of_unit).swapaxes(-1, -2)
     ring = (units[..., None] >> np.arange(15, -1, -1) & 1).reshape(*lead, 16 * count)
     ends = bits * np.arange(1, size + 1)
     state = sum(ring[..., (ends - 1 - i) % ring.shape[-1]].astype(int) << i for i in range(window))
     return table[state].reshape(*lead, size // values, values).swapaxes(-1, -2).reshape(*lead, size)
+
+
+def _decode_groups(words: np.ndarray, codec: SortedCodec) -> np.ndarray:
+    """Decode keys of sorted dims [B, H, S, words] in float64, group by group of each head."""
+    shape = (*words.shape[:2], codec.head_dim // GROUP)
+    widths, sizes = (np.broadcast_to(x, shape) for x in (codec.groups.widths, codec.groups.sizes))
+    values = np.zeros((*words.shape[:3], codec.head_dim))
+    for batch, head in np.ndindex(shape[:2]):
+        start = 0
+        for i, width in enumerate(widths[batch, head]):
+            stop = start + GROUP // 16 * width
+            if width:
+                levels = _decode_ring(words[batch, head, :, start:stop], int(width))
+                values[batch, head, :, GROUP * i : GROUP * (i + 1)] = levels * float(sizes[batch, head, i])
+            start = stop
+    return values
 
 
 def unrotate(codec: Codec, y: np.ndarray, normalization: KeyNormalization | None = None) -> np.ndarray:
@@ -267,6 +296,11 @@ def unrotate(codec: Codec, y: np.ndarray, normalization: KeyNormalization | None
         return unrotate(codec, y) / double(normalization.scale)[:, :, None]
     if codec.rotation is None:
         return y
+    if isinstance(codec, SortedCodec):
+        part = codec.rotation.parts[0]
+        groups = y.reshape(*y.shape[:-1], -1, GROUP) @ hadamard_matrix(GROUP) * double(part.signs) / np.sqrt(GROUP)
+        places = np.argsort(np.broadcast_to(codec.groups.order, (*y.shape[:2], y.shape[-1])), axis=-1)
+        return np.take_along_axis(groups.reshape(y.shape), places[:, :, None], axis=-1)
     if not isinstance(codec.rotation, WalshHadamard):
         return y @ double(codec.rotation.matrix)
     return (y @ hadamard_matrix(codec.head_dim)) * double(codec.rotation.signs) / np.sqrt(codec.head_dim)
