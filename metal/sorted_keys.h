@@ -56,6 +56,17 @@ TQ_FN void tq_rotate_groups(TQ_THREAD float* x, Flips flips, Sizes sizes, uint l
   TQ_UNROLL for (int j = 0; j < D / TQ_GROUP; j++) x[j] = tq_mul(x[j], tq_mul(tq_size(sizes, j), factor));
 }
 
+// A group of WIDTH bits.
+template <int WIDTH>
+struct tq_ring {
+  using VECTOR = tq_vectors<TQ_GROUP, WIDTH, false, half, 0, TQ_BY_STATE>;
+
+  template <class Words, class Levels>
+  static TQ_FN tq_coded<Words, Levels> make(Words words, Levels levels) {
+    return {words, levels + tq_table<true, WIDTH>()};
+  }
+};
+
 template <>
 struct tq_words<TQ_BY_GROUP> : tq_words<TQ_BY_STATE> {};
 
@@ -90,9 +101,9 @@ struct tq_vectors<D, BITS, WIDE, FULL, SCALE, TQ_BY_GROUP> : tq_unit<D, BITS> {
 
   template <int WIDTH, class Words, class Levels>
   static TQ_FN void load_half(Words words, Levels levels, int parity, TQ_THREAD float* values) {
-    using RING = tq_vectors<TQ_GROUP, WIDTH, false, half, 0, TQ_BY_STATE>;
+    using RING = typename tq_ring<WIDTH>::VECTOR;
     constexpr int COUNT = RING::COUNT;
-    auto ring = tq_words<TQ_BY_STATE>::make(words, levels + tq_table<true, WIDTH>());
+    auto ring = tq_ring<WIDTH>::make(words, levels);
     TQ_UNROLL for (int unit = 0; unit < COUNT; unit += 2) {
       float decoded[RING::VALUES];
       RING::load(ring, unit + parity, decoded);
