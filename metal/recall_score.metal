@@ -18,6 +18,10 @@
 //   key_means [1, H, m, KEY_DIM]: half, added to keys
 //   mean_index [at least S]: int, which mean a key has
 //
+// Only if KEY_SORTED:
+//
+//   key_groups [1, H, ...]: see sorted_keys.h
+//
 // Only if KEY_TRELLIS:
 //
 //   trellis_levels [5, 256]: half, levels of the states of 1 to 5 bits
@@ -29,17 +33,25 @@
 #if TQ_TRELLIS
 #include "trellis.h"
 #endif
+#if TQ_SORTED
+#include "sorted_keys.h"
+#endif
 
 //// body
 
-using KEYS = tq_vectors<KEY_DIM, KEY_BITS, KEY_WIDE, KEY_FULL, 0, KEY_TRELLIS>;
+#if TQ_SORTED
+constexpr int KEY_KIND = TQ_BY_GROUP;
+#else
+constexpr int KEY_KIND = KEY_TRELLIS;
+#endif
+using KEYS = tq_vectors<KEY_DIM, KEY_BITS, KEY_WIDE, KEY_FULL, 0, KEY_KIND>;
 constexpr int PITCH = SPAN + 1;  // between dims, so that lanes neither write dims nor read tokens in the same bank
 constexpr int THREADS = 32 * SIMDGROUPS, PARTS = 32 / SPAN, QUADS = QUERIES / 4;
 threadgroup float key_values[KEY_DIM * PITCH];
 #if TQ_TRELLIS
-auto key_levels = trellis_levels + tq_table<KEY_TRELLIS, KEY_BITS>();
+auto levels = trellis_levels + tq_table<KEY_KIND == TQ_BY_STATE, KEY_BITS>();
 #else
-constexpr int key_levels = 0;
+constexpr int levels = 0;
 #endif
 
 int lane = int(thread_index_in_simdgroup), simdgroup = int(simdgroup_index_in_threadgroup);
@@ -48,6 +60,11 @@ uint rows = uint(recall_sizes[0]), blocks = uint(recall_sizes[1]);
 int tiles = int(rows + QUERIES - 1) / QUERIES;
 int token = lane % SPAN, part = lane / SPAN;
 auto head_queries = tq_recast<float4>(query_tiles) + int64_t(head) * tiles * (KEY_DIM * QUADS);
+#if TQ_SORTED
+auto key_levels = tq_head_groups<KEY_DIM, true>(levels, key_groups + head * uint(tq_group_words<KEY_DIM>()));
+#else
+auto key_levels = levels;
+#endif
 int begin = block_starts[block], stop = block_starts[block + 1];
 for (int start = begin; start < stop; start += SPAN) {
   int count = stop - start < SPAN ? stop - start : SPAN;
@@ -56,7 +73,7 @@ for (int start = begin; start < stop; start += SPAN) {
     int key = i / int(KEYS::COUNT), unit = i % int(KEYS::COUNT);
     int64_t place = start + key;
     float values[KEYS::VALUES], gain = 1.0f;
-    auto words = tq_words<KEY_TRELLIS>::make(
+    auto words = tq_words<KEY_KIND>::make(
         key_codes + (int64_t(head) * key_codes_strides[1] + place * key_codes_strides[2]), key_levels);
     KEYS::load(words, unit, values);
     if (KEY_BITS <= 8)
