@@ -60,11 +60,10 @@ int gap_start = packed ? 0 : sink_tokens, gap = packed ? sink_tokens : packed_to
 auto words = tq_recast<ushort>(TQ_SELECT(packed_rows, source) + int64_t(first_row) * (int(ROW::WORDS) / 2));
 #if TQ_SORTED
 auto dims = TQ_SELECT(key_groups, source) + int64_t(source_head) * tq_group_words<KEY_DIM>();
-auto key_levels = tq_head_groups<KEY_DIM, false>(levels + 0, dims);
+auto packed_keys = tq_make_sorted(words + int(ROW::KEYS), levels + 0, dims);
 #else
-auto key_levels = tq_pick<KEY_TABLE>::pick(levels, key_table + 0);
+auto packed_keys = tq_words<KEY_KIND>::make(words + int(ROW::KEYS), tq_pick<KEY_TABLE>::pick(levels, key_table + 0));
 #endif
-auto packed_keys = tq_words<KEY_KIND>::make(words + int(ROW::KEYS), key_levels);
 auto packed_values = tq_words<VALUE_KIND>::make(words + int(ROW::VALUES), tq_pick<VALUE_TABLE>::pick(levels + KEY_STATES, value_bytes));
 constexpr int KEY_WORDS = KEY_DIM * FULL_BITS / 16, VALUE_WORDS = VALUE_DIM * FULL_BITS / 16;
 auto keys = tq_recast<ushort>(TQ_SELECT(full_keys, source)) + int64_t(source_head) * capacity * KEY_WORDS;

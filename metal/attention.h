@@ -13,11 +13,6 @@
 #endif
 #if TQ_SORTED
 #include "sorted_keys.h"
-#else
-#include "arranged.h"
-#endif
-#if TQ_NORMALIZED
-#include "key_scale.h"
 #endif
 
 // Tokens [start, stop) of one kind, packed or full-precision. Their position in the sequence is their number, plus
@@ -92,11 +87,11 @@ TQ_FN void tq_score(Query query, int unit, TQ_THREAD const float* decoded, TQ_TH
 
 // Adds a key to the scores. If K::PAIRED, its words are read two at a time from `pairs`: each lane reads another row, so
 // this halves the loads, which lanes cannot share.
-template <int QUERIES, class K, int AHEAD, class Query, class Key, class Pairs>
+template <int QUERIES, class K, class Query, class Key, class Pairs>
 TQ_FN void tq_score_key(Query query, TQ_THREAD const Key& key, Pairs pairs, TQ_THREAD float* score) {
   float decoded[K::VALUES];
   if (K::PAIRED) {
-    TQ_UNROLL_BY(K::VALUES == 1 ? AHEAD : 4) for (int unit = 0; unit < int(K::COUNT); unit += 2) {
+    TQ_UNROLL_BY(K::VALUES == 1 && QUERIES <= 4 ? 8 : 4) for (int unit = 0; unit < int(K::COUNT); unit += 2) {
       uint words[K::WORDS];
       TQ_UNROLL for (int n = 0; n < int(K::WORDS); n++) words[n] = pairs[K::place(unit, n) / 2];
       K::decode(key, words, decoded);
@@ -114,7 +109,7 @@ TQ_FN void tq_score_key(Query query, TQ_THREAD const Key& key, Pairs pairs, TQ_T
 }
 #if TQ_SORTED
 
-// Adds a group of WIDTH bits to the scores of queries of D dims.
+// Adds a group of WIDTH bits to the scores of queries of D dims, without its size.
 template <int QUERIES, int D, int WIDTH, class Query, class Words, class Levels>
 TQ_FN void tq_score_group(Query query, Words words, Levels levels, TQ_THREAD float* score) {
   using RING = tq_ring<WIDTH>;
@@ -128,20 +123,23 @@ TQ_FN void tq_score_group(Query query, Words words, Levels levels, TQ_THREAD flo
 }
 
 // Adds a key of sorted dims to the scores.
-template <int QUERIES, class K, int AHEAD, class Query, class Words, class Levels, class Places, class Pairs>
-TQ_FN void tq_score_key(Query query, TQ_THREAD const tq_coded<Words, tq_groups<false, Levels, Places>>& key, Pairs, TQ_THREAD float* score) {
+template <int QUERIES, class K, class Query, class Words, class Levels, class Groups, class Pairs>
+TQ_FN void tq_score_key(Query query, TQ_THREAD const tq_sorted_key<Words, Levels, Groups>& key, Pairs, TQ_THREAD float* score) {
   constexpr int D = K::DIM;
   for (int group = 0; group < D / TQ_GROUP; group++) {
-    uint place = key.levels.places[D / TQ_GROUP + group];
+    uint place = tq_place<D>(key.groups, group);
+    float size = tq_size<D>(key.groups, group), part[QUERIES];
+    TQ_UNROLL for (int q = 0; q < QUERIES; q++) part[q] = 0.0f;
     auto words = key.words + int(place >> 3);
     auto group_query = query + TQ_GROUP * group;
     switch (place & 7u) {
-      case 1: tq_score_group<QUERIES, D, 1>(group_query, words, key.levels.levels, score); break;
-      case 2: tq_score_group<QUERIES, D, 2>(group_query, words, key.levels.levels, score); break;
-      case 3: tq_score_group<QUERIES, D, 3>(group_query, words, key.levels.levels, score); break;
-      case 4: tq_score_group<QUERIES, D, 4>(group_query, words, key.levels.levels, score); break;
-      case 5: tq_score_group<QUERIES, D, 5>(group_query, words, key.levels.levels, score); break;
+      case 1: tq_score_group<QUERIES, D, 1>(group_query, words, key.levels, part); break;
+      case 2: tq_score_group<QUERIES, D, 2>(group_query, words, key.levels, part); break;
+      case 3: tq_score_group<QUERIES, D, 3>(group_query, words, key.levels, part); break;
+      case 4: tq_score_group<QUERIES, D, 4>(group_query, words, key.levels, part); break;
+      case 5: tq_score_group<QUERIES, D, 5>(group_query, words, key.levels, part); break;
     }
+    TQ_UNROLL for (int q = 0; q < QUERIES; q++) score[q] = tq_fma(part[q], size, score[q]);
   }
 }
 #endif
@@ -172,7 +170,7 @@ TQ_FN void tq_attend(int lane, int member, TQ_THREAD const tq_block& block, Quer
     float value_gain = 0.0f;
     if (valid) {
       auto key = keys + int64_t(token) * KEY_WORDS;
-      tq_score_key<QUERIES, K, AHEAD>(query, key, pairs + int64_t(token) * (KEY_WORDS / 2), score);
+      tq_score_key<QUERIES, K>(query, key, pairs + int64_t(token) * (KEY_WORDS / 2), score);
       float gain = K::gain(key);
       TQ_UNROLL for (int q = 0; q < QUERIES; q++) {
         score[q] = Cache::ADDS ? tq_fma(score[q], gain, mean_scores[q]) : tq_mul(score[q], gain);

@@ -89,9 +89,9 @@ using KEYS = tq_vectors<KEY_DIM, KEY_BITS, KEY_WIDE, KEY_FULL, int(ROW::KEY_SCAL
 using VALUES = tq_vectors<VALUE_DIM, VALUE_BITS, VALUE_WIDE, VALUE_FULL, int(ROW::VALUE_SCALE) - int(ROW::VALUES), VALUE_TRELLIS>;
 constexpr int KEY_UNITS = KEYS::COUNT, VALUE_UNITS = VALUES::COUNT;
 #if TQ_TRELLIS
-auto levels = trellis_levels + tq_table<KEY_KIND == TQ_BY_STATE, KEY_BITS>(), value_levels = trellis_levels + tq_table<VALUE_TRELLIS, VALUE_BITS>();
+auto key_levels = trellis_levels + tq_table<KEY_KIND == TQ_BY_STATE, KEY_BITS>(), value_levels = trellis_levels + tq_table<VALUE_TRELLIS, VALUE_BITS>();
 #else
-constexpr int levels = 0, value_levels = 0;
+constexpr int key_levels = 0, value_levels = 0;
 #endif
 
 bool key = thread_position_in_grid.y == 0;
@@ -114,12 +114,12 @@ if (thread_position_in_grid.x < decoding_threads) {
 #endif
 #if TQ_SORTED
       auto dims = key_groups + (batch * heads + head) * uint(tq_group_words<KEY_DIM>());
-      auto key_levels = tq_head_groups<KEY_DIM, true>(levels, dims);
+      auto packed_key = tq_make_sorted(words + int(ROW::KEYS), key_levels, dims);
 #else
-      auto key_levels = levels;
+      auto packed_key = tq_words<KEY_TRELLIS>::make(words + int(ROW::KEYS), key_levels);
 #endif
       tq_decode_unit<T, KEYS, (KEY_BITS <= 8), NORMALIZED, CLAMPED>(
-          tq_words<KEY_KIND>::make(words + int(ROW::KEYS), key_levels), unit, mean, keys_out + out * KEY_DIM);
+          packed_key + 0, unit, mean, keys_out + out * KEY_DIM);
     } else {
       tq_decode_unit<T, VALUES, (VALUE_BITS <= 8), false, false>(
           tq_words<VALUE_TRELLIS>::make(words + int(ROW::VALUES), value_levels), unit, words, values_out + out * VALUE_DIM);
@@ -133,16 +133,12 @@ if (thread_position_in_grid.x < decoding_threads) {
     if (key) {
       float x[(KEY_DIM + 31) / 32];
       auto vector = full_keys + (batch * full_keys_strides[0] + head * full_keys_strides[1] + token * full_keys_strides[2]);
-#if TQ_SORTED
-      auto dims = key_groups + (batch * heads + head) * uint(tq_group_words<KEY_DIM>());
-#else
-      tq_same_dims dims;
-#endif
-      tq_load_vector<KEY_DIM>(vector, full_keys_strides[3], x, lane, dims);
+      tq_load_vector<KEY_DIM>(vector, full_keys_strides[3], x, lane);
 #if TQ_NORMALIZED
-      tq_multiply<KEY_DIM>(x, tq_arrange(key_scale + (batch * heads + head) * uint(KEY_DIM), dims), lane);
+      tq_multiply<KEY_DIM>(x, key_scale + (batch * heads + head) * uint(KEY_DIM), lane);
 #endif
 #if TQ_SORTED
+      tq_arrange<KEY_DIM>(x, key_groups + (batch * heads + head) * uint(tq_group_words<KEY_DIM>()), lane);
       tq_store_groups<T, KEY_DIM, CLAMPED>(x, key_flips, keys_out + out * KEY_DIM, lane);
 #else
       tq_store_vector<T, KEY_DIM, KEY_ORDER, KEY_ROTATED, CLAMPED>(x, key_flips, keys_out + out * KEY_DIM, lane);

@@ -49,9 +49,9 @@ constexpr int PITCH = SPAN + 1;  // between dims, so that lanes neither write di
 constexpr int THREADS = 32 * SIMDGROUPS, PARTS = 32 / SPAN, QUADS = QUERIES / 4;
 threadgroup float key_values[KEY_DIM * PITCH];
 #if TQ_TRELLIS
-auto levels = trellis_levels + tq_table<KEY_KIND == TQ_BY_STATE, KEY_BITS>();
+auto key_levels = trellis_levels + tq_table<KEY_KIND == TQ_BY_STATE, KEY_BITS>();
 #else
-constexpr int levels = 0;
+constexpr int key_levels = 0;
 #endif
 
 int lane = int(thread_index_in_simdgroup), simdgroup = int(simdgroup_index_in_threadgroup);
@@ -60,10 +60,11 @@ uint rows = uint(recall_sizes[0]), blocks = uint(recall_sizes[1]);
 int tiles = int(rows + QUERIES - 1) / QUERIES;
 int token = lane % SPAN, part = lane / SPAN;
 auto head_queries = tq_recast<float4>(query_tiles) + int64_t(head) * tiles * (KEY_DIM * QUADS);
+auto head_codes = key_codes + int64_t(head) * key_codes_strides[1];
 #if TQ_SORTED
-auto key_levels = tq_head_groups<KEY_DIM, true>(levels, key_groups + head * uint(tq_group_words<KEY_DIM>()));
+auto head_keys = tq_make_sorted(head_codes, key_levels, key_groups + head * uint(tq_group_words<KEY_DIM>()));
 #else
-auto key_levels = levels;
+auto head_keys = tq_words<KEY_TRELLIS>::make(head_codes, key_levels);
 #endif
 int begin = block_starts[block], stop = block_starts[block + 1];
 for (int start = begin; start < stop; start += SPAN) {
@@ -73,8 +74,7 @@ for (int start = begin; start < stop; start += SPAN) {
     int key = i / int(KEYS::COUNT), unit = i % int(KEYS::COUNT);
     int64_t place = start + key;
     float values[KEYS::VALUES], gain = 1.0f;
-    auto words = tq_words<KEY_KIND>::make(
-        key_codes + (int64_t(head) * key_codes_strides[1] + place * key_codes_strides[2]), key_levels);
+    auto words = head_keys + place * key_codes_strides[2];
     KEYS::load(words, unit, values);
     if (KEY_BITS <= 8)
       gain = tq_gain_of<KEY_DIM, KEY_BITS>(static_cast<float>(key_scales[int64_t(head) * key_scales_strides[1] + place * key_scales_strides[2]]));

@@ -51,9 +51,9 @@ using KEYS = tq_vectors<KEY_DIM, KEY_BITS, KEY_WIDE, KEY_FULL, int(ROW::KEY_SCAL
 constexpr int N = (KEY_DIM + 31) / 32, PAIRS = (KEY_DIM / 2 + 31) / 32;
 threadgroup float key_values[SIMDGROUPS * KEY_DIM];
 #if TQ_TRELLIS
-auto levels = trellis_levels + tq_table<KEY_KIND == TQ_BY_STATE, KEY_BITS>();
+auto key_levels = trellis_levels + tq_table<KEY_KIND == TQ_BY_STATE, KEY_BITS>();
 #else
-constexpr int levels = 0;
+constexpr int key_levels = 0;
 #endif
 
 uint lane = thread_index_in_simdgroup, simdgroup = simdgroup_index_in_threadgroup;
@@ -63,14 +63,13 @@ uint heads = packed_rows_shape[1], group = virtual_queries_shape[1];
 uint batch = threadgroup_position_in_grid.y / heads, head = threadgroup_position_in_grid.y % heads;
 if (token < tokens) {
   auto key = key_values + simdgroup * KEY_DIM;
+  auto row_words = packed_rows + (batch * packed_rows_strides[0] + head * packed_rows_strides[1] + token * packed_rows_strides[2]);
 #if TQ_SORTED
   auto dims = key_groups + (batch * heads + head) * uint(tq_group_words<KEY_DIM>());
-  auto key_levels = tq_head_groups<KEY_DIM, true>(levels, dims);
+  auto words = tq_make_sorted(row_words, key_levels, dims);
 #else
-  auto key_levels = levels;
+  auto words = tq_words<KEY_TRELLIS>::make(row_words, key_levels);
 #endif
-  auto words = tq_words<KEY_KIND>::make(
-      packed_rows + (batch * packed_rows_strides[0] + head * packed_rows_strides[1] + token * packed_rows_strides[2]), key_levels);
   float gain = KEYS::gain(words);
 #if TQ_NORMALIZED
   uint place = batch * heads + head;

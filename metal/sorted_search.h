@@ -39,7 +39,7 @@ struct tq_group_search {
     simdgroup_barrier(mem_flags::mem_threadgroup);
     TQ_UNROLL for (int j = 0; j < N; j++) {
       float value = search.values[int(groups[TQ_GROUP * j + int(lane)])];
-      x[j] = tq_mul(value, tq_div(1.0f, tq_size(groups + D, j)));
+      x[j] = tq_mul(value, tq_div(1.0f, tq_size<D>(groups, j)));
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
     TQ_UNROLL for (int j = 0; j < N; j++) search.values[int(groups[TQ_GROUP * j + int(lane)])] = tq_mul(x[j], x[j]);
@@ -57,8 +57,8 @@ struct tq_group_search {
     constexpr int N = D / TQ_GROUP;
     float factor = norm > 0.0f ? tq_div(1.0f, norm) : 0.0f, level[N], weight[N];
     TQ_UNROLL for (int j = 0; j < N; j++) {
-      uint width = groups[D + N + j] & 7u;
-      float size = tq_size(groups + D, j), square = tq_mul(size, size), value = tq_mul(y[j], factor);
+      uint width = tq_place<D>(groups, j) & 7u;
+      float size = tq_size<D>(groups, j), square = tq_mul(size, size), value = tq_mul(y[j], factor);
       auto group_codes = codes + TQ_GROUP * j;
       weight[j] = width > 0u ? tq_mul(square, square) : 0.0f;
       switch (width) {
@@ -77,8 +77,8 @@ struct tq_group_search {
   template <int D, int BITS, class Codes>
   TQ_FN ushort pack(Codes codes, int word) const {
     int group = 0;
-    while (group + 1 < D / TQ_GROUP && word >= int(groups[D + D / TQ_GROUP + group + 1] >> 3)) group++;
-    uint place = groups[D + D / TQ_GROUP + group];
+    while (group + 1 < D / TQ_GROUP && word >= int(tq_place<D>(groups, group + 1) >> 3)) group++;
+    uint place = tq_place<D>(groups, group);
     int rest = word - int(place >> 3);
     auto group_codes = codes + TQ_GROUP * group;
     switch (place & 7u) {

@@ -1,17 +1,16 @@
 // Loads a vector into a simdgroup, and stores it rotated.
-#include "arranged.h"
 #include "rotation.h"
 
 #define TQ_FP16_MAX 65504.0f
 
 TQ_FN float tq_clamp(float x) { return x > TQ_FP16_MAX ? TQ_FP16_MAX : x < -TQ_FP16_MAX ? -TQ_FP16_MAX : x; }
 
-// Loads a vector whose dims are `stride` apart, in the order of `dims`.
-template <int D, class Vector, class Dims = tq_same_dims>
-TQ_FN void tq_load_vector(Vector vector, int64_t stride, TQ_THREAD float* x, uint lane, Dims dims = {}) {
+// Loads a vector whose dims are `stride` apart.
+template <int D, class Vector>
+TQ_FN void tq_load_vector(Vector vector, int64_t stride, TQ_THREAD float* x, uint lane) {
   TQ_UNROLL for (int j = 0; j < (D + 31) / 32; j++) {
     int dim = 32 * j + int(lane);
-    x[j] = dim < D ? static_cast<float>(vector[dims[dim] * stride]) : 0.0f;
+    x[j] = dim < D ? static_cast<float>(vector[dim * stride]) : 0.0f;
   }
 }
 

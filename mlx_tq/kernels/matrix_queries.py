@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_tq.codec.formats.sorted_pairs import SortedCodec
 from mlx_tq.codec.normalization import normalize_queries
 from mlx_tq.codec.rotation import rotate
 from mlx_tq.kernels.regions import Regions
@@ -27,9 +26,8 @@ def matrix_queries(queries: mx.array, regions: Regions, scale: float, rows: int)
     unit = scale / math.log(2)
     q = queries.astype(mx.float32).reshape(batch, heads, -1, dim)
     q = mx.pad(q, [(0, 0), (0, 0), (0, -(query_heads // heads) * length % rows), (0, 0)])
-    key = regions.layout.key
-    rotated = rotate(normalize_queries(q, regions.normalization), key.rotation)
-    packed, packed_factor = _in_half_precision(rotated * key.sizes if isinstance(key, SortedCodec) else rotated)
+    rotated = rotate(normalize_queries(q, regions.normalization), regions.layout.key.rotation)
+    packed, packed_factor = _in_half_precision(rotated)
     plain, plain_factor = _in_half_precision(q)
     normalization, mean_scores = regions.normalization, None
     if normalization is not None:
