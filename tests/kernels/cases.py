@@ -29,6 +29,7 @@ ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}  # ha
 DTYPES = tuple(ROUNDING)
 FORMATS = ("fp16", "q8", "tq4", "tq3", "tq2")
 TRELLIS = ("tcq4", "tcq3", "tcq2")  # in fewer cases, because encoding takes long
+SORTED = ("stcq4", "stcq3", "stcq2")  # of keys only, whose dims are a multiple of 32
 DIMS = (48, 64, 80, 96, 112, 128, 192, 256, 512)
 GROUPS = (1, 2, 4, 7, 8, 16)
 # Parameters of attention; `make_problem` explains them.

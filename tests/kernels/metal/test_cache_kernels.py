@@ -12,6 +12,7 @@ from kernels.cases import (
     DTYPES,
     FORMATS,
     GROUPS,
+    SORTED,
     TRELLIS_PAIRS,
     has_same_bits,
     make_layout,
@@ -92,6 +93,23 @@ def test_few_threads(name, dim, max_threads):
 @pytest.mark.parametrize(("name", "number"), FEW, ids=[f"{name}-{case_id(CASES[number])}" for name, number in FEW])
 def test_kernel(name, number):
     check(name, CASES[number], number, ORDERS[number % 3])
+
+
+SORTED_KEYS = covering(
+    SHORT
+    | {"key_dim": (64, 128, 256, 96), "key": SORTED, "value": ("tq4", "tcq3"), "value_dim": (64, 96)}
+    | {"fitted": (True, True, False)}
+)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(number, marks=[] if number % 5 == 0 else pytest.mark.full) for number in range(len(SORTED_KEYS))],
+    ids=[case_id(case) for case in SORTED_KEYS],
+)
+@pytest.mark.parametrize("name", CHECKS)
+def test_keys_of_sorted_dims(name, number):
+    check(name, SORTED_KEYS[number], number, ORDERS[number % 3])
 
 
 @pytest.mark.full
