@@ -1,9 +1,9 @@
 """Attention of a few queries on a GPU: attend.metal and merge.metal, or attend_short.metal for short contexts.
 
 One call serves as many sources (caches of a batch, or groups of KV heads that keep the same tokens) as Metal can pass
-arrays: eight, or four with normalized keys, one less with trellis codes, and one less with sorted keys. Rows that several caches share are read
-once: the queries of N caches are N times as many queries of one cache, whose result is merged with attention over each
-cache's other rows (Hydragen, Juravsky et al. 2024).
+arrays: eight, or four with normalized keys, and one less with trellis codes; five or three with keys of sorted dims.
+Rows that several caches share are read once: the queries of N caches are N times as many queries of one cache, whose
+result is merged with attention over each cache's other rows (Hydragen, Juravsky et al. 2024).
 """
 
 import math
@@ -520,8 +520,8 @@ def _team(rows: int, dim: int, units: Sequence[int], most: int) -> tuple[int, in
 
 def _has_table(codec: Codec) -> bool:
     """Return whether the levels of whole bytes of codes can be looked up."""
-    by_code = isinstance(codec, TurboCodec) and not isinstance(codec, TrellisCodec | SortedCodec)
-    return by_code and codec.bits in (2, 4)
+    has_states = isinstance(codec, TrellisCodec | SortedCodec)
+    return isinstance(codec, TurboCodec) and not has_states and codec.bits in (2, 4)
 
 
 def _divide_simdgroups(source: _Source, simdgroups: int) -> _Cut:

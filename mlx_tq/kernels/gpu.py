@@ -77,9 +77,9 @@ class KernelText(NamedTuple):
 class Kernel:
     """A file of metal/ and the names of its arrays.
 
-    The text with the constant NORMALIZED has further arrays, `normalized`, and that with KEY_SORTED has `key_groups`. A
-    kernel with `sources` gets SOURCES arrays (a constant) for each name in `sources` and of these arrays; TQ_SELECT(name,
-    n) in the text selects one of them. mlx copies those that are not contiguous.
+    The text with the constant NORMALIZED has further arrays, `normalized`, and that with KEY_SORTED has `key_groups`.
+    A kernel with `sources` gets SOURCES arrays (a constant) for each name in `sources` and of these arrays;
+    TQ_SELECT(name, n) in the text selects one of them. mlx copies those that are not contiguous.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Kernel:
 
     def input_names(self, constants: Constants) -> list[str]:
         values: dict[str, Any] = dict(constants)
-        of_keys = ("key_groups",) if values.get("KEY_SORTED") else ()
+        of_keys = ["key_groups"] if values.get("KEY_SORTED") else []
         of_keys += self.normalized if values.get("NORMALIZED") else ()
         levels = ["trellis_levels"] if _has_trellis(values) else []
         if not self.sources:

@@ -81,7 +81,7 @@ class Groups:
 
     @cached_property
     def placed(self) -> mx.array:
-        """`packed`, where a group's width has eight times the number of its first word added: uint16 [B, H, D + 2 G]."""
+        """`packed`, with eight times the number of a group's first word added to its width."""
         firsts = GROUP // 16 * (self.widths.cumsum(axis=-1) - self.widths)
         return Groups(self.order, self.sizes, self.widths + 8 * firsts, self.bits).packed
 
