@@ -140,7 +140,7 @@ def formats() -> str:
     rows = []
     for name in format_names(compared=False):
         found = get_format(name)
-        sizes = [str(found.bytes_per_vector(dim)) for dim in (64, 80, 128, 256)]
+        sizes = ["-" if dim % found.multiple else str(found.bytes_per_vector(dim)) for dim in (64, 80, 128, 256)]
         rows.append([f"`{name}`", *sizes])
     return lines(["format", *(f"D = {dim}" for dim in (64, 80, 128, 256))], rows)
 
@@ -234,9 +234,18 @@ def frontier() -> str:
 
 
 def peer_formulas() -> str:
-    files = existing("peer_frontier_{}.json", REAL_MODELS)
+    return _formulas("peer_frontier_{}.json", lambda name: True)
+
+
+def sorted_ablation() -> str:
+    return _formulas("sorted_ablation_{}.json", lambda name: "sorted" in name or "groups of tcq" in name)
+
+
+def _formulas(pattern: str, is_shown: Callable[[str], bool]) -> str:
+    """Return the table of runs of `benchmarks.quality.peer_frontier`."""
+    files = existing(pattern, REAL_MODELS)
     found = [report(name)["results"] for name in files]
-    bits = {name: row["bits"] for each in found for name, row in each.items()}
+    bits = {name: row["bits"] for each in found for name, row in each.items() if is_shown(name)}
     rows = []
     for name in sorted(bits, key=lambda name: bits[name]):
         cells = []
@@ -251,7 +260,7 @@ def peer_formulas() -> str:
     heads = [f"{label}: {what}" for label in files.values() for what in ("bits", "KLD", "of tcq2/tcq2")]
     command = (
         "python -m benchmarks.quality.peer_frontier --model M --text wiki.test.raw --calibration FILE --json FILE \\\n"
-        "    --length 1024 --texts N"
+        f"    --length {report([*files][0])['settings']['length']} --texts N"
     )
     return table(list(files), ["keys and values", *heads], rows, on="two models, sinks 32, window 64", command=command)
 
@@ -609,7 +618,7 @@ def lookup_speed() -> str:
         ["lookup_speed.json"],
         columns,
         rows,
-        on=f"{MODELS[about['model']]} in float32, medians of {about['rounds']} pairs, on a busy machine; "
+        on=f"{MODELS[about['model']]} in float32, medians of {about['rounds']} pairs; "
         "times as fast: median of the ratios of the pairs",
     )
 
@@ -1045,7 +1054,7 @@ def everyday_facts() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        *(profiles, formats, divergence, fidelity, frontier, peer_formulas, normalization, trellis, states),
+        *(profiles, formats, divergence, fidelity, frontier, peer_formulas, sorted_ablation, normalization, trellis, states),
         *(by_layer, answers),
         *(whole_models, long_contexts, llama_cpp, one_layer, kernels, attention_counts, verify_counts, gpu_attention),
         *(machine_code, h100_predicted, macs_predicted, prediction_checks),

@@ -1,6 +1,6 @@
 """Measure pairs of formats at their stored bits: ours, those of mlx-lm's quantized cache, and llama.cpp's q4_0.
 
-    python -m benchmarks.quality.frontier {ours,trellis,layers,plain,field}+... [flags of `mlx_tq.evaluate formats`]
+    python -m benchmarks.quality.frontier {ours,trellis,sorted,layers,plain,field}+... [flags of `mlx_tq.evaluate formats`]
 
 mlx-lm's codes are integers with an fp16 scale and bias for each group of 32 or 64 values. Here they replace a format of
 the package, behind the same sinks and window, so that only codes are compared.
@@ -22,6 +22,7 @@ PAIRS = {
         *("tq3/tq4", "tq3/tq3", "tq3/tq2", "tq2/tq3", "tq2/tq2"),
     ],
     "trellis": ["q8/tcq3", "tcq4/tcq4", "tcq4/tcq3", "tcq3/tcq3", "tcq3/tcq2", "tcq2/tcq2"],
+    "sorted": ["stcq4/tcq4", "stcq4/tq4", "stcq3/tcq3", "stcq2/tcq2"],
     "layers": [f"{bits:g}bits" for bits in (2.6, 3, 3.4, 3.8, 4.3, 5.3, 6.3)],
     "plain": [f"{name}:plain/{name}" for name in ("q8", "tq4", "tq3", "tq2")],
     "field": [f"{name}:plain/{name}" for name in (*_FIELD, *_OTHERS)],

@@ -54,13 +54,13 @@ INTEGERS = ("q8_0", "q4_0", "affine4_64", "affine3_64", "affine2_64")
 
 
 def package_formula(name: str) -> Formula:
-    """Return keys and values in one format of the package, keys normalized."""
-    fmt = get_format(name)
+    """Return formats of the package for keys, which are normalized, and values."""
+    key, value = map(get_format, name.split("/"))
     return Formula(
-        f"{name}/{name}",
-        store_with(fmt, keys=True, normalized=True),
-        store_with(fmt, keys=False),
-        lambda heads, dim: (format_bits(fmt, dim) + 16 / BLOCK, format_bits(fmt, dim)),
+        name,
+        store_with(key, keys=True, normalized=True),
+        store_with(value, keys=False),
+        lambda heads, dim: (format_bits(key, dim) + 16 / BLOCK, format_bits(value, dim)),
     )
 
 
@@ -131,7 +131,8 @@ def make_formulas(model: Any, statistics: Statistics, names: Sequence[str]) -> l
     for each in FORMATS:
         register_format(each)
     formulas = [
-        *map(package_formula, ("tcq2", "tcq3", "tcq4", "tq2", "tq3", "tq4")),
+        *(package_formula(f"{kind}tcq{bits}/tcq{bits}") for bits in (2, 3, 4) for kind in ("", "s")),
+        *(package_formula(f"tq{bits}/tq{bits}") for bits in (2, 3, 4)),
         *peer_formulas(statistics),
         *sorted_formulas(statistics),
         *map(integer_formula, INTEGERS),

@@ -77,11 +77,15 @@ def center_keys(keys: mx.array, stop: int) -> tuple[mx.array, mx.array]:
     return keys[:, :, SINKS:stop] - joined, joined
 
 
+def first_keys(rows: LayerRows) -> mx.array:
+    """Return the keys of the first tokens less their mean."""
+    keys = rows.keys[:, :, SKIP:LEARNED]
+    return keys - keys.mean(axis=2, keepdims=True)
+
+
 def learn_scale(rows: LayerRows) -> mx.array:
     """Return the package's scale of keys, from the first tokens: [B, H, 1, D]."""
-    keys = rows.keys[:, :, SKIP:LEARNED]
-    keys = keys - keys.mean(axis=2, keepdims=True)
-    rms = [mx.sqrt(mx.square(x).mean(axis=2)) for x in (keys, rows.queries[:, :, :LEARNED])]
+    rms = [mx.sqrt(mx.square(x).mean(axis=2)) for x in (first_keys(rows), rows.queries[:, :, :LEARNED])]
     return compute_key_scale(*rms, rows.pairs.T.tolist())[:, :, None]
 
 
@@ -90,12 +94,14 @@ def store_with(fmt: Format, *, keys: bool, normalized: bool = False) -> Rounding
 
     def rounding(rows: LayerRows) -> mx.array:
         exact = rows.keys if keys else rows.values
-        options = CodecOptions(seed=42 + 1000 * rows.index + (not keys), scale="unbiased")
+        pairs = tuple((first, second) for first, second in rows.pairs.T.tolist())
+        options = CodecOptions(seed=42 + 1000 * rows.index + (not keys), scale="unbiased", pairs=pairs)
         codec = fmt.codec(exact.shape[3], options, mx.float32)
         if not normalized:
             return codec.decode(codec.encode(exact[:, :, SINKS : rows.stop]))
         centered, means = center_keys(exact, rows.stop)
         scale = learn_scale(rows)
+        codec = codec.fit(first_keys(rows) * scale)
         return codec.decode(codec.encode(centered * scale)) / scale + means
 
     return rounding

@@ -149,7 +149,8 @@ def main():
     parser.add_argument("--answer-tokens", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    model = ["--model", args.model, "--dtype", args.dtype, "--dequantize", "on"]
+    # Only a single stream would draft, which says nothing about caches.
+    model = ["--model", args.model, "--dtype", args.dtype, "--dequantize", "on", "--prompt-lookup", "off"]
     hot, figures = args.prefix == "hot", []
     prompts_left = texts(args.model, 1 if hot else sum(args.streams) * args.rounds, args.prompt_tokens)
     with ExitStack() as stack:

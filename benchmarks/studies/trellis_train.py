@@ -2,7 +2,7 @@
 
     python -m benchmarks.studies.trellis_train FILE
 
-This is how `mlx_tq/assets/trellis/levels.safetensors` was made: fp16 [256] for each of 2, 3 and 4 bits. Stored caches
+This is how `mlx_tq/assets/trellis/levels.safetensors` was made: fp16 [256] for each of 1 to 5 bits. Stored caches
 depend on the shipped file, so it is never replaced. Another kind of processor may round otherwise.
 """
 
@@ -39,6 +39,6 @@ def trained(bits: int, window: int = WINDOW, vectors: int = VECTORS, rounds: int
 
 
 if __name__ == "__main__":
-    found = {str(bits): mx.array(trained(bits)).astype(mx.float16) for bits in (2, 3, 4)}
+    found = {str(bits): mx.array(trained(bits)).astype(mx.float16) for bits in range(1, 6)}
     assert all(each.size == STATES for each in found.values())
     mx.save_safetensors(sys.argv[1], found)

@@ -68,7 +68,6 @@ from mlx_tq.session.shadow_mode import Shadow, make_shadow
 from mlx_tq.session.text import PlainText, PromptLengthLimit, is_reasoning_open
 from mlx_tq.session.transcript import Transcript, quotation_limit
 from mlx_tq.session.turn import UNLIMITED, Turn, TurnStats
-from mlx_tq.speculative.draft_gate import MAX_ROWS
 from mlx_tq.speculative.lookup_mode import LookupMode
 
 _NEARLY_FULL = 0.9  # of the model's context
@@ -108,9 +107,10 @@ def answer_request(request: Request, inputs: Inputs | None) -> int:
             f"--max-kv-size {args.max_kv_size} chooses mlx-lm's rotating cache, which is not compressed. For a "
             "compressed cache of limited size, use --kv-evict and --kv-budget instead."
         )
-    plan, lookup_mode = opened.plan, LookupMode(args.prompt_lookup)
+    plan, lookup_mode = opened.plan, LookupMode(args.prompt_lookup if args.draft_model is None else OFF)
     lookup_mode.check(model, opened.caches)
-    compile_kernels(model, plan, lengths=_pass_lengths(args))
+    lengths = lookup_mode.compiled_lengths if args.draft_model is None else _verify_lengths(args)
+    compile_kernels(model, plan, lengths=lengths)
     options["max_tokens"] = _limit_tokens(opened, len(ids), limit, request)
     if args.verbose and plan is not None:
         show_plan(plan, tokens_seen(opened.caches) + len(ids) + max(options["max_tokens"], 0), request.recall_blocker)
@@ -144,11 +144,9 @@ def _make_sampler(args: argparse.Namespace, tokenizer: Any) -> Any:
     )
 
 
-def _pass_lengths(args: argparse.Namespace) -> range:
-    """Return the tokens of a pass while answering: one, and up to as many as are drafted."""
-    if args.draft_model is not None:
-        return range(1, 2 + args.num_draft_tokens)
-    return range(1, 2 if args.prompt_lookup == OFF else MAX_ROWS + 1)
+def _verify_lengths(args: argparse.Namespace) -> range:
+    """Return the tokens of a pass with a draft model: one, and up to as many as are drafted."""
+    return range(1, 2 + args.num_draft_tokens)
 
 
 def _load(request: Request, ranks: Ranks) -> tuple[Any, Any, dict[str, Any]]:
@@ -296,7 +294,7 @@ def _load_draft(tokenizer: Any, request: Request) -> tuple[Any, list[Any]]:
         config = replace(config, evict=replace(config.evict, policy=policy))
     calibrate_model(draft, draft_tokenizer, config, name=args.draft_model, waits=waits_for_calibration(args))
     caches, plan, _ = make_caches(draft, config, args.max_kv_size)
-    compile_kernels(draft, plan, lengths=_pass_lengths(args))
+    compile_kernels(draft, plan, lengths=_verify_lengths(args))
     return draft, caches
 
 

@@ -43,7 +43,6 @@ from mlx_tq.prompt_cache.warm_up import compile_kernels
 from mlx_tq.rescue import AUTO, OFF, START_S
 from mlx_tq.session import Session
 from mlx_tq.session.restore import take_archive_warning
-from mlx_tq.speculative.draft_gate import MAX_ROWS
 
 readline: Any = None
 with suppress(ImportError):  # not on every system; without it lines cannot be edited
@@ -116,8 +115,7 @@ def run_chat(request: Request) -> int:
             session.load(args.load)
             if request.changes_cache:  # flags can only repeat what the conversation was saved with
                 check_config(args.load, session.config, with_formats(model, request.change(session.config)))
-        lengths = range(1, 2 if args.prompt_lookup == OFF else MAX_ROWS + 1)
-        compile_kernels(model, session.plan, lengths=lengths)
+        compile_kernels(model, session.plan, lengths=session.lookup_mode.compiled_lengths)
         chat = Chat(session, settings, warnings, ranks)
         chat.show_conversation()
         note(sampling_line)

@@ -5,11 +5,11 @@ from typing import Any
 
 from mlx_tq import __version__
 from mlx_tq.cli.options import (
+    AUTO,
     BACKEND,
     CACHE,
     DTYPES,
     MAIN_FLAGS,
-    OFF,
     PREFIX_CACHE,
     PROMPT_LOOKUP,
     RECALL,
@@ -143,9 +143,10 @@ def add_memory_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def add_lookup_argument(parser: argparse._ActionsContainer) -> None:
-    text = "speculative decoding with drafts copied from the conversation: auto drafts when that is expected to be "
-    text += "faster, on whenever text repeats; not supported with --kv-evict or with caches that cannot be rolled back"
-    parser.add_argument("--prompt-lookup", choices=PROMPT_LOOKUP, default=OFF, help=text)
+    text = "speculative decoding with drafts copied from the conversation: auto drafts where that is possible and "
+    text += "expected to be faster, on wherever text repeats; not possible with --kv-evict, or with caches that cannot "
+    text += "be rolled back"
+    parser.add_argument("--prompt-lookup", choices=PROMPT_LOOKUP, default=AUTO, help=text)
 
 
 def add_sampling_arguments(

@@ -39,7 +39,7 @@ def rollback_blocker(model: Any, caches: Sequence[Any], *, keeps_states: bool = 
     rows = [row for part in parts for row in getattr(part, "rows", [part])]
     if any(isinstance(row, LatentKVCache) and row.spec.indexed for row in rows):
         return "the model's indexer selects other latents for several tokens than for one at a time"
-    stuck = sorted({type(part).__name__ for part in parts if not (_is_window(part) or part.is_trimmable())})
+    stuck = sorted({type(part).__name__ for part in parts if not (_is_window(part) or _is_always_trimmable(part))})
     if keeps_states:
         stuck = [name for name in stuck if name != ArraysCache.__name__]
     if stuck:
@@ -67,6 +67,11 @@ def _is_window(part: Any) -> bool:
     if type(part) is RotatingKVCache:
         return not part.keep  # whose masks would hide the first tokens
     return type(part) is BatchRotatingKVCache
+
+
+def _is_always_trimmable(part: Any) -> bool:
+    """Return whether a cache can be trimmed; a rotating one cannot as soon as it is full."""
+    return type(part) is not RotatingKVCache and part.is_trimmable()
 
 
 class _Widened:

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from http_limits.connections import server_config, url_of
 from mlx_tq.cli.loading import free_memory, load_draft_model, load_model, state_storage
-from mlx_tq.cli.options import API_KEY_VARIABLE, OFF, Request
+from mlx_tq.cli.options import API_KEY_VARIABLE, Request
 from mlx_tq.cli.runner import DONE, FAILED, INTERRUPTED
 from mlx_tq.cli.screen import human_bytes, note, show_lookup, show_plan, stderr
 from mlx_tq.distributed.group import Ranks
@@ -238,8 +238,7 @@ def _load(
     limits = replace(limits, memory=memory, memory_includes_steps=includes_steps)
     need = MemoryNeed(model, plan, limits.prefill_grid, memory, includes_steps=includes_steps)
     need.check(1, _LEAST_CONTEXT)
-    drafts = args.draft_model is not None or args.prompt_lookup != OFF
-    lengths = range(1, MAX_ROWS + 1 if drafts else 2)
+    lengths = drafter.compiled_lengths if isinstance(drafter, LookupMode) else range(1, MAX_ROWS + 1)
     compile_kernels(model, plan, lengths=lengths, batches=limits.concurrency > 1)
     positions = position_limit(model)
     show_plan(plan, min(_SHOWN_TOKENS, positions or _SHOWN_TOKENS))

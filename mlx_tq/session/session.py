@@ -75,9 +75,10 @@ class Session:
             for 8 bits.
         state_step: number of tokens between the recurrent states of a prompt in the prefix cache.
         shadow: let the model's own cache answer, and compare the compressed one with it every `shadow` tokens.
-        prompt_lookup: speculative decoding with drafts copied from the conversation. "auto" drafts when that is
-            expected to be faster, "on" whenever text repeats, and "off" never. With caches that cannot be rolled back,
-            "auto" does nothing, and "on" raises a ConfigError.
+        prompt_lookup: speculative decoding with drafts copied from the conversation. "auto" drafts where that is
+            possible and expected to be faster, "on" wherever text repeats, and "off" never. With caches that cannot be
+            rolled back, "auto" does nothing, and "on" raises a ConfigError. Timing decides when "auto" drafts, so two
+            runs of a 16-bit model with one seed can differ in a token; with "off" they do not.
         on_full: what a turn does for which the model's context has no room left. "stop" raises a ConfigError.
             "drop-oldest" removes the oldest turns, except the system prompt, and prefills the others at new positions;
             a rescue service still finds the removed ones.
@@ -113,7 +114,7 @@ class Session:
         state_format: str = DEFAULT_STATES.format,
         state_step: int = DEFAULT_STATES.step,
         shadow: int | None = None,
-        prompt_lookup: str = OFF,
+        prompt_lookup: str = AUTO,
         on_full: str = STOP,
         logits_processors: Sequence[Callable[..., Any]] = (),
         warn: Callable[[str], None] = warnings.warn,

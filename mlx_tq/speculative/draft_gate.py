@@ -15,9 +15,11 @@ class DraftGate:
     """Counts which drafts were right and times passes; chooses the draft with the greatest expected gain.
 
     Right and wrong predictions also count while nothing is drafted, so the gate opens when a text begins to repeat.
+    With `first_compiles`, the first pass of each length may compile kernels, so its time does not count.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, first_compiles: bool = False) -> None:
+        self._uncompiled = set(range(2, MAX_ROWS + 1)) if first_compiles else set()  # lengths of passes
         # By class of agreement: decayed numbers of right and of all predictions.
         self._counts: dict[int, tuple[float, float]] = {}
         self._plain_s = 0.0  # moving mean of a plain step; 0 before the first
@@ -34,6 +36,9 @@ class DraftGate:
         self._weights = {rows: weight * _FORGET_COST for rows, weight in self._weights.items()}
 
     def note_verify_pass(self, rows: int, seconds: float) -> None:
+        if rows in self._uncompiled:
+            self._uncompiled.remove(rows)
+            return
         mean = self._pass_s.get(rows)
         self._pass_s[rows] = seconds if mean is None else mean + (seconds - mean) * _NEW_SAMPLE
         self._weights[rows] = 1.0

@@ -5,7 +5,8 @@ from typing import Any
 
 from mlx_tq.errors import ConfigError, unknown_name
 from mlx_tq.integration.rollback import draft_blocker
-from mlx_tq.speculative.draft_gate import DraftGate
+from mlx_tq.kernels import backend
+from mlx_tq.speculative.draft_gate import MAX_ROWS, DraftGate
 from mlx_tq.speculative.prompt_lookup import PromptLookup
 
 MODES = AUTO, ON, OFF = "auto", "on", "off"
@@ -21,7 +22,15 @@ class LookupMode:
         if name not in MODES:
             raise unknown_name("prompt_lookup", name, MODES)
         self.name = name
-        self._gate = DraftGate() if name == AUTO else None
+        self._gate = DraftGate(first_compiles=backend.is_gpu()) if name == AUTO else None
+
+    @property
+    def compiled_lengths(self) -> range:
+        """The lengths of passes whose kernels are compiled before the first answer.
+
+        "auto" compiles those of verify passes with its first drafts, so that answers without drafts start no later.
+        """
+        return range(1, MAX_ROWS + 1 if self.name == ON else 2)
 
     def blocker(self, model: Any, caches: list[Any]) -> str | None:
         """Return why nothing is drafted although the mode is not "off", or None."""

@@ -45,7 +45,7 @@ def test_answer_alone_is_on_stdout(quick):
     assert has_line(r"0-5 +tq4 +tq4 +[\d.]+ [kM]B +[\d.]+ [kM]B *", plan)
     assert "Full precision (float32): first 16 tokens, last 32, and up to 63 before those\n" in plan
     assert re.match(r"[\d,]+ tokens, [\d.]+ tok/s, first token after [\d.]+ s\n", stats)
-    assert has_line(r"generation: \d+ tokens, [\d.]+ tok/s \(stop\)", stats)
+    assert has_line(r"generation: \d+ tokens, [\d.]+ tok/s \(stop\)(, \d+ of \d+ drafted tokens accepted)?", stats)
     compared = "mlx-lm's float32 cache takes"
     assert has_line(rf"KV cache: \d+ tokens in [\d.]+ [kM]B; {compared} [\d.]+ MB, [1-9][\d.]+x as much", stats)
     assert has_line(r"peak memory: [\d.]+ [MG]B", stats)

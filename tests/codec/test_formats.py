@@ -15,6 +15,7 @@ from mlx_tq.codec.packing import pack
 from mlx_tq.errors import ConfigError
 
 CORE = {"fp16": 256, "q8": 130, "tq4": 66, "tq3": 50, "tq2": 34, "tcq4": 66, "tcq3": 50, "tcq2": 34}
+CORE |= {"stcq4": 66, "stcq3": 50, "stcq2": 34}
 COMPARED = {"tq35": 64, "tq25": 44, "q8_0": 136, "fp8": 128, "tq3_0": 56, "tbq4_0": 66, "tbq3_0": 50}
 SPECTRAL = {"spectral8": 18, "spectral10": 22, "spectral12": 26, "spectral14": 30, "spectral16": 34}
 SPECTRAL |= {"spectral8_int8": 26, "spectral16_int8": 50, "spectral16_int16": 82}

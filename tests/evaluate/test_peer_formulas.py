@@ -153,7 +153,7 @@ def test_a_format_of_the_package_diverges_as_in_its_cache():
     chunk = cut_chunks(tokenizer, load_text(), 1, 512)[0]
     cached = score_text(model, [chunk], [parse_arm("tq2/tq2", sinks=32, window=64)], 128)[1]
     reader, ids = Reader(model), mx.array([chunk[:-1]])
-    formula = peer_frontier.package_formula("tq2")
+    formula = peer_frontier.package_formula("tq2/tq2")
     blocks = peer_frontier.measure(reader, ids, reader.exact(ids), [formula])[0]
     kld = np.concatenate([np.repeat(blocks[0, :-1], 64), np.repeat(blocks[0, -1], 63)])
     assert kld.mean() == pytest.approx(cached.kld.mean(), rel=0.03)

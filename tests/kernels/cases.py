@@ -17,7 +17,7 @@ from codec.reference import hadamard_matrix
 from mlx_tq.codec import Codec, CodecOptions, Encoded, RowLayout, get_format
 from mlx_tq.codec.codebook import POLYNOMIALS
 from mlx_tq.codec.formats.base import dtype_name, dtype_of
-from mlx_tq.codec.formats.sorted_pairs import GROUP, SortedCodec
+from mlx_tq.codec.formats.sorted_pairs import SortedCodec
 from mlx_tq.codec.formats.trellis import TrellisCodec
 from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization, compute_block_means, decode_keys
 from mlx_tq.codec.packing import split_words, unpack
@@ -29,7 +29,7 @@ ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}  # ha
 DTYPES = tuple(ROUNDING)
 FORMATS = ("fp16", "q8", "tq4", "tq3", "tq2")
 TRELLIS = ("tcq4", "tcq3", "tcq2")  # in fewer cases, because encoding takes long
-SORTED = ("stcq4", "stcq3", "stcq2")  # of keys only, whose dims are a multiple of 32
+SORTED = ("stcq4", "stcq3", "stcq2")  # keys only
 DIMS = (48, 64, 80, 96, 112, 128, 192, 256, 512)
 GROUPS = (1, 2, 4, 7, 8, 16)
 # Parameters of attention; `make_problem` explains them.
@@ -61,6 +61,7 @@ TRELLIS_PAIRS = (
 HEADS = 2
 DIM_ORDERS = 4  # orders of the dims in which the reference may sum too
 SPARE = 3  # tokens of unused capacity
+FITTED = 16  # least tokens from which formats learn
 
 
 class Problem(NamedTuple):
@@ -121,11 +122,11 @@ def add_spare(x: mx.array, spare: int = SPARE) -> mx.array:
 
 
 def make_layout(dims: Sequence[int], key: str, value: str, dtype: str, **options: Any) -> RowLayout:
-    codecs = (
+    key_codec, value_codec = (
         get_format(name).codec(dim, CodecOptions(seed=seed, **options), dtype_of(dtype))
         for name, dim, seed in ((key, dims[0], 42), (value, dims[1], 43))
     )
-    return RowLayout(*codecs)
+    return RowLayout(key_codec, value_codec)
 
 
 def make_problem(
@@ -146,7 +147,6 @@ def make_problem(
     rule: str = "ls",
     wide: bool = False,
     normalized: str | None = None,
-    fitted: bool = True,
 ) -> Problem:
     """Make a random cache of `sink_tokens | packed | window`; the window is `recent` tokens and those of the queries.
 
@@ -156,7 +156,6 @@ def make_problem(
         mask: None, "causal", "bool" or "additive" for a random array [L, S], or an array.
         normalized: keys have means and channels of high energy and are normalized: in whole "blocks", or with "gaps" as
             after an eviction.
-        fitted: formats that learn from the first keys have learned from some whose dims differ in energy.
     """
     rng = np.random.default_rng(seed)
 
@@ -167,20 +166,16 @@ def make_problem(
     tokens = sink_tokens + recent + length
     full = [gaussian(HEADS, tokens, dim) for dim in dims]
     vectors = [gaussian(HEADS, packed, dim) for dim in dims]
-    learns, normalization, scale = fitted and isinstance(layout.key, SortedCodec), None, 1.0
-    if learns:
-        spread = mx.exp(0.6 * gaussian(HEADS, 1, dims[0]).astype(mx.float32))
-        full[0], vectors[0] = ((x * spread).astype(x.dtype) for x in (full[0], vectors[0]))
-    if normalized:
+    normalization = None
+    if normalized or layout.learned_bytes:
         energy, mean = (gaussian(HEADS, 1, dims[0]) for _ in range(2))
         channels = mx.exp(energy.astype(mx.float32) * 0.7)
         full[0], vectors[0] = (((x + 2 * mean) * channels).astype(x.dtype) for x in (full[0], vectors[0]))
-        scale = 1 / mx.sqrt(channels)
-    if learns:
-        centered = vectors[0].astype(mx.float32) - vectors[0].astype(mx.float32).mean(axis=2, keepdims=True)
-        layout = layout.fit(centered * scale, vectors[1])
-    if normalized:
-        normalization = make_normalization(layout.key, vectors[0], scale[:, :, 0], normalized, seed)
+        key_scale = 1 / mx.sqrt(channels)
+        if packed >= FITTED:
+            layout = layout.fit(vectors[0] * key_scale, vectors[1])
+        if normalized:
+            normalization = make_normalization(layout.key, vectors[0], key_scale[:, :, 0], normalized, seed)
     rows = layout.encode(*vectors, normalization).rows
     decoded, plain = [], []
     for codec, x, encoded, means in (
@@ -251,12 +246,12 @@ def decode_exactly(codec: Codec, encoded: Encoded, normalization: KeyNormalizati
     if encoded.scale is None:
         return double(codec.decode_rotated(encoded))
     scale = double(encoded.scale)[..., None]
+    if isinstance(codec, SortedCodec):
+        return _decode_groups(np.array(encoded.codes), codec) * scale / np.sqrt(codec.head_dim)
     if not hasattr(codec, "bits"):
         return np.array(encoded.codes.view(mx.int8), np.float64) * scale / 127
     if isinstance(codec, TrellisCodec):
         return _decode_ring(np.array(encoded.codes), codec.bits) * scale / np.sqrt(codec.head_dim)
-    if isinstance(codec, SortedCodec):
-        return _decode_groups(np.array(encoded.codes), codec) * scale / np.sqrt(codec.head_dim)
     planes = unpack(split_words(encoded.codes, codec.bits), codec.bits)
     u = np.concatenate([np.array(plane) for plane in planes], axis=-1) - (2**codec.bits - 1) / 2
     level = sum(c * u ** (2 * i + 1) for i, c in enumerate(POLYNOMIALS[codec.bits]))
@@ -267,7 +262,7 @@ def _decode_ring(words: np.ndarray, bits: int, window: int = 8) -> np.ndarray:
     """Decode trellis codes [..., D bits / 16] to levels [..., D], from the ring's bits one by one."""
     table = double(mx.load(str(files("mlx_tq") / "assets" / "trellis" / "levels.safetensors"))[str(bits)])
     lead, count = words.shape[:-1], words.shape[-1]
-    of_unit, values, size = (bits, 16, 16 * count // bits) if bits % 2 else (1, 16 // bits, 16 * count // bits)
+    of_unit, values, size = bits if bits % 2 else 1, 16 if bits % 2 else 16 // bits, 16 * count // bits
     units = words.reshape(*lead, of_unit, count // of_unit).swapaxes(-1, -2)
     ring = (units[..., None] >> np.arange(15, -1, -1) & 1).reshape(*lead, 16 * count)
     ends = bits * np.arange(1, size + 1)
@@ -276,19 +271,18 @@ def _decode_ring(words: np.ndarray, bits: int, window: int = 8) -> np.ndarray:
 
 
 def _decode_groups(words: np.ndarray, codec: SortedCodec) -> np.ndarray:
-    """Decode keys of sorted dims [B, H, S, words] in float64, group by group of each head."""
-    shape = (*words.shape[:2], codec.head_dim // GROUP)
-    widths, sizes = (np.broadcast_to(x, shape) for x in (codec.groups.widths, codec.groups.sizes))
-    values = np.zeros((*words.shape[:3], codec.head_dim))
-    for batch, head in np.ndindex(shape[:2]):
+    """Decode sorted keys [B, H, S, words] to levels [B, H, S, D], head by head and group by group."""
+    levels = np.zeros((*words.shape[:3], codec.head_dim))
+    groups = codec.groups
+    for place in np.ndindex(*words.shape[:2]):
+        head = place if codec.learned is not None else (0, 0)
         start = 0
-        for i, width in enumerate(widths[batch, head]):
-            stop = start + GROUP // 16 * width
+        for group, (width, size) in enumerate(zip(groups.widths[head], groups.sizes[head], strict=True)):
+            stop = start + 2 * width
             if width:
-                levels = _decode_ring(words[batch, head, :, start:stop], int(width))
-                values[batch, head, :, GROUP * i : GROUP * (i + 1)] = levels * float(sizes[batch, head, i])
+                levels[place][:, 32 * group : 32 * group + 32] = _decode_ring(words[place][:, start:stop], width) * size
             start = stop
-    return values
+    return levels
 
 
 def unrotate(codec: Codec, y: np.ndarray, normalization: KeyNormalization | None = None) -> np.ndarray:
@@ -298,10 +292,14 @@ def unrotate(codec: Codec, y: np.ndarray, normalization: KeyNormalization | None
     if codec.rotation is None:
         return y
     if isinstance(codec, SortedCodec):
-        part = codec.rotation.parts[0]
-        groups = y.reshape(*y.shape[:-1], -1, GROUP) @ hadamard_matrix(GROUP) * double(part.signs) / np.sqrt(GROUP)
-        places = np.argsort(np.broadcast_to(codec.groups.order, (*y.shape[:2], y.shape[-1])), axis=-1)
-        return np.take_along_axis(groups.reshape(y.shape), places[:, :, None], axis=-1)
+        signs = double(codec.rotation.parts[0].signs)
+        turned = (y.reshape(*y.shape[:3], y.shape[3] // 32, 32) @ hadamard_matrix(32) * signs / np.sqrt(32)).reshape(
+            y.shape
+        )
+        order = np.broadcast_to(codec.groups.order[:, :, None].astype(int), y.shape)
+        back = np.empty_like(y)
+        np.put_along_axis(back, order, turned, axis=-1)
+        return back
     if not isinstance(codec.rotation, WalshHadamard):
         return y @ double(codec.rotation.matrix)
     return (y @ hadamard_matrix(codec.head_dim)) * double(codec.rotation.signs) / np.sqrt(codec.head_dim)

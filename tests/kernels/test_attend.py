@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kernels.cases import PARAMETERS, attend_exactly, check_attention, double, make_problem, random_mask
+from kernels.cases import PARAMETERS, SORTED, attend_exactly, check_attention, double, make_problem, random_mask
 from kernels.covering import case_id, covering
 from mlx_tq.kernels import attend as attend_module
 from mlx_tq.kernels import backend
@@ -32,6 +32,10 @@ SMALL = {
 FAST = [(attend, case) for case in covering(ALL, 1) + covering(ALL | SMALL | {"length": (1, 2, 8)})[:16]]
 FAST += [(prefill, case) for case in covering(ALL | FEWER, 1) + covering(ALL | SMALL | {"length": (9, 33)})[:16]]
 CASES = [(attend, case) for case in covering(ALL)] + [(prefill, case) for case in covering(ALL | FEWER)]
+SORTED_KEYS = {"key": SORTED, "dims": ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))}
+FAST += [(attend, case) for case in covering(ALL | SMALL | SORTED_KEYS, 1)]
+FAST += [(prefill, case) for case in covering(ALL | SMALL | SORTED_KEYS | {"length": (9, 33)}, 1)]
+CASES += [(attend, case) for case in covering(ALL | SORTED_KEYS)]
 # B, Q, L, S stand for a size of the problem; 1 for a broadcast axis.
 SHAPES = ("S", "1S", "L1", "LS", "QLS", "1LS", "11LS", "B1LS", "1QLS", "BQLS", "B11S", "BQ1S")
 both = pytest.mark.parametrize(("kernel", "length"), [(attend, 3), (prefill, 17)])

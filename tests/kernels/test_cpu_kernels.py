@@ -12,6 +12,7 @@ from kernels.cases import (
     DIMS,
     DTYPES,
     HEADS,
+    SORTED,
     Problem,
     attend_exactly,
     decode_exactly,
@@ -39,9 +40,13 @@ PARAMETERS = {
     "wide": (False, True),
     "packed": (1, 31, 64, 65, 150),
 }
+SORTED_DIMS = (64, 96, 128, 192, 256)
 CASES = [  # two of five have every value once, and most pairs
     pytest.param(number, case, id=case_id(case), marks=[pytest.mark.full] if number % 5 > 1 else [])
     for number, case in enumerate(covering(PARAMETERS))
+] + [
+    pytest.param(number, case, id=case_id(case), marks=[pytest.mark.full] if number % 4 else [])
+    for number, case in enumerate(covering({**PARAMETERS, "key": SORTED, "dim": SORTED_DIMS}))
 ]
 numbered = pytest.mark.parametrize(("number", "case"), CASES)
 ROUNDING = 2.0**-24  # of fp32, relative
@@ -80,7 +85,7 @@ def test_codes_are_those_of_the_codec(number, case):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("key", ["fp16", "q8", "tq4", "tcq2"])
+@pytest.mark.parametrize("key", ["fp16", "q8", "tq4", "tcq2", "stcq3"])
 def test_values_that_are_clamped_or_not_finite_are_counted(key, dtype):
     problem = make_problem((64, 80), key=key, value="tq3", dtype=dtype, packed=8)
     keys, values = problem.packed
@@ -115,6 +120,7 @@ def test_scores_of_eviction(number, case):
 def test_scores_of_recall(number, case):
     problem = problem_of(case, number)
     layout, tokens, normalization = problem.layout, case["packed"], problem.normalization
+    layout = layout.select_heads(lambda array: array[:1])
     queries = problem.arguments["queries"].astype(mx.float32) * problem.arguments["scale"]
     keys = layout.split_keys(layout.split(problem.rows)[0][:1, :, :tokens])
     if normalization is not None:

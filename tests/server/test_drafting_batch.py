@@ -177,3 +177,9 @@ def test_a_later_turn_finds_the_stored_caches_of_a_drafted_answer(exact):
             engine.join(30)
     assert said["on"] == said["off"]
     assert said["on"][1] > len(victor(tokenizer).prompt.ids)
+
+
+def test_a_server_drafts_by_default(server):
+    before = server.metrics()["mlx_tq_drafted_tokens_total"]
+    server.post("/v1/completions", prompt=LINE * 6 + "The", max_tokens=TOKENS, temperature=0).raise_for_status()
+    assert server.metrics()["mlx_tq_drafted_tokens_total"] > before

@@ -312,20 +312,29 @@ def test_undoing_a_turn_reloads_what_it_evicted(chat):
     assert session.turns[-1].recalled
 
 
-@pytest.mark.parametrize("calls_before", [8, 26], ids=["in the prompt", "in the answer"])
-def test_ctrl_c_in_a_forward_pass(exact, chat, calls_before):
-    """It comes when half of the six layers have the token."""
+@pytest.mark.parametrize(
+    ("prompt_lookup", "is_due"),
+    [
+        ("auto", lambda lengths: len(lengths) == 2),
+        ("off", lambda lengths: len(lengths) == 5),
+        ("on", lambda lengths: 1 in lengths and lengths[-1] > 1),
+    ],
+    ids=["in the prompt", "in a step", "in a verify pass"],
+)
+def test_ctrl_c_in_a_forward_pass(exact, chat, prompt_lookup, is_due):
+    """It comes when half of the six layers have the tokens."""
     model, _ = exact
-    session = chat()
+    session = chat(prompt_lookup=prompt_lookup)
     say(session, FACT)
     layer = model.model.layers[3]
-    original, calls = type(layer).__call__, []
+    original, lengths = type(layer).__call__, []
 
-    def interrupted(self, *args, **kwargs):
-        calls.append(self)
-        if self is layer and len(calls) > calls_before:
-            signal.raise_signal(signal.SIGINT)
-        return original(self, *args, **kwargs)
+    def interrupted(self, tokens, *args, **kwargs):
+        if self is layer:
+            lengths.append(tokens.shape[1])
+            if is_due(lengths):
+                signal.raise_signal(signal.SIGINT)
+        return original(self, tokens, *args, **kwargs)
 
     type(layer).__call__ = interrupted
     try:

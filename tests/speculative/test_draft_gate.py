@@ -40,6 +40,17 @@ def test_the_first_pass_is_short():
     assert 0 < gate(right=1.0, row_cost=None).best_length(8, 7) < 3
 
 
+def test_a_pass_that_compiles_kernels_does_not_end_drafts():
+    compiling, compiled = DraftGate(first_compiles=True), DraftGate()
+    for made in (compiling, compiled):
+        made.note_prediction(8, is_right=True)
+        made.note_plain_step(1.0)
+        made.note_verify_pass(3, 50.0)
+    assert compiled.best_length(8, 7) == 0 < compiling.best_length(8, 7)
+    compiling.note_verify_pass(3, 50.0)
+    assert compiling.best_length(8, 7) == 0
+
+
 def test_one_slow_pass_does_not_end_drafts_forever():
     closed = gate(right=1.0, row_cost=1.5)
     assert closed.best_length(8, 7) == 0

@@ -133,6 +133,13 @@ def say(session, text):
     return "".join(session.respond(text))
 
 
+def test_a_session_drafts_by_default(exact):
+    with Session(*exact, CONFIG, max_tokens=16) as session:
+        for _ in range(2):
+            say(session, FACTS)
+        assert max(turn.drafted_tokens for turn in session.turns) > 0
+
+
 @pytest.mark.full
 def test_turns_of_a_seeded_session_are_the_same_with_and_without(exact):
     model, tokenizer = exact

@@ -46,8 +46,9 @@ class Groups:
 
     @classmethod
     def learn(cls, keys: np.ndarray, pairs: tuple[tuple[int, int], ...], bits: int) -> "Groups":
-        """Sort dims by the energy of normalized keys [B, H, n, D]."""
+        """Sort dims by the energy of normalized keys [B, H, n, D]; a head that is not finite keeps its order."""
         energies = np.square(keys.astype(np.float64)).mean(axis=2)
+        energies[~np.isfinite(energies).all(axis=-1)] = 1
         first, second = np.array(pairs, int).reshape(-1, 2).T
         energies[..., first] = energies[..., second] = (energies[..., first] + energies[..., second]) / 2
         energies = np.maximum(energies, np.maximum(_FLOOR * energies.mean(axis=-1, keepdims=True), 1e-30))
@@ -149,24 +150,24 @@ class SortedCodec(TurboCodec):
         return self._with_groups(Groups.unpack(learned, self.head_dim, self.bits))
 
     def encode(self, x: mx.array) -> Encoded:
-        vectors = x.reshape(1, 1, -1, self.head_dim) if self.learned is None else x
+        vectors = x.reshape(1, 1, x.size // self.head_dim, self.head_dim) if self.learned is None else x
         codes, scale = self.encode_clipped(mx.clip(vectors.astype(mx.float32), -FP16_MAX, FP16_MAX) * self._factors)
         assert scale is not None  # noqa: S101 - tells the type checker: every vector has one
-        return Encoded(codes.reshape(*x.shape[:-1], -1), scale.reshape(x.shape[:-1]))
+        return Encoded(codes.reshape(*x.shape[:-1], self.words), scale.reshape(x.shape[:-1]))
 
     def quantize(self, t: mx.array) -> tuple[mx.array, mx.array]:
-        rings = _side_by_side(t).reshape(t.shape[2], -1, GROUP)
+        rings = _side_by_side(t).reshape(t.shape[2], self.groups.widths.size, GROUP)
         found = [encode_rings(rings[:, mx.array(numbers)], width) for width, numbers in self.groups.rings.items()]
-        words = mx.concatenate([part.reshape(t.shape[2], -1) for part, _ in found], axis=1)
+        words = mx.concatenate([mx.flatten(part, 1) for part, _ in found], axis=1)
         words = mx.take(words, mx.array(np.argsort(self.groups.words)), axis=1)
         return _by_head(words, t.shape), _by_head(self._in_order([levels for _, levels in found]), t.shape)
 
     def decode_planes(self, codes: mx.array) -> list[mx.array]:
-        by_head = codes.reshape(1, 1, -1, self.words) if self.learned is None else codes
+        by_head = codes.reshape(1, 1, codes.size // self.words, self.words) if self.learned is None else codes
         words, start, levels = mx.take(_side_by_side(by_head), mx.array(self.groups.words), axis=1), 0, []
         for width, numbers in self.groups.rings.items():
             stop = start + numbers.size * GROUP // 16 * width
-            rings = words[:, start:stop].reshape(words.shape[0], numbers.size, -1)
+            rings = words[:, start:stop].reshape(words.shape[0], numbers.size, GROUP // 16 * width)
             levels.append(decode_rings(rings, width) if width else mx.zeros((*rings.shape[:2], GROUP)))
             start = stop
         values = _by_head(self._in_order(levels), by_head.shape) * self.sizes
@@ -179,7 +180,7 @@ class SortedCodec(TurboCodec):
         """Put the levels of `rings` [S, rings, GROUP] in the order of groups: [S, B H D]."""
         numbers = np.concatenate([*self.groups.rings.values()])
         joined = mx.take(mx.concatenate(levels, axis=1), mx.array(np.argsort(numbers)), axis=1)
-        return joined.reshape(joined.shape[0], -1)
+        return mx.flatten(joined, 1)
 
     def _scale(self, norm: mx.array, y: mx.array, codeword: mx.array) -> mx.array:
         if self.rule == "raw":
@@ -199,12 +200,14 @@ class SortedCodec(TurboCodec):
 
 def _side_by_side(x: mx.array) -> mx.array:
     """Put what all heads store of a token next to each other: [B, H, S, n] -> [S, B H n]."""
-    return x.transpose(2, 0, 1, 3).reshape(x.shape[2], -1)
+    batch, heads, count, size = x.shape
+    return x.transpose(2, 0, 1, 3).reshape(count, batch * heads * size)
 
 
 def _by_head(x: mx.array, shape: tuple[int, ...]) -> mx.array:
     """Invert `_side_by_side`, for an array of that shape but for its last axis."""
-    return x.reshape(shape[2], *shape[:2], -1).transpose(1, 2, 0, 3)
+    batch, heads, count, _ = shape
+    return x.reshape(count, batch, heads, x.shape[1] // (batch * heads)).transpose(1, 2, 0, 3)
 
 
 def _sorted_format(bits: int, error: float) -> Format:
@@ -220,4 +223,4 @@ def _sorted_format(bits: int, error: float) -> Format:
     )
 
 
-FORMATS = tuple(_sorted_format(bits, ERRORS[bits]) for bits in (4, 3, 2))
+FORMATS = (_sorted_format(4, 0.00583), _sorted_format(3, 0.0214), _sorted_format(2, 0.081))

@@ -150,10 +150,9 @@ SORTED_KEYS = covering(
         "dtype": DTYPES,
         "normalized": (None, "blocks", "gaps"),
         "rows": ((1, 1), (4, 1), (8, 2), (7, 3)),
-        "packed": (1, 33, 97, 256),
+        "packed": (0, 1, 33, 97, 256),
         "batch": (1, 2),
         "mask": (None, "causal", "bool"),
-        "fitted": (True, True, False),
         "wide": (False, True),
         "short_tokens": (0, ONE),
     }

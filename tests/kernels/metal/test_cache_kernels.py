@@ -98,7 +98,7 @@ def test_kernel(name, number):
 SORTED_KEYS = covering(
     SHORT
     | {"key_dim": (64, 128, 256, 96), "key": SORTED, "value": ("tq4", "tcq3"), "value_dim": (64, 96)}
-    | {"fitted": (True, True, False)}
+    | {"packed": (1, 17, 33)}
 )
 
 

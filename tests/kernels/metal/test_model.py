@@ -262,11 +262,12 @@ def test_a_step_does_not_synchronize(use_kernels):
     ids=["generate", "chat"],
 )
 def test_commands_compile_kernels_that_their_answer_does_not_need(words, monkeypatch, capsys):
-    """A short context takes one kernel, and packs nothing."""
+    """A short context takes one kernel, and packs nothing. Kernels of verify passes wait for the first drafts."""
     monkeypatch.setattr("sys.stdin", StringIO("hi\n"))
     with compiling() as compiled:
         assert main([*words]) == 0
         assert {"encode", "dequantize", "attend", "merge", "attend_short"} <= set(compiled)
+        assert compiled.count("attend") == 1
     ran = "ran on metal kernels; prefill: mlx attention; decode: mlx attention"
     assert f"{ran}; in full precision: layers 0-5 (compression starts at 288 tokens)" in capsys.readouterr().err
 
