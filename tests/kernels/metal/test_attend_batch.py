@@ -38,7 +38,7 @@ def problems(lengths=LENGTHS, normalized=None, **changes) -> list[Problem]:
         changed = {name: add_spare(problem.arguments[name], 1 + seed) for name in ("full_keys", "full_values")}
         if packed == 0:
             changed["packed_rows"] = None
-        if problem.layout.unfitted is problem.layout:
+        if not problem.layout.learned_bytes:
             changed["layout"] = (rows or [problem])[0].layout
         rows.append(problem.replace(**changed))
     return rows
