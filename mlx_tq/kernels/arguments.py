@@ -45,8 +45,8 @@ def check_can_run(layout: RowLayout, *dtypes: mx.Dtype, sorted_keys: bool = Fals
         if not _is_supported(codec, sorted_keys):
             raise UnsupportedByKernelError(
                 f"kernels cannot read {part}s of {type(codec).__name__} with head size {codec.head_dim} and rotation "
-                f"{type(codec.rotation).__name__}; they support fp16, q8, tq and tcq of 2 to 4 bits up to head size "
-                f"{MAX_DIM} with the Walsh-Hadamard rotation. Other formats need the reference backend."
+                f"{type(codec.rotation).__name__}; they support fp16, q8, tq, tcq and stcq of 2 to 4 bits up to head "
+                f"size {MAX_DIM} with the Walsh-Hadamard rotation. Other formats need the reference backend."
             )
     for dtype in dtypes:
         if dtype not in (mx.float16, mx.bfloat16, mx.float32):
