@@ -147,7 +147,7 @@ def test_address_spaces(name):
         ("encode tcq3 and tcq2", "Values values;\nCosts", "thread float* values;\nCosts"),
         ("attend tcq3 and tcq2", "Words words;\nLevels levels;", "Words words;\ndevice const half* levels;"),
         ("dequantize tcq3 and tcq2", "Words words;\nLevels levels;", "Words words;\nthreadgroup half* levels;"),
-        ("attend stcq3 and tcq2", "Levels levels;\nPlaces places;", "Levels levels;\nthreadgroup ushort* places;"),
+        ("attend stcq3 and tcq2", "Levels levels;\nGroups groups;", "Levels levels;\nthreadgroup ushort* groups;"),
         ("encode stcq3 and tcq2", "auto groups = key_groups", "threadgroup const ushort* groups = key_groups"),
         ("merge q8 and tq4", "Outputs outputs, Floats", "threadgroup const float* outputs, Floats"),
         ("recall_score normalized tq4", "auto mean = key_means", "threadgroup const half* mean = key_means"),
