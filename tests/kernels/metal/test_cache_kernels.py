@@ -136,7 +136,7 @@ def test_under_sanitizers(name, number):
 
 @pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("key", ["q8", "tq4", "fp16"])
+@pytest.mark.parametrize("key", ["q8", "tq4", "fp16", "stcq3"])
 def test_health_counts(key, dtype, normalized):
     checks.check_health(key, dtype, normalized)
 
