@@ -25,9 +25,13 @@
 //   key_means [..., capacity, KEY_DIM]: half, of each head
 //   mean_index [capacity]: int
 //
+// Only if KEY_SORTED:
+//
+//   key_groups: of each head, see sorted_keys.h
+//
 // Only if KEY_TRELLIS or VALUE_TRELLIS:
 //
-//   trellis_levels [3, 256]: half, levels of the states of 2, 3 and 4 bits
+//   trellis_levels [5, 256]: half, levels of the states of 1 to 5 bits
 //
 // Inputs from packed_rows on, without trellis_levels, come SOURCES times: a source has the arrays of a batch, of one row
 // of it, or of KV heads that keep the same tokens.

@@ -8,7 +8,7 @@
 //     to N, a multiple of QUERIES
 //   query_factors [2, B, H, N]: float, of their scores in powers of two
 //   attend_sizes: as in attend.metal
-//   packed_rows, full_keys, full_values: as in attend.metal, of one cache
+//   packed_rows, full_keys, full_values: as in attend.metal, of one cache; and key_groups only if KEY_SORTED
 //   block_outputs, block_maxima, block_sums: as in attend.metal
 //
 // Only if NORMALIZED:
@@ -58,8 +58,13 @@ if (packed) {
 }
 int gap_start = packed ? 0 : sink_tokens, gap = packed ? sink_tokens : packed_tokens;
 auto words = tq_recast<ushort>(TQ_SELECT(packed_rows, source) + int64_t(first_row) * (int(ROW::WORDS) / 2));
+#if TQ_SORTED
+auto dims = TQ_SELECT(key_groups, source) + int64_t(source_head) * tq_group_words<KEY_DIM>();
+auto packed_keys = tq_make_sorted(words + int(ROW::KEYS), levels + 0, dims);
+#else
 auto packed_keys = tq_words<KEY_KIND>::make(words + int(ROW::KEYS), tq_pick<KEY_TABLE>::pick(levels, key_table + 0));
-auto packed_values = tq_words<VALUE_KIND>::make(words + int(ROW::VALUES), tq_pick<VALUE_TABLE>::pick(levels + TQ_STATES, value_bytes));
+#endif
+auto packed_values = tq_words<VALUE_KIND>::make(words + int(ROW::VALUES), tq_pick<VALUE_TABLE>::pick(levels + KEY_STATES, value_bytes));
 constexpr int KEY_WORDS = KEY_DIM * FULL_BITS / 16, VALUE_WORDS = VALUE_DIM * FULL_BITS / 16;
 auto keys = tq_recast<ushort>(TQ_SELECT(full_keys, source)) + int64_t(source_head) * capacity * KEY_WORDS;
 auto values = tq_recast<ushort>(TQ_SELECT(full_values, source)) + int64_t(source_head) * capacity * VALUE_WORDS;

@@ -11,8 +11,8 @@
 #if TQ_TRELLIS
 #include "trellis.h"
 #endif
-#if TQ_NORMALIZED
-#include "key_scale.h"
+#if TQ_SORTED
+#include "sorted_keys.h"
 #endif
 
 // Tokens [start, stop) of one kind, packed or full-precision. Their position in the sequence is their number, plus
@@ -75,20 +75,78 @@ TQ_FN void tq_share(int lane, int member, Shared shared, TQ_THREAD float* values
   }
 }
 
-// Adds a unit's part of a key to the scores.
-template <int QUERIES, class K, class Query>
+// Adds a unit's part of a key to the scores, of queries of D dims.
+template <int QUERIES, class K, int D = int(K::DIM), class Query>
 TQ_FN void tq_score(Query query, int unit, TQ_THREAD const float* decoded, TQ_THREAD float* score) {
   TQ_UNROLL for (int i = 0; i < int(K::VALUES); i++) {
     float query_values[QUERIES];
-    tq_rows<QUERIES, int(K::DIM)>::load(query, K::dim(unit, i), query_values);
+    tq_rows<QUERIES, D>::load(query, K::dim(unit, i), query_values);
     TQ_UNROLL for (int q = 0; q < QUERIES; q++) score[q] = tq_fma(query_values[q], decoded[i], score[q]);
   }
 }
 
+// Adds a key to the scores. If K::PAIRED, its words are read two at a time from `pairs`: each lane reads another row, so
+// this halves the loads, which lanes cannot share.
+template <int QUERIES, class K, class Query, class Key, class Pairs>
+TQ_FN void tq_score_key(Query query, TQ_THREAD const Key& key, Pairs pairs, TQ_THREAD float* score) {
+  float decoded[K::VALUES];
+  if (K::PAIRED) {
+    TQ_UNROLL_BY(K::VALUES == 1 && QUERIES <= 4 ? 8 : 4) for (int unit = 0; unit < int(K::COUNT); unit += 2) {
+      uint words[K::WORDS];
+      TQ_UNROLL for (int n = 0; n < int(K::WORDS); n++) words[n] = pairs[K::place(unit, n) / 2];
+      K::decode(key, words, decoded);
+      tq_score<QUERIES, K>(query, unit, decoded, score);
+      TQ_UNROLL for (int n = 0; n < int(K::WORDS); n++) words[n] >>= 16;
+      K::decode(key, words, decoded);
+      tq_score<QUERIES, K>(query, unit + 1, decoded, score);
+    }
+  } else {
+    TQ_UNROLL_BY(2) for (int unit = 0; unit < int(K::COUNT); unit++) {
+      K::load(key, unit, decoded);
+      tq_score<QUERIES, K>(query, unit, decoded, score);
+    }
+  }
+}
+#if TQ_SORTED
+
+// Adds a group of WIDTH bits to the scores of queries of D dims, without its size.
+template <int QUERIES, int D, int WIDTH, class Query, class Words, class Levels>
+TQ_FN void tq_score_group(Query query, Words words, Levels levels, TQ_THREAD float* score) {
+  using RING = tq_ring<WIDTH>;
+  auto ring = RING::make(words, levels);
+  uint previous = RING::VECTOR::last_word(ring, int(RING::VECTOR::COUNT) - 1);
+  TQ_UNROLL_BY(2) for (int unit = 0; unit < int(RING::VECTOR::COUNT); unit++) {
+    float decoded[RING::VECTOR::VALUES];
+    RING::VECTOR::load_next(ring, unit, previous, decoded);
+    tq_score<QUERIES, typename RING::VECTOR, D>(query, unit, decoded, score);
+  }
+}
+
+// Adds a key of sorted dims to the scores.
+template <int QUERIES, class K, class Query, class Words, class Levels, class Groups, class Pairs>
+TQ_FN void tq_score_key(Query query, TQ_THREAD const tq_sorted_key<Words, Levels, Groups>& key, Pairs, TQ_THREAD float* score) {
+  constexpr int D = K::DIM;
+  for (int group = 0; group < D / TQ_GROUP; group++) {
+    uint place = tq_place<D>(key.groups, group);
+    float size = tq_size<D>(key.groups, group), part[QUERIES];
+    TQ_UNROLL for (int q = 0; q < QUERIES; q++) part[q] = 0.0f;
+    auto words = key.words + int(place >> 3);
+    auto group_query = query + TQ_GROUP * group;
+    switch (place & 7u) {
+      case 1: tq_score_group<QUERIES, D, 1>(group_query, words, key.levels, part); break;
+      case 2: tq_score_group<QUERIES, D, 2>(group_query, words, key.levels, part); break;
+      case 3: tq_score_group<QUERIES, D, 3>(group_query, words, key.levels, part); break;
+      case 4: tq_score_group<QUERIES, D, 4>(group_query, words, key.levels, part); break;
+      case 5: tq_score_group<QUERIES, D, 5>(group_query, words, key.levels, part); break;
+    }
+    TQ_UNROLL for (int q = 0; q < QUERIES; q++) score[q] = tq_fma(part[q], size, score[q]);
+  }
+}
+#endif
+
 // Attends to a block, as simdgroup number `member` of a team. The team shares query [K::DIM] and weight [32 TEAM], each
-// of QUERIES values, and `shared` [TEAM QUERIES] if it is more than one; query q sees positions before last[q]. Keys are KEY_WORDS 16-bit words apart, values VALUE_WORDS. If K::PAIRED, the words of keys are read
-// two at a time from `pairs`: each lane reads another row, so this halves the loads, which lanes cannot share. `means`,
-// `index` and `cache` are those of means.h; plain keys do not read the first two.
+// of QUERIES values, and `shared` [TEAM QUERIES] if it is more than one; query q sees positions before last[q]. Keys are KEY_WORDS 16-bit words apart, values VALUE_WORDS.
+// `means`, `index` and `cache` are those of means.h; plain keys do not read the first two.
 template <int QUERIES, int TEAM, bool MASKED, class K, class V, int KEY_WORDS, int VALUE_WORDS, class Query, class Weight, class Shared, class Keys, class Pairs, class Values, class Means, class Index, class Cache, class Bias, class Partial>
 TQ_FN void tq_attend(int lane, int member, TQ_THREAD const tq_block& block, Query query, Weight weight, Shared shared, Keys keys, Pairs pairs, Values values, Means means, Index index, TQ_THREAD Cache& cache, TQ_THREAD const int* last, Bias bias, TQ_THREAD const int64_t* bias_rows, TQ_THREAD Partial& partial) {
   using SPLIT = tq_split<V, TEAM>;
@@ -112,24 +170,7 @@ TQ_FN void tq_attend(int lane, int member, TQ_THREAD const tq_block& block, Quer
     float value_gain = 0.0f;
     if (valid) {
       auto key = keys + int64_t(token) * KEY_WORDS;
-      float decoded[K::VALUES];
-      if (K::PAIRED) {
-        auto paired = pairs + int64_t(token) * (KEY_WORDS / 2);
-        TQ_UNROLL_BY(K::VALUES == 1 ? AHEAD : 4) for (int unit = 0; unit < int(K::COUNT); unit += 2) {
-          uint words[K::WORDS];
-          TQ_UNROLL for (int n = 0; n < int(K::WORDS); n++) words[n] = paired[K::place(unit, n) / 2];
-          K::decode(key, words, decoded);
-          tq_score<QUERIES, K>(query, unit, decoded, score);
-          TQ_UNROLL for (int n = 0; n < int(K::WORDS); n++) words[n] >>= 16;
-          K::decode(key, words, decoded);
-          tq_score<QUERIES, K>(query, unit + 1, decoded, score);
-        }
-      } else {
-        TQ_UNROLL_BY(2) for (int unit = 0; unit < int(K::COUNT); unit++) {
-          K::load(key, unit, decoded);
-          tq_score<QUERIES, K>(query, unit, decoded, score);
-        }
-      }
+      tq_score_key<QUERIES, K>(query, key, pairs + int64_t(token) * (KEY_WORDS / 2), score);
       float gain = K::gain(key);
       TQ_UNROLL for (int q = 0; q < QUERIES; q++) {
         score[q] = Cache::ADDS ? tq_fma(score[q], gain, mean_scores[q]) : tq_mul(score[q], gain);

@@ -14,9 +14,13 @@
 //   key_means [B, H, n, KEY_DIM]: half, added to packed keys
 //   mean_index [at least S]: int, which mean a row has
 //
+// Only if KEY_SORTED:
+//
+//   key_groups [B, H, ...]: see sorted_keys.h
+//
 // Only if KEY_TRELLIS or VALUE_TRELLIS:
 //
-//   trellis_levels [3, 256]: half, levels of the states of 2, 3 and 4 bits
+//   trellis_levels [5, 256]: half, levels of the states of 1 to 5 bits
 //
 // Grid (the threads that decode, at least B H S units of keys or values, whichever have more, then 32 B H L, 2, 1),
 // threadgroup (256, 1, 1).
@@ -24,6 +28,9 @@
 #include "vectors.h"
 #if TQ_TRELLIS
 #include "trellis.h"
+#endif
+#if TQ_SORTED
+#include "sorted_keys.h"
 #endif
 #if TQ_NORMALIZED
 #include "key_scale.h"
@@ -56,14 +63,33 @@ TQ_FN void tq_store_vector(TQ_THREAD float* x, Flips flips, Out out, uint lane) 
   }
 }
 
+#if TQ_SORTED
+
+// Stores a full-precision key whose groups are rotated.
+template <class T, int D, bool CLAMPED, class Flips, class Out>
+TQ_FN void tq_store_groups(TQ_THREAD float* x, Flips flips, Out out, uint lane) {
+  tq_transform_groups<D, false>(x, flips, lane);
+  float root = tq_sqrt(static_cast<float>(D)), factor = tq_sqrt(static_cast<float>(D / TQ_GROUP));
+  TQ_UNROLL for (int j = 0; j < D / TQ_GROUP; j++) {
+    float y = tq_div(tq_mul(x[j], factor), root);
+    out[TQ_GROUP * j + int(lane)] = static_cast<T>(CLAMPED ? tq_clamp(y) : y);
+  }
+}
+#endif
+
 //// body
 
 using ROW = tq_row<KEY_DIM, KEY_BITS, KEY_WIDE, VALUE_DIM, VALUE_BITS, VALUE_WIDE>;
-using KEYS = tq_vectors<KEY_DIM, KEY_BITS, KEY_WIDE, KEY_FULL, int(ROW::KEY_SCALE), KEY_TRELLIS>;
+#if TQ_SORTED
+constexpr int KEY_KIND = TQ_BY_GROUP;
+#else
+constexpr int KEY_KIND = KEY_TRELLIS;
+#endif
+using KEYS = tq_vectors<KEY_DIM, KEY_BITS, KEY_WIDE, KEY_FULL, int(ROW::KEY_SCALE), KEY_KIND>;
 using VALUES = tq_vectors<VALUE_DIM, VALUE_BITS, VALUE_WIDE, VALUE_FULL, int(ROW::VALUE_SCALE) - int(ROW::VALUES), VALUE_TRELLIS>;
 constexpr int KEY_UNITS = KEYS::COUNT, VALUE_UNITS = VALUES::COUNT;
 #if TQ_TRELLIS
-auto key_levels = trellis_levels + tq_table<KEY_TRELLIS, KEY_BITS>(), value_levels = trellis_levels + tq_table<VALUE_TRELLIS, VALUE_BITS>();
+auto key_levels = trellis_levels + tq_table<KEY_KIND == TQ_BY_STATE, KEY_BITS>(), value_levels = trellis_levels + tq_table<VALUE_TRELLIS, VALUE_BITS>();
 #else
 constexpr int key_levels = 0, value_levels = 0;
 #endif
@@ -86,8 +112,14 @@ if (thread_position_in_grid.x < decoding_threads) {
 #else
       auto mean = words;
 #endif
+#if TQ_SORTED
+      auto dims = key_groups + (batch * heads + head) * uint(tq_group_words<KEY_DIM>());
+      auto packed_key = tq_make_sorted(words + int(ROW::KEYS), key_levels, dims);
+#else
+      auto packed_key = tq_words<KEY_TRELLIS>::make(words + int(ROW::KEYS), key_levels);
+#endif
       tq_decode_unit<T, KEYS, (KEY_BITS <= 8), NORMALIZED, CLAMPED>(
-          tq_words<KEY_TRELLIS>::make(words + int(ROW::KEYS), key_levels), unit, mean, keys_out + out * KEY_DIM);
+          packed_key + 0, unit, mean, keys_out + out * KEY_DIM);
     } else {
       tq_decode_unit<T, VALUES, (VALUE_BITS <= 8), false, false>(
           tq_words<VALUE_TRELLIS>::make(words + int(ROW::VALUES), value_levels), unit, words, values_out + out * VALUE_DIM);
@@ -105,7 +137,12 @@ if (thread_position_in_grid.x < decoding_threads) {
 #if TQ_NORMALIZED
       tq_multiply<KEY_DIM>(x, key_scale + (batch * heads + head) * uint(KEY_DIM), lane);
 #endif
+#if TQ_SORTED
+      tq_arrange<KEY_DIM>(x, key_groups + (batch * heads + head) * uint(tq_group_words<KEY_DIM>()), lane);
+      tq_store_groups<T, KEY_DIM, CLAMPED>(x, key_flips, keys_out + out * KEY_DIM, lane);
+#else
       tq_store_vector<T, KEY_DIM, KEY_ORDER, KEY_ROTATED, CLAMPED>(x, key_flips, keys_out + out * KEY_DIM, lane);
+#endif
     } else {
       float x[(VALUE_DIM + 31) / 32];
       auto vector =

@@ -10,7 +10,11 @@
 //
 // Only if KEY_TRELLIS or VALUE_TRELLIS:
 //
-//   trellis_levels [3, 256]: half, levels of the states of 2, 3 and 4 bits
+//   trellis_levels [5, 256]: half, levels of the states of 1 to 5 bits
+//
+// Only if KEY_SORTED:
+//
+//   key_groups [B, H, ...]: see sorted_keys.h
 //
 // Only if NORMALIZED, contiguous:
 //
@@ -23,6 +27,9 @@
 #include "vectors.h"
 #if TQ_TRELLIS
 #include "ring_search.h"
+#endif
+#if TQ_SORTED
+#include "sorted_search.h"
 #endif
 #if TQ_NORMALIZED
 #include "key_scale.h"
@@ -78,12 +85,8 @@ TQ_FN void tq_encode_vector(TQ_THREAD float* x, Flips flips, Words row, Words sc
   // The limit rounded to T: 65536 in bfloat16.
   bool clamped = largest > as_type<uint>(static_cast<float>(static_cast<T>(TQ_FP16_MAX)));
   float square[N];
-  TQ_UNROLL for (int j = 0; j < N; j++) {
-    x[j] = tq_clamp(x[j]);
-    square[j] = tq_mul(x[j], x[j]);
-  }
-  tq_flip_signs<D>(x, flips, lane);
-  tq_hadamard<D, M>(x, flips + N, lane);
+  TQ_UNROLL for (int j = 0; j < N; j++) x[j] = tq_clamp(x[j]);
+  search.template transform<D, M>(x, square, flips, lane);
   float scale;
   if (BITS == 8) {
     scale = tq_encode_q8<D>(x, codes, lane);
@@ -140,6 +143,12 @@ if (row < rows) {
   auto out = packed_rows + int64_t(row) * int(ROW::WORDS);
   float x[(WIDEST + 31) / 32];
   if (threadgroup_position_in_grid.y == 0) {
+#if TQ_SORTED
+    auto groups = key_groups + (batch * heads + head) * uint(tq_group_words<KEY_DIM>());
+    auto search = tq_search_groups(trellis_levels + 0, ring, costs, choices, groups);
+#else
+    auto search = key_search;
+#endif
     auto vector = keys + (batch * keys_strides[0] + head * keys_strides[1] + token * keys_strides[2]);
     tq_load_vector<KEY_DIM>(vector, keys_strides[3], x, lane);
 #if TQ_NORMALIZED
@@ -151,7 +160,7 @@ if (row < rows) {
     using KEY = T;
 #endif
     tq_encode_vector<KEY, KEY_FULL, CLAMPED, KEY_DIM, KEY_ORDER, KEY_BITS, KEY_RULE, KEY_WIDE>(
-        x, key_flips, out + int(ROW::KEYS), out + int(ROW::KEY_SCALE), health_flags + row, scratch, key_search, lane);
+        x, key_flips, out + int(ROW::KEYS), out + int(ROW::KEY_SCALE), health_flags + row, scratch, search, lane);
     if (lane == 0 && int(ROW::WORDS) > int(ROW::END)) out[int(ROW::END)] = 0;
   } else {
     auto vector = values + (batch * values_strides[0] + head * values_strides[1] + token * values_strides[2]);

@@ -91,8 +91,21 @@ TQ_FN float tq_scale(TQ_THREAD const float* y, float norm, TQ_THREAD float* leve
   return norm > 0.0f ? (unbiased < largest ? unbiased : largest) : 0.0f;
 }
 
+// Transforms a vector, and sets `square` to the squares of its dims before.
+template <int D, int M, class Flips>
+TQ_FN void tq_transform(TQ_THREAD float* x, TQ_THREAD float* square, Flips flips, uint lane) {
+  constexpr int N = (D + 31) / 32;
+  TQ_UNROLL for (int j = 0; j < N; j++) square[j] = tq_mul(x[j], x[j]);
+  tq_flip_signs<D>(x, flips, lane);
+  tq_hadamard<D, M>(x, flips + N, lane);
+}
+
 // Rounds each value to its nearest level.
 struct tq_nearest_levels {
+  template <int D, int M, class Flips>
+  TQ_FN void transform(TQ_THREAD float* x, TQ_THREAD float* square, Flips flips, uint lane) const {
+    tq_transform<D, M>(x, square, flips, lane);
+  }
   // Writes a vector's codes to `codes` and returns its scale.
   template <int D, int M, int BITS, int RULE, class Codes>
   TQ_FN float encode(TQ_THREAD const float* y, float norm, Codes codes, uint lane) const {

@@ -18,9 +18,13 @@
 //   key_means [1, H, m, KEY_DIM]: half, added to keys
 //   mean_index [at least S]: int, which mean a key has
 //
+// Only if KEY_SORTED:
+//
+//   key_groups [1, H, ...]: see sorted_keys.h
+//
 // Only if KEY_TRELLIS:
 //
-//   trellis_levels [3, 256]: half, levels of the states of 2, 3 and 4 bits
+//   trellis_levels [5, 256]: half, levels of the states of 1 to 5 bits
 //
 // Grid (32 SIMDGROUPS n, H, 1), threadgroup (32 SIMDGROUPS, 1, 1).
 #include "query_pack.h"
@@ -29,15 +33,23 @@
 #if TQ_TRELLIS
 #include "trellis.h"
 #endif
+#if TQ_SORTED
+#include "sorted_keys.h"
+#endif
 
 //// body
 
-using KEYS = tq_vectors<KEY_DIM, KEY_BITS, KEY_WIDE, KEY_FULL, 0, KEY_TRELLIS>;
+#if TQ_SORTED
+constexpr int KEY_KIND = TQ_BY_GROUP;
+#else
+constexpr int KEY_KIND = KEY_TRELLIS;
+#endif
+using KEYS = tq_vectors<KEY_DIM, KEY_BITS, KEY_WIDE, KEY_FULL, 0, KEY_KIND>;
 constexpr int PITCH = SPAN + 1;  // between dims, so that lanes neither write dims nor read tokens in the same bank
 constexpr int THREADS = 32 * SIMDGROUPS, PARTS = 32 / SPAN, QUADS = QUERIES / 4;
 threadgroup float key_values[KEY_DIM * PITCH];
 #if TQ_TRELLIS
-auto key_levels = trellis_levels + tq_table<KEY_TRELLIS, KEY_BITS>();
+auto key_levels = trellis_levels + tq_table<KEY_KIND == TQ_BY_STATE, KEY_BITS>();
 #else
 constexpr int key_levels = 0;
 #endif
@@ -48,6 +60,12 @@ uint rows = uint(recall_sizes[0]), blocks = uint(recall_sizes[1]);
 int tiles = int(rows + QUERIES - 1) / QUERIES;
 int token = lane % SPAN, part = lane / SPAN;
 auto head_queries = tq_recast<float4>(query_tiles) + int64_t(head) * tiles * (KEY_DIM * QUADS);
+auto head_codes = key_codes + int64_t(head) * key_codes_strides[1];
+#if TQ_SORTED
+auto head_keys = tq_make_sorted(head_codes, key_levels, key_groups + head * uint(tq_group_words<KEY_DIM>()));
+#else
+auto head_keys = tq_words<KEY_TRELLIS>::make(head_codes, key_levels);
+#endif
 int begin = block_starts[block], stop = block_starts[block + 1];
 for (int start = begin; start < stop; start += SPAN) {
   int count = stop - start < SPAN ? stop - start : SPAN;
@@ -56,8 +74,7 @@ for (int start = begin; start < stop; start += SPAN) {
     int key = i / int(KEYS::COUNT), unit = i % int(KEYS::COUNT);
     int64_t place = start + key;
     float values[KEYS::VALUES], gain = 1.0f;
-    auto words = tq_words<KEY_TRELLIS>::make(
-        key_codes + (int64_t(head) * key_codes_strides[1] + place * key_codes_strides[2]), key_levels);
+    auto words = head_keys + place * key_codes_strides[2];
     KEYS::load(words, unit, values);
     if (KEY_BITS <= 8)
       gain = tq_gain_of<KEY_DIM, KEY_BITS>(static_cast<float>(key_scales[int64_t(head) * key_scales_strides[1] + place * key_scales_strides[2]]));

@@ -10,7 +10,7 @@
 #include "trellis.h"
 
 #define TQ_MARGIN 16
-#define TQ_MAX_GROUPS 64  // with 2 bits
+#define TQ_MAX_GROUPS 128  // with 1 bit
 #define TQ_UNREACHABLE 1e9f
 
 template <int D, int BITS>
@@ -44,17 +44,17 @@ struct tq_ring_search {
   TQ_FN void search(int first, int count, TQ_THREAD const float* level, int lane) const {
     using TRELLIS = tq_trellis<D, BITS>;
     constexpr int GROUPS = TRELLIS::GROUPS, LANE_GROUPS = TRELLIS::LANE_GROUPS, CANDIDATES = TRELLIS::CANDIDATES, OWNERS = TRELLIS::OWNERS;
-    constexpr int GROUP_STRIDE = GROUPS >> BITS;  // distance between the predecessors of a group
     constexpr uint CHOICE_MASK = (1u << BITS) - 1u;
     int place = lane % OWNERS, share = int(TRELLIS::GROUP_LANES) == 1 ? 0 : lane / OWNERS;
-    int first_group = (place * LANE_GROUPS >> BITS) + share * CANDIDATES * GROUP_STRIDE;
+    int first_group = (place * LANE_GROUPS >> BITS) + (share * CANDIDATES * GROUPS >> BITS);
     for (int t = 0; t < count; t++) {
       float value = values[first + t < D ? first + t : first + t - D];
       uint best[LANE_GROUPS], packed = 0;
       int source = (t & 1) * GROUPS + first_group;
       TQ_UNROLL for (int i = 0; i < CANDIDATES; i++) {
-        float previous = costs[source + i * GROUP_STRIDE];  // the same for all groups of the lane
+        float previous = 0.0f;
         TQ_UNROLL for (int o = 0; o < LANE_GROUPS; o++) {
+          if (o % (1 << BITS) == 0) previous = costs[source + (i * GROUPS >> BITS) + (o >> BITS)];
           float difference = tq_sub(value, level[o * CANDIDATES + i]), cost = tq_add(tq_mul(difference, difference), previous);
           uint candidate = (as_type<uint>(cost) & ~CHOICE_MASK) | uint(share * CANDIDATES + i);
           best[o] = i == 0 || candidate < best[o] ? candidate : best[o];
@@ -102,18 +102,14 @@ struct tq_ring_search {
     return least;
   }
 
-  // Writes a vector's codes to `codes` and its levels to `values`, in the order of the ring, and returns its scale.
-  template <int D, int M, int BITS, int RULE, class Codes>
-  TQ_FN float encode(TQ_THREAD const float* y, float norm, Codes codes, uint simd_lane) const {
+  // Writes the codes of `values` to `codes`, and replaces the values by their levels.
+  template <int D, int BITS, class Codes>
+  TQ_FN void find_ring(Codes codes, int lane) const {
     using TRELLIS = tq_trellis<D, BITS>;
-    constexpr int N = (D + 31) / 32, GROUPS = TRELLIS::GROUPS, LANE_GROUPS = TRELLIS::LANE_GROUPS, CANDIDATES = TRELLIS::CANDIDATES;
+    constexpr int GROUPS = TRELLIS::GROUPS, LANE_GROUPS = TRELLIS::LANE_GROUPS, CANDIDATES = TRELLIS::CANDIDATES;
     constexpr int OWNERS = TRELLIS::OWNERS, MARGIN = TRELLIS::MARGIN;
-    int lane = int(simd_lane), place = lane % OWNERS, share = lane / OWNERS;
-    float factor = norm > 0.0f ? tq_div(1.0f, norm) : 0.0f, level[LANE_GROUPS * CANDIDATES];
-    TQ_UNROLL for (int j = 0; j < N; j++) {
-      int dim = 32 * j + lane;
-      if (dim < D) values[TRELLIS::ring_index(dim)] = tq_mul(y[j], factor);
-    }
+    int place = lane % OWNERS, share = lane / OWNERS;
+    float level[LANE_GROUPS * CANDIDATES];
     TQ_UNROLL for (int i = 0; i < LANE_GROUPS * CANDIDATES; i++)
       level[i] = static_cast<float>(levels[place * LANE_GROUPS + i / CANDIDATES + (share * CANDIDATES + i % CANDIDATES) * GROUPS]);
     for (int i = lane; i < GROUPS; i += 32) costs[i] = 0.0f;
@@ -138,7 +134,20 @@ struct tq_ring_search {
       }
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
-    float ring_level[N];
+  }
+
+  // Finds a vector's codes and returns its scale.
+  template <int D, int M, int BITS, int RULE, class Codes>
+  TQ_FN float encode(TQ_THREAD const float* y, float norm, Codes codes, uint simd_lane) const {
+    using TRELLIS = tq_trellis<D, BITS>;
+    constexpr int N = (D + 31) / 32;
+    int lane = int(simd_lane);
+    float factor = norm > 0.0f ? tq_div(1.0f, norm) : 0.0f, ring_level[N];
+    TQ_UNROLL for (int j = 0; j < N; j++) {
+      int dim = 32 * j + lane;
+      if (dim < D) values[TRELLIS::ring_index(dim)] = tq_mul(y[j], factor);
+    }
+    find_ring<D, BITS>(codes, lane);
     TQ_UNROLL for (int j = 0; j < N; j++) {
       int dim = 32 * j + lane;
       ring_level[j] = 0.0f;
@@ -147,6 +156,10 @@ struct tq_ring_search {
     return tq_scale<D, M, RULE>(y, norm, ring_level);
   }
 
+  template <int D, int M, class Flips>
+  TQ_FN void transform(TQ_THREAD float* x, TQ_THREAD float* square, Flips flips, uint lane) const {
+    tq_transform<D, M>(x, square, flips, lane);
+  }
   // Word number `word` of a vector's codes.
   template <int D, int BITS, class Codes>
   static TQ_FN ushort pack(Codes codes, int word) {

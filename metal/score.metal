@@ -17,9 +17,13 @@
 //   key_means [B, H, n, KEY_DIM]: half, added before keys are rotated back
 //   mean_index [at least S]: int, which mean a row has
 //
+// Only if KEY_SORTED:
+//
+//   key_groups [B, H, ...]: see sorted_keys.h
+//
 // Only if KEY_TRELLIS or VALUE_TRELLIS:
 //
-//   trellis_levels [3, 256]: half, levels of the states of 2, 3 and 4 bits
+//   trellis_levels [5, 256]: half, levels of the states of 1 to 5 bits
 //
 // Grid (32 SIMDGROUPS ceil(S / SIMDGROUPS), B H, 1), threadgroup (32 SIMDGROUPS, 1, 1).
 #include "rotation.h"
@@ -28,6 +32,9 @@
 #if TQ_TRELLIS
 #include "trellis.h"
 #endif
+#if TQ_SORTED
+#include "sorted_keys.h"
+#endif
 #if TQ_NORMALIZED
 #include "key_scale.h"
 #endif
@@ -35,11 +42,16 @@
 //// body
 
 using ROW = tq_row<KEY_DIM, KEY_BITS, KEY_WIDE, VALUE_DIM, VALUE_BITS, VALUE_WIDE>;
-using KEYS = tq_vectors<KEY_DIM, KEY_BITS, KEY_WIDE, KEY_FULL, int(ROW::KEY_SCALE), KEY_TRELLIS>;
+#if TQ_SORTED
+constexpr int KEY_KIND = TQ_BY_GROUP;
+#else
+constexpr int KEY_KIND = KEY_TRELLIS;
+#endif
+using KEYS = tq_vectors<KEY_DIM, KEY_BITS, KEY_WIDE, KEY_FULL, int(ROW::KEY_SCALE), KEY_KIND>;
 constexpr int N = (KEY_DIM + 31) / 32, PAIRS = (KEY_DIM / 2 + 31) / 32;
 threadgroup float key_values[SIMDGROUPS * KEY_DIM];
 #if TQ_TRELLIS
-auto key_levels = trellis_levels + tq_table<KEY_TRELLIS, KEY_BITS>();
+auto key_levels = trellis_levels + tq_table<KEY_KIND == TQ_BY_STATE, KEY_BITS>();
 #else
 constexpr int key_levels = 0;
 #endif
@@ -51,8 +63,13 @@ uint heads = packed_rows_shape[1], group = virtual_queries_shape[1];
 uint batch = threadgroup_position_in_grid.y / heads, head = threadgroup_position_in_grid.y % heads;
 if (token < tokens) {
   auto key = key_values + simdgroup * KEY_DIM;
-  auto words = tq_words<KEY_TRELLIS>::make(
-      packed_rows + (batch * packed_rows_strides[0] + head * packed_rows_strides[1] + token * packed_rows_strides[2]), key_levels);
+  auto row_words = packed_rows + (batch * packed_rows_strides[0] + head * packed_rows_strides[1] + token * packed_rows_strides[2]);
+#if TQ_SORTED
+  auto dims = key_groups + (batch * heads + head) * uint(tq_group_words<KEY_DIM>());
+  auto words = tq_make_sorted(row_words, key_levels, dims);
+#else
+  auto words = tq_words<KEY_TRELLIS>::make(row_words, key_levels);
+#endif
   float gain = KEYS::gain(words);
 #if TQ_NORMALIZED
   uint place = batch * heads + head;
@@ -77,12 +94,21 @@ if (token < tokens) {
     x[j] = 0.0f;
     if (dim < KEY_DIM) x[j] = key[dim];
   }
+#if TQ_SORTED
+  tq_transform_groups<KEY_DIM, true>(x, key_flips, lane);
+  float factor = tq_div(1.0f, tq_sqrt(static_cast<float>(TQ_GROUP)));
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  TQ_UNROLL for (int j = 0; j < N; j++) key[int(dims[32 * j + int(lane)])] = tq_mul(x[j], factor);
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  TQ_UNROLL for (int j = 0; j < N; j++) x[j] = key[32 * j + int(lane)];
+#else
   if (KEY_ROTATED) {
     tq_hadamard<KEY_DIM, KEY_ORDER>(x, key_flips + (N + KEY_ORDER), lane);
     tq_flip_signs<KEY_DIM>(x, key_flips, lane);
     float factor = tq_div(1.0f, tq_sqrt(static_cast<float>(KEY_DIM)));
     TQ_UNROLL for (int j = 0; j < N; j++) x[j] = tq_mul(x[j], factor);
   }
+#endif
 #if TQ_NORMALIZED
   tq_divide<KEY_DIM>(x, key_scale + place * uint(KEY_DIM), lane);
 #endif

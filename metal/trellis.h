@@ -12,7 +12,7 @@ struct tq_words<TQ_BY_STATE> {
 
 // The offset of the levels of BITS in trellis_levels.
 template <bool TRELLIS, int BITS>
-constexpr TQ_FN int tq_table() { return TRELLIS ? (BITS - 2) * TQ_STATES : 0; }
+constexpr TQ_FN int tq_table() { return TRELLIS ? (BITS - 1) * TQ_STATES : 0; }
 
 // As `tq_vectors` of units.h, for tq_coded words. The states of a unit's first values include bits of the previous unit.
 template <int D, int BITS, bool WIDE, class FULL, int SCALE>
@@ -22,8 +22,15 @@ struct tq_vectors<D, BITS, WIDE, FULL, SCALE, TQ_BY_STATE> : tq_unit<D, BITS> {
 
   template <class Ring>
   static TQ_FN void load(TQ_THREAD const Ring& ring, int unit, TQ_THREAD float* values) {
+    uint previous = last_word(ring, unit == 0 ? int(UNIT::COUNT) - 1 : unit - 1);
+    load_next(ring, unit, previous, values);
+  }
+  template <class Ring>
+  static TQ_FN uint last_word(TQ_THREAD const Ring& ring, int unit) { return ring[UNIT::place(unit, int(UNIT::WORDS) - 1)]; }
+  // Loads a unit after the one that ends with word `previous`, and sets that to its own last word.
+  template <class Ring>
+  static TQ_FN void load_next(TQ_THREAD const Ring& ring, int unit, TQ_THREAD uint& previous, TQ_THREAD float* values) {
     constexpr int WORDS = UNIT::WORDS, VALUES = UNIT::VALUES;
-    uint previous = ring[UNIT::place(unit == 0 ? int(UNIT::COUNT) - 1 : unit - 1, WORDS - 1)];
     TQ_UNROLL for (int n = 0; n < WORDS; n++) {
       uint word = ring[UNIT::place(unit, n)], both = previous << 16 | word;
       previous = word;

@@ -10,8 +10,9 @@ from mlx_tq.codec.formats.scalar import FullCodec
 from mlx_tq.codec.formats.sorted_pairs import SortedCodec
 from mlx_tq.codec.formats.trellis import TrellisCodec
 from mlx_tq.codec.formats.turbo import TurboCodec
+from mlx_tq.codec.grouped_rotation import GroupedRotation
 from mlx_tq.codec.normalization import KeyNormalization
-from mlx_tq.codec.rotation import Rotation, WalshHadamard, hadamard_matrix
+from mlx_tq.codec.rotation import Rotation, WalshHadamard, hadamard_matrix, split_order
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels.gpu import Constant, Constants, UnsupportedByKernelError
 
@@ -44,8 +45,8 @@ def check_can_run(layout: RowLayout, *dtypes: mx.Dtype, sorted_keys: bool = Fals
         if not _is_supported(codec, sorted_keys):
             raise UnsupportedByKernelError(
                 f"kernels cannot read {part}s of {type(codec).__name__} with head size {codec.head_dim} and rotation "
-                f"{type(codec.rotation).__name__}; they support fp16, q8, tq and tcq of 2 to 4 bits up to head size "
-                f"{MAX_DIM} with the Walsh-Hadamard rotation. Other formats need the reference backend."
+                f"{type(codec.rotation).__name__}; they support fp16, q8, tq, tcq and stcq of 2 to 4 bits up to head "
+                f"size {MAX_DIM} with the Walsh-Hadamard rotation. Other formats need the reference backend."
             )
     for dtype in dtypes:
         if dtype not in (mx.float16, mx.bfloat16, mx.float32):
@@ -79,15 +80,23 @@ def codec_constants(prefix: str, codec: Codec) -> Constants:
         "RULE": SCALE_RULES.index(rule),
         "ROTATED": codec.rotation is not None,
         "WIDE": codec.scale_dtype is not None and codec.scale_dtype == mx.float32,
-        "TRELLIS": isinstance(codec, TrellisCodec),
+        "TRELLIS": isinstance(codec, TrellisCodec | SortedCodec),
         # The dtype of values that are stored in 16 bits as they are.
         "FULL": codec.dtype if isinstance(codec, FullCodec) and codec.dtype.size == 2 else mx.float16,
     }
+    if isinstance(codec, SortedCodec):
+        order, _ = split_order(codec.head_dim) or (codec.head_dim, 1)
+        values |= {"SORTED": True, "ORDER": order}
     return tuple((f"{prefix}_{name}", value) for name, value in values.items())
 
 
 def count_units(codec: Codec) -> int:
-    """Return the units of a vector, see metal/units.h: one for each word, three words of 3-bit codes, or fp32 value."""
+    """Return the units of a vector, see metal/units.h: one for each word, three words of 3-bit codes, or fp32 value.
+
+    Keys of sorted dims have one for 16 values.
+    """
+    if isinstance(codec, SortedCodec):
+        return codec.head_dim // 16
     bits = 16 * codec.words // codec.head_dim
     return codec.words // {3: 3, 32: 2}.get(bits, 1)
 
@@ -98,7 +107,16 @@ def normalization_constants(normalization: KeyNormalization | None, dtype: mx.Dt
 
 
 def trellis_levels(*codecs: Codec) -> list[mx.array]:
-    return [trellis.all_levels()] if any(isinstance(codec, TrellisCodec) for codec in codecs) else []
+    has_any = any(isinstance(codec, TrellisCodec | SortedCodec) for codec in codecs)
+    return [trellis.all_levels()] if has_any else []
+
+
+def key_groups(codec: Codec, batch: int, heads: int) -> list[mx.array]:
+    """Return the input `key_groups` of metal/sorted_keys.h, or none for keys whose dims are not sorted."""
+    if not isinstance(codec, SortedCodec):
+        return []
+    placed = codec.groups.placed
+    return [mx.contiguous(mx.broadcast_to(placed, (batch, heads, placed.shape[2])))]
 
 
 def normalization_inputs(normalization: KeyNormalization | None, tokens: int) -> list[mx.array]:
@@ -124,6 +142,8 @@ def pad_input(array: mx.array) -> mx.array:
 @lru_cache(maxsize=1024)
 def sign_flips(rotation: Rotation | None) -> mx.array:
     """Return the bits of sign flips in the layout of metal/rotation.h, uint32 [at least 8]; zeros for no rotation."""
+    if isinstance(rotation, GroupedRotation):  # all parts are alike
+        return sign_flips(rotation.parts[0])
     words: list[int] = []
     if isinstance(rotation, WalshHadamard):
         signs: list[float] = rotation.signs.tolist()  # type: ignore[assignment]

@@ -1,9 +1,9 @@
 """Attention of a few queries on a GPU: attend.metal and merge.metal, or attend_short.metal for short contexts.
 
 One call serves as many sources (caches of a batch, or groups of KV heads that keep the same tokens) as Metal can pass
-arrays: eight, or four with normalized keys, and one less with trellis codes. Rows that several caches share are read
-once: the queries of N caches are N times as many queries of one cache, whose result is merged with attention over each
-cache's other rows (Hydragen, Juravsky et al. 2024).
+arrays: eight, or four with normalized keys, and one less with trellis codes; five or three with keys of sorted dims.
+Rows that several caches share are read once: the queries of N caches are N times as many queries of one cache, whose
+result is merged with attention over each cache's other rows (Hydragen, Juravsky et al. 2024).
 """
 
 import math
@@ -18,6 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tq.codec.formats import Codec
+from mlx_tq.codec.formats.sorted_pairs import SortedCodec
 from mlx_tq.codec.formats.trellis import TrellisCodec
 from mlx_tq.codec.formats.turbo import TurboCodec
 from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization
@@ -77,7 +78,7 @@ def launch_attend_batch(
     The heads of a cache may keep different tokens; then its groups have no shared rows, and are no more than a call's.
     """
     layout = batch[0].layout
-    arguments.check_can_run(layout, queries.dtype, batch[0].full_keys.dtype)
+    arguments.check_can_run(layout, queries.dtype, batch[0].full_keys.dtype, sorted_keys=True)
     if isinstance(mask, mx.array) and batch[0].shared:
         batch = [replace(batch[0], packed_rows=batch[0].rows(), shared=())]
     normalized = any(regions.normalization is not None for regions in batch)
@@ -107,7 +108,8 @@ def most_sources(layout: RowLayout, *, normalized: bool) -> int:
     """Return how many sources a call can have."""
     arrays = max(len(kernel.inputs) + len(kernel.outputs) for kernel in (ATTEND, ATTEND_SHORT))
     arrays += len(arguments.trellis_levels(layout.key, layout.value))
-    return (METAL_ARRAYS - arrays) // (len(ATTEND.sources) + (len(ATTEND.normalized) if normalized else 0))
+    of_source = len(ATTEND.sources) + (len(ATTEND.normalized) if normalized else 0)
+    return (METAL_ARRAYS - arrays) // (of_source + isinstance(layout.key, SortedCodec))
 
 
 # Blocks that the packed tokens of a source are cut into, and all its blocks.
@@ -198,7 +200,9 @@ class _Call:
         """Attend in one kernel up to the threshold of tokens, else in two: [B, Hq, L, Dv]."""
         if max(regions.tokens for regions in self.batch) > self._limits.short_tokens:
             return self.merge(self.attend_blocks())
-        halves = 1 if self.queries.shape[3] <= _SHORT_DIM else 2
+        # Levels of all widths leave less memory for sorted keys.
+        limit = _SHORT_DIM // 2 if isinstance(self.batch[0].layout.key, SortedCodec) else _SHORT_DIM
+        halves = 1 if self.queries.shape[3] <= limit else 2
         rows = _SHORT_QUERIES // halves
         return fit_simdgroups(_SHORT_SIMDGROUPS // halves, lambda simdgroups: self._attend_short(simdgroups, rows))
 
@@ -406,6 +410,10 @@ class _Call:
         _, bias_strides = self._bias
         scale_bits = struct.unpack("i", struct.pack("f", self.scale))
         entries = [[0]] * (rows * heads)  # of each KV head of each row
+        key_groups = [
+            arguments.key_groups(cache.layout.key, cache.full_keys.shape[0], heads)
+            for _, cache, _, _ in self._call_sources
+        ]
         means = [_mean_arguments(source) if self.normalized else ([], []) for source in self._call_sources]
         for number, (source, cut, (_, mean_numbers)) in enumerate(zip(self._call_sources, cuts, means, strict=True)):
             first_row, cache, group, offset = source
@@ -422,8 +430,8 @@ class _Call:
         sizes += [number for entry in entries for number in entry[:_ENTRY]]
         sizes += [number for entry in entries for number in entry[_ENTRY:]]
         sources = [
-            [_NO_ROWS if group.rows is None else group.rows, cache.full_keys, cache.full_values, *arrays]
-            for (_, cache, group, _), (arrays, _) in zip(self._call_sources, means, strict=True)
+            [_NO_ROWS if group.rows is None else group.rows, cache.full_keys, cache.full_values, *groups, *arrays]
+            for (_, cache, group, _), groups, (arrays, _) in zip(self._call_sources, key_groups, means, strict=True)
         ]
         sources += sources[:1] * (self.sources - len(sources))  # placeholders, which the kernel does not read
         constants: Constants = (
@@ -512,7 +520,8 @@ def _team(rows: int, dim: int, units: Sequence[int], most: int) -> tuple[int, in
 
 def _has_table(codec: Codec) -> bool:
     """Return whether the levels of whole bytes of codes can be looked up."""
-    return isinstance(codec, TurboCodec) and not isinstance(codec, TrellisCodec) and codec.bits in (2, 4)
+    has_states = isinstance(codec, TrellisCodec | SortedCodec)
+    return isinstance(codec, TurboCodec) and not has_states and codec.bits in (2, 4)
 
 
 def _divide_simdgroups(source: _Source, simdgroups: int) -> _Cut:

@@ -23,10 +23,11 @@ COMPACT = Kernel("compact", inputs=("packed_rows", "kept_rows", "compact_sizes")
 def _launch_encode(
     keys: mx.array, values: mx.array, layout: RowLayout, normalization: KeyNormalization | None = None
 ) -> Rows:
-    arguments.check_can_run(layout, keys.dtype)
+    arguments.check_can_run(layout, keys.dtype, sorted_keys=True)
     batch, heads, tokens, _ = keys.shape
     count = batch * heads * tokens
     inputs = [keys, values, arguments.sign_flips(layout.key.rotation), arguments.sign_flips(layout.value.rotation)]
+    inputs += arguments.key_groups(layout.key, batch, heads)
     if normalization is not None:
         means, rotation = normalization.means.astype(mx.float32), layout.key.rotation
         means = means if rotation is None else wht(means, rotation, inverse=True)

@@ -24,8 +24,8 @@ _COMMENT = re.compile(r"[ \t]*//.*")
 _INDENT = re.compile(r"\n\s+")
 # tq_compat.h has the part for CUDA, then the one for Metal.
 _DIALECTS = re.compile(r"#if defined\(__CUDACC__\).*?\n(.*?)\n#else\n(.*?)\n#endif\n", re.S)
-# Text for normalized keys or trellis codes, and its alternative.
-_OPTIONAL = re.compile(r"#if TQ_(NORMALIZED|TRELLIS)\n(.*?)(?:#else\n(.*?))?#endif\n", re.S)
+# Text for normalized keys, trellis codes or keys of sorted dims, and its alternative.
+_OPTIONAL = re.compile(r"#if TQ_(NORMALIZED|TRELLIS|SORTED)\n(.*?)(?:#else\n(.*?))?#endif\n", re.S)
 _INCLUDE = re.compile(r'#include "(\w+\.(?:h|inc))"\n')
 _SELECT = re.compile(r"TQ_SELECT\((\w+), (\w+)\)")
 # Of two errors that mlx raises when it evaluates a kernel: too many threads, and a call inside of `mx.compile`.
@@ -77,9 +77,9 @@ class KernelText(NamedTuple):
 class Kernel:
     """A file of metal/ and the names of its arrays.
 
-    The text with the constant NORMALIZED has further arrays, `normalized`. A kernel with `sources` gets SOURCES arrays
-    (a constant) for each name in `sources` and in `normalized`; TQ_SELECT(name, n) in the text selects one of them.
-    mlx copies those that are not contiguous.
+    The text with the constant NORMALIZED has further arrays, `normalized`, and that with KEY_SORTED has `key_groups`.
+    A kernel with `sources` gets SOURCES arrays (a constant) for each name in `sources` and of these arrays;
+    TQ_SELECT(name, n) in the text selects one of them. mlx copies those that are not contiguous.
     """
 
     name: str
@@ -90,11 +90,12 @@ class Kernel:
 
     def input_names(self, constants: Constants) -> list[str]:
         values: dict[str, Any] = dict(constants)
-        normalized = self.normalized if values.get("NORMALIZED") else ()
+        of_keys = ["key_groups"] if values.get("KEY_SORTED") else []
+        of_keys += self.normalized if values.get("NORMALIZED") else ()
         levels = ["trellis_levels"] if _has_trellis(values) else []
         if not self.sources:
-            return [*self.inputs, *normalized, *levels]
-        sources = [f"{name}_{i}" for name in (*self.sources, *normalized) for i in range(values["SOURCES"])]
+            return [*self.inputs, *of_keys, *levels]
+        sources = [f"{name}_{i}" for name in (*self.sources, *of_keys) for i in range(values["SOURCES"])]
         return [*self.inputs, *levels, *sources]
 
     def run(self, *, inputs: list[mx.array], constants: Constants, **call: Any) -> list[mx.array]:
@@ -181,8 +182,12 @@ def compile_kernel(kernel: Kernel, device: str, constants: Constants) -> Compile
     text per name.
     """
     values: dict[str, Any] = dict(constants)
-    normalized = bool(values.get("NORMALIZED"))
-    header, body = kernel_text(kernel.name, device, normalized=normalized, trellis=_has_trellis(values))
+    parts = {
+        "normalized": bool(values.get("NORMALIZED")),
+        "trellis": _has_trellis(values),
+        "sorted_keys": bool(values.get("KEY_SORTED")),
+    }
+    header, body = kernel_text(kernel.name, device, **parts)
     last = values.get("SOURCES", 1) - 1
 
     def select(match: re.Match[str]) -> str:
@@ -226,14 +231,16 @@ def kernels_folder() -> Traversable:
 
 
 @cache
-def kernel_text(name: str, device: str = "metal", *, normalized: bool = False, trellis: bool = False) -> KernelText:
+def kernel_text(
+    name: str, device: str = "metal", *, normalized: bool = False, trellis: bool = False, sorted_keys: bool = False
+) -> KernelText:
     """Return the text of metal/`name`.metal with its includes, each once, and its optional parts resolved.
 
     Comments, indents, empty lines and the other dialect are dropped: mlx copies and compares the text at every call,
     and searches all of it for names.
     """
     included: set[str] = set()
-    enabled = {"NORMALIZED": normalized, "TRELLIS": trellis}
+    enabled = {"NORMALIZED": normalized, "TRELLIS": trellis, "SORTED": sorted_keys}
 
     def include(file: str) -> str:
         if file in included:

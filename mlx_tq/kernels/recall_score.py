@@ -42,7 +42,7 @@ class RecallScores(NamedTuple):
 def _launch(
     queries: mx.array, keys: Encoded, layout: RowLayout, normalization: KeyNormalization | None, sizes: Sequence[int]
 ) -> RecallScores:
-    arguments.check_can_run(layout)
+    arguments.check_can_run(layout, sorted_keys=True)
     heads, tokens = keys.codes.shape[1:3]
     count, dim = queries.shape[2:]
     tiles = mx.pad(queries, [(0, 0), (0, 0), (0, -count % QUERIES), (0, 0)]).reshape(heads, -1, QUERIES, dim)
@@ -54,6 +54,7 @@ def _launch(
         mx.contiguous(tiles.swapaxes(-1, -2)),
         arguments.pad_input(mx.array([0, *accumulate(sizes)], mx.int32)),
         arguments.small_input([count, len(sizes)]),
+        *arguments.key_groups(layout.key, 1, heads),
         *arguments.normalization_inputs(normalization, tokens)[1:],  # queries are already divided by the key scale
         *arguments.trellis_levels(layout.key),
     ]

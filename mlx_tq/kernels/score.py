@@ -31,7 +31,7 @@ def _launch(
     pairs: mx.array,
     normalization: KeyNormalization | None = None,
 ) -> mx.array:
-    arguments.check_can_run(layout)
+    arguments.check_can_run(layout, sorted_keys=True)
     batch, heads = rows.shape[:2]
     count = pairs.shape[1]
     # Without pairs the kernel reads neither array, but arrays must not be empty.
@@ -41,6 +41,7 @@ def _launch(
         arguments.sign_flips(layout.key.rotation),
         *(mx.contiguous(x) for x in (queries, *pair_inputs)),
         arguments.small_input([tokens, count]),
+        *arguments.key_groups(layout.key, batch, heads),
         *arguments.normalization_inputs(normalization, tokens),
         *arguments.trellis_levels(layout.key, layout.value),
     ]

@@ -20,6 +20,7 @@ from mlx_tq.kernels.score import score
 from mlx_tq.kernels.wht import wht
 
 FORMATS = ("fp16", "q8", "tq4", "tq3", "tq2", "tcq4", "tcq3", "tcq2")
+SORTED = ("stcq4", "stcq2")  # of keys only, whose dims are a multiple of 32
 DIMS = (64, 80, 128, 256)
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 KV_HEADS = (2, 1, 4)  # mlx puts small arrays elsewhere, so that one or two heads can fail alone
@@ -59,8 +60,10 @@ def kernel_cases(backend_name: str) -> Iterator[Case]:
 
 
 def _all_cases() -> Iterator[Case]:
-    for number, key in enumerate(FORMATS):
+    for number, key in enumerate((*FORMATS, *SORTED)):
         for dim, dtype in zip(DIMS, (DTYPES * 2)[number % 3 :], strict=False):
+            if dim % get_format(key).multiple:
+                continue
             turn = number + DIMS.index(dim)
             value, heads = FORMATS[turn % len(FORMATS)], KV_HEADS[turn % len(KV_HEADS)]
             for normalized in (False, True):
@@ -79,6 +82,10 @@ def _calls(
         return mx.random.normal(shape, key=mx.random.key(seed))
 
     keys, values = (random(2, heads, _TOKENS, dim, seed=seed).astype(dtype) for seed in range(2))
+    if layout.learned_bytes:
+        keys = (keys * mx.exp(random(2, heads, 1, dim, seed=4) / 2)).astype(dtype)
+        layout = layout.fit(keys, values)
+    first_layout = layout.select_heads(lambda array: array[:1])
     queries = random(2, heads * _GROUP, 2, dim, seed=2).astype(dtype)
     normalization = _normalize(keys, queries, layout) if normalized else None
     with backend.using("reference"):
@@ -86,7 +93,7 @@ def _calls(
     regions = Regions(rows, _TOKENS, layout, keys[:, :, :9], values[:, :, :9], 4, 9, normalization)
     virtual = random(heads, _GROUP, dim, seed=3)
     first = normalization and replace(normalization, scale=normalization.scale[:1], means=normalization.means[:1])
-    grouped = group_queries(queries[:1].astype(mx.float32) * dim**-0.5, heads, layout, first)
+    grouped = group_queries(queries[:1].astype(mx.float32) * dim**-0.5, heads, first_layout, first)
     pairs = mx.arange(dim, dtype=mx.int32).reshape(2, -1)
     rotation = layout.key.rotation
 
@@ -100,7 +107,8 @@ def _calls(
             HeadRows((head,), rows[:1, head : head + 1], _TOKENS // (head + 1), mean_index=index)
             for head in range(heads)
         ]
-        divided = Regions(None, _TOKENS, layout, keys[:1, :, :9], values[:1, :, :9], 4, 9, first, groups=tuple(groups))
+        full = keys[:1, :, :9], values[:1, :, :9]
+        divided = Regions(None, _TOKENS, first_layout, *full, 4, 9, first, groups=tuple(groups))
         with thresholds.changed(short_tokens=0):
             return [attend_by_head(queries[:1], divided, scale=dim**-0.5, mask="causal")]
 
@@ -113,7 +121,9 @@ def _calls(
         "score": lambda: [
             score(rows, _TOKENS, layout, virtual, mx.abs(virtual[..., : dim // 2]), pairs, normalization)
         ],
-        "recall_score": lambda: list(recall_score(grouped, layout.keys(rows[:1]), layout, first, [32, 33, 5, 27])),
+        "recall_score": lambda: list(
+            recall_score(grouped, layout.keys(rows[:1]), first_layout, first, [32, 33, 5, 27])
+        ),
         "compact": lambda: [compact(rows, mx.arange(0, _TOKENS, 3, dtype=mx.int32), 64)[:, :, :33]],
     }
     if dim == DIMS[0]:  # the text of `attend`, compiled for several sources

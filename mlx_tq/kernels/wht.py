@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 
+from mlx_tq.codec.grouped_rotation import GroupedRotation
 from mlx_tq.codec.normalization import KeyNormalization, cast_clamped, normalize_queries
 from mlx_tq.codec.rotation import Rotation, WalshHadamard, rotate_exactly
 from mlx_tq.kernels import arguments, backend
@@ -14,6 +15,8 @@ SIMDGROUPS = 4
 def _launch(
     x: mx.array, rotation: Rotation, *, inverse: bool = False, normalization: KeyNormalization | None = None
 ) -> mx.array:
+    if isinstance(rotation, GroupedRotation) and arguments.can_rotate(rotation.parts[0]):
+        return _rotate(x, rotation, inverse=inverse, normalization=normalization)  # in mlx operations
     if not isinstance(rotation, WalshHadamard) or not arguments.can_rotate(rotation):
         raise UnsupportedByKernelError(
             f"kernels cannot rotate by {type(rotation).__name__}({rotation.dim}); they support the Walsh-Hadamard "
@@ -46,6 +49,10 @@ def wht(
     x: mx.array, rotation: Rotation, *, inverse: bool = False, normalization: KeyNormalization | None = None
 ) -> mx.array:
     """Return R x, or R^T x if `inverse`, in the dtype of x [..., D]; with `normalization`, of queries [B, Hq, L, D]."""
+    return _rotate(x, rotation, inverse=inverse, normalization=normalization)
+
+
+def _rotate(x: mx.array, rotation: Rotation, *, inverse: bool, normalization: KeyNormalization | None) -> mx.array:
     vectors = normalize_queries(x, normalization).astype(mx.float32)
     rotated = rotation.inverse(vectors) if inverse else rotate_exactly(vectors, rotation)
     return cast_clamped(rotated, x.dtype, normalization)

@@ -80,9 +80,15 @@ class Groups:
         return mx.array(np.concatenate([self.order, sizes, self.widths], axis=-1).astype(np.uint16))
 
     @cached_property
+    def placed(self) -> mx.array:
+        """`packed`, with eight times the number of a group's first word added to its width."""
+        firsts = GROUP // 16 * (self.widths.cumsum(axis=-1) - self.widths)
+        return Groups(self.order, self.sizes, self.widths + 8 * firsts, self.bits).packed
+
+    @cached_property
     def weights(self) -> np.ndarray:
         """What queries read of each group's error, up to a constant: fp32 [B, H, G], 0 for what is not stored."""
-        return np.where(self.widths > 0, self.sizes**4, 0).astype(np.float32)
+        return np.where(self.widths > 0, np.square(np.square(self.sizes)), 0).astype(np.float32)
 
     @cached_property
     def factors(self) -> np.ndarray:

@@ -21,6 +21,7 @@ from kernels.cases import (
 )
 from kernels.metal.simulated import reference, simulated
 from mlx_tq.codec import Codec
+from mlx_tq.codec.formats.sorted_pairs import GROUP, SortedCodec
 from mlx_tq.codec.formats.trellis import TrellisCodec
 from mlx_tq.codec.normalization import KeyNormalization
 from mlx_tq.codec.rotation import get_rotation
@@ -154,6 +155,9 @@ def check_recall_score(problem: Problem, sizes: tuple[int, ...], **simulation: A
 
 def loads_per_word(codec: Codec) -> Fraction:
     """Return how often a word of codes is loaded: the last word of a trellis unit also serves the next unit."""
+    if isinstance(codec, SortedCodec):
+        widths = np.broadcast_to(codec.groups.widths, (codec.groups.widths.shape[0], HEADS, codec.head_dim // GROUP))
+        return Fraction(int(np.where(widths % 2, 2 * widths + 2, 4 * widths)[widths > 0].sum()), 2 * int(widths.sum()))
     if not isinstance(codec, TrellisCodec):
         return Fraction(1)
     return Fraction(4, 3) if codec.bits == 3 else Fraction(2)

@@ -16,6 +16,7 @@ from kernels.cases import (
     DTYPES,
     GROUPS,
     PARAMETERS,
+    SORTED,
     TRELLIS_PAIRS,
     check_attention,
     make_problem,
@@ -138,6 +139,37 @@ def test_latents_are_keys_and_values(number):
     mask = random_mask("additive", (case["batch"], 2 * case["groups"], 1, tokens), case["dtype"])
     problem = read_as_latents(make_problem(**case, length=1, mask=mask, seed=number))
     check_attend(problem, short_tokens, order=ORDERS[number % 3])
+
+
+# Keys of sorted dims, also by products of matrices; each head has groups of other widths.
+SORTED_KEYS = covering(
+    {
+        "dims": ((64, 64), (128, 128), (256, 256), (96, 80), (512, 64)),
+        "key": SORTED,
+        "value": ("tq4", "tcq3", "q8"),
+        "dtype": DTYPES,
+        "normalized": (None, "blocks", "gaps"),
+        "rows": ((1, 1), (4, 1), (8, 2), (7, 3)),
+        "packed": (0, 1, 33, 97, 256),
+        "batch": (1, 2),
+        "mask": (None, "causal", "bool"),
+        "wide": (False, True),
+        "short_tokens": (0, ONE),
+    }
+)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(number, marks=[] if number % 5 == 0 else pytest.mark.full) for number in range(len(SORTED_KEYS))],
+    ids=[case_id(case) for case in SORTED_KEYS],
+)
+def test_keys_of_sorted_dims(number):
+    case = dict(SORTED_KEYS[number])
+    (groups, length), short_tokens = case.pop("rows"), case.pop("short_tokens")
+    check_attend(
+        make_problem(**case, groups=groups, length=length, seed=number), short_tokens, order=ORDERS[number % 3]
+    )
 
 
 # From 16 query rows of a KV head on, in half precision.

@@ -48,6 +48,10 @@ def test_rows_of_each_head(counts, short_tokens):
     check_counts(counts, short_tokens)
 
 
+def test_sorted_dims_of_each_head():
+    check_counts((80, 33), key="stcq2", normalized="gaps")
+
+
 @pytest.mark.parametrize(("normalized", "most"), [(None, 8), ("gaps", 4)])
 def test_calls(normalized, most, monkeypatch):
     """Two groups of heads are two sources of a call; a cache with more groups than a call takes needs several."""

@@ -12,6 +12,7 @@ from kernels.cases import (
     DTYPES,
     FORMATS,
     GROUPS,
+    SORTED,
     TRELLIS_PAIRS,
     has_same_bits,
     make_layout,
@@ -94,6 +95,23 @@ def test_kernel(name, number):
     check(name, CASES[number], number, ORDERS[number % 3])
 
 
+SORTED_KEYS = covering(
+    SHORT
+    | {"key_dim": (64, 128, 256, 96), "key": SORTED, "value": ("tq4", "tcq3"), "value_dim": (64, 96)}
+    | {"packed": (1, 17, 33)}
+)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(number, marks=[] if number % 5 == 0 else pytest.mark.full) for number in range(len(SORTED_KEYS))],
+    ids=[case_id(case) for case in SORTED_KEYS],
+)
+@pytest.mark.parametrize("name", CHECKS)
+def test_keys_of_sorted_dims(name, number):
+    check(name, SORTED_KEYS[number], number, ORDERS[number % 3])
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("name", CHECKS)
@@ -118,7 +136,7 @@ def test_under_sanitizers(name, number):
 
 @pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("key", ["q8", "tq4", "fp16"])
+@pytest.mark.parametrize("key", ["q8", "tq4", "fp16", "stcq3"])
 def test_health_counts(key, dtype, normalized):
     checks.check_health(key, dtype, normalized)
 

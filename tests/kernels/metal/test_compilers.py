@@ -53,6 +53,15 @@ LAYOUTS = {
     "normalized tq4": {"dims": (128, 128), "key": "tq4", "normalized": "blocks", **MASKED},
     "tcq3 and tcq2": {"dims": (128, 256), "key": "tcq3", "value": "tcq2", "dtype": "bfloat16"},
     "normalized tcq4": {"dims": (256, 256), "key": "tcq4", "value": "tcq4", "normalized": "blocks", **MASKED},
+    "stcq3 and tcq2": {"dims": (128, 128), "key": "stcq3", "value": "tcq2", "dtype": "bfloat16"},
+    "normalized stcq4": {
+        "dims": (256, 256),
+        "key": "stcq4",
+        "normalized": "gaps",
+        "groups": 8,
+        "rule": "unbiased",
+        **MASKED,
+    },
     "eight rows of tq4": {"dims": (256, 256), "key": "tq4", "groups": 8, "dtype": "bfloat16", "normalized": "gaps"},
     "eight wide rows": {"dims": (512, 512), "key": "q8", "groups": 8, **MASKED},
     "normalized fp16": {"dims": (80, 64), "key": "fp16", "dtype": "bfloat16", "normalized": "gaps"},
@@ -61,6 +70,7 @@ LAYOUTS = {
 # Query rows of a KV head that take products of matrices, which CUDA lacks.
 MANY_ROWS = {
     "many rows": {"dims": (128, 128), "key": "tq4", "groups": 16, "dtype": "bfloat16", "normalized": "blocks"},
+    "many rows of sorted keys": {"dims": (128, 128), "key": "stcq2", "groups": 16, "normalized": "blocks"},
     "many rows of trellis codes": {"dims": (256, 256), "key": "tcq4", "value": "tcq3", "groups": 16, "length": 2},
 }
 
@@ -137,6 +147,8 @@ def test_address_spaces(name):
         ("encode tcq3 and tcq2", "Values values;\nCosts", "thread float* values;\nCosts"),
         ("attend tcq3 and tcq2", "Words words;\nLevels levels;", "Words words;\ndevice const half* levels;"),
         ("dequantize tcq3 and tcq2", "Words words;\nLevels levels;", "Words words;\nthreadgroup half* levels;"),
+        ("attend stcq3 and tcq2", "Levels levels;\nGroups groups;", "Levels levels;\nthreadgroup ushort* groups;"),
+        ("encode stcq3 and tcq2", "auto groups = key_groups", "threadgroup const ushort* groups = key_groups"),
         ("merge q8 and tq4", "Outputs outputs, Floats", "threadgroup const float* outputs, Floats"),
         ("recall_score normalized tq4", "auto mean = key_means", "threadgroup const half* mean = key_means"),
         ("recall_score q8 and tq4", "auto key = key_values", "thread const float* key = key_values"),

@@ -140,6 +140,14 @@ def test_trellis_codes_cost_less_than_polynomials(bits):
     assert trellis <= 0.8 * polynomial
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_keys_of_sorted_dims_cost_at_most_15_percent(bits):
+    """Of the keys of as many bits whose levels are looked up by the byte."""
+    plain, sorted_keys = (attend_operations(8, key=f"{kind}{bits}") for kind in ("tq", "stcq"))
+    print(f"tq{bits} {plain:.0f}, stcq{bits} {sorted_keys:.0f}")
+    assert sorted_keys <= 1.15 * plain
+
+
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_normalized_keys_cost_at_most_5_percent(groups, dim):

@@ -28,7 +28,7 @@ def attention(key: str, value_dim: int, mask="causal", packed=100, **changes):
 
 
 def many_queries(dim: int, length=14, **changes):
-    return make_problem((dim, 64), 50, 1, 3, length, key="tq3", rule="matched", **changes)
+    return make_problem((dim, 64), 50, 1, 3, length, **{"key": "tq3", "rule": "matched", **changes})
 
 
 def many_rows(**changes):
@@ -42,6 +42,7 @@ def check_attend_batch(rows, **simulation):
 
 UNEVEN = {"lengths": ((97, 6), (0, 3), (161, 30)), "key": "tq4", "value": "tq4", "dtype": "float32"}
 BLOCKS = (5, 38)
+SORTED = {"dims": (256, 64), "key": "stcq2", "seed": 3}
 NORMALIZED = {"normalized": "gaps", "batch": 2}
 CHECKS = {
     "encode": partial(checks.check_encode, cache(5)),
@@ -50,11 +51,15 @@ CHECKS = {
     # Two lanes find the best predecessor of a group of 4 bits, and each lane those of two groups of 2.
     "encode_trellis": partial(checks.check_encode, cache(3, key="tcq4", value="tcq2", rule="unbiased")),
     "encode_trellis_3_bits": partial(checks.check_encode, cache(3, key="tcq3", value="tcq3")),
+    # Each head has groups of 0 to 5 bits.
+    "encode_sorted": partial(checks.check_encode, cache(16, **SORTED, rule="unbiased")),
+    "encode_sorted_norms": partial(checks.check_encode, cache(25, **SORTED, rule="raw", wide=True)),
     "encode_normalized": partial(checks.check_encode, cache(25, **NORMALIZED)),
     "health": partial(checks.check_health, "q8", "bfloat16", True),
     "health_fp16": partial(checks.check_health, "fp16", "float16", True),
     "dequantize": partial(checks.check_dequantize, cache(5)),
     "dequantize_trellis": partial(checks.check_dequantize, cache(5, key="tcq3", value="tcq2")),
+    "dequantize_sorted": partial(checks.check_dequantize, cache(16, **SORTED, normalized="gaps")),
     "dequantize_normalized": partial(checks.check_dequantize, cache(25, **NORMALIZED)),
     "wht": partial(checks.check_wht, random((5, 80), "float32"), inverse=True),
     "wht_normalized": partial(
@@ -74,6 +79,9 @@ CHECKS = {
     "attend_matrix": partial(checks.check_attend, many_rows()),
     "attend_matrix_normalized": partial(checks.check_attend, many_rows(normalized="gaps", batch=2)),
     "attend_trellis": partial(checks.check_attend, attention("tcq3", 112, value="tcq2")),
+    "attend_sorted": partial(
+        checks.check_attend, attention("stcq3", 64, dims=(256, 64), value="tcq2", normalized="gaps")
+    ),
     # Of 100 tokens a few share a mean: several in each 32, and of two blocks.
     "attend_gaps": partial(checks.check_attend, attention("tq3", 112, normalized="gaps")),
     "attend_blocks": partial(
@@ -90,6 +98,8 @@ CHECKS = {
     "attend_by_head": partial(by_head.check_counts, (80, 33), key="tq4", value="tq4", normalized="gaps"),
     "score": partial(checks.check_score, cache(7, batch=2), rotated=2),
     "score_normalized": partial(checks.check_score, cache(7, **NORMALIZED), rotated=2),
+    "score_sorted": partial(checks.check_score, cache(16, **SORTED, normalized="gaps"), rotated=2),
+    "recall_score_sorted": partial(checks.check_recall_score, many_queries(128, key="stcq3"), BLOCKS),
     # 42 queries are six tiles, of which four are scored at once; blocks are shorter and longer than 32 tokens.
     "recall_score": partial(checks.check_recall_score, many_queries(80), BLOCKS),
     # Two of three tiles at once, over 16 keys.

@@ -24,6 +24,7 @@ KERNELS = {
 @pytest.fixture
 def few_cases(monkeypatch):
     monkeypatch.setattr(selftest, "FORMATS", ("tq4",))
+    monkeypatch.setattr(selftest, "SORTED", ())
     monkeypatch.setattr(selftest, "DIMS", (64,))
 
 
