@@ -260,7 +260,7 @@ def _formulas(pattern: str, is_shown: Callable[[str], bool]) -> str:
     heads = [f"{label}: {what}" for label in files.values() for what in ("bits", "KLD", "of tcq2/tcq2")]
     command = (
         "python -m benchmarks.quality.peer_frontier --model M --text wiki.test.raw --calibration FILE --json FILE \\\n"
-        f"    --length {report([*files][0])['settings']['length']} --texts N"
+        f"    --length {report(next(iter(files)))['settings']['length']} --texts N"
     )
     return table(list(files), ["keys and values", *heads], rows, on="two models, sinks 32, window 64", command=command)
 
@@ -1054,7 +1054,8 @@ def everyday_facts() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        *(profiles, formats, divergence, fidelity, frontier, peer_formulas, sorted_ablation, normalization, trellis, states),
+        *(profiles, formats, divergence, fidelity, frontier, peer_formulas, sorted_ablation),
+        *(normalization, trellis, states),
         *(by_layer, answers),
         *(whole_models, long_contexts, llama_cpp, one_layer, kernels, attention_counts, verify_counts, gpu_attention),
         *(machine_code, h100_predicted, macs_predicted, prediction_checks),

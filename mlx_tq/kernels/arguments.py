@@ -28,21 +28,18 @@ def can_rotate(rotation: Rotation | None) -> bool:
     return rotation.order == 1 or rotation.power <= _LANES
 
 
-def can_run(layout: RowLayout, *, sorted_keys: bool) -> bool:
-    return _is_supported(layout.key, sorted_keys) and _is_supported(layout.value, sorted_keys)
+def can_run(layout: RowLayout) -> bool:
+    return _is_supported(layout.key) and _is_supported(layout.value)
 
 
-def _is_supported(codec: Codec, sorted_keys: bool) -> bool:
-    if isinstance(codec, SortedCodec):
-        return sorted_keys and codec.head_dim <= MAX_DIM and can_rotate(codec.rotation.parts[0])
-    fits = codec.head_dim <= MAX_DIM if codec.rotation is None else can_rotate(codec.rotation)
-    return codec.has_kernels and fits
+def _is_supported(codec: Codec) -> bool:
+    rotation = codec.rotation.parts[0] if isinstance(codec, SortedCodec) else codec.rotation
+    return codec.has_kernels and codec.head_dim <= MAX_DIM and (rotation is None or can_rotate(rotation))
 
 
-def check_can_run(layout: RowLayout, *dtypes: mx.Dtype, sorted_keys: bool = False) -> None:
-    """Raise UnsupportedByKernelError for what kernels cannot do, of which some have `sorted_keys`."""
+def check_can_run(layout: RowLayout, *dtypes: mx.Dtype) -> None:
     for part, codec in (("key", layout.key), ("value", layout.value)):
-        if not _is_supported(codec, sorted_keys):
+        if not _is_supported(codec):
             raise UnsupportedByKernelError(
                 f"kernels cannot read {part}s of {type(codec).__name__} with head size {codec.head_dim} and rotation "
                 f"{type(codec.rotation).__name__}; they support fp16, q8, tq, tcq and stcq of 2 to 4 bits up to head "

@@ -78,7 +78,7 @@ def launch_attend_batch(
     The heads of a cache may keep different tokens; then its groups have no shared rows, and are no more than a call's.
     """
     layout = batch[0].layout
-    arguments.check_can_run(layout, queries.dtype, batch[0].full_keys.dtype, sorted_keys=True)
+    arguments.check_can_run(layout, queries.dtype, batch[0].full_keys.dtype)
     if isinstance(mask, mx.array) and batch[0].shared:
         batch = [replace(batch[0], packed_rows=batch[0].rows(), shared=())]
     normalized = any(regions.normalization is not None for regions in batch)

@@ -23,7 +23,7 @@ COMPACT = Kernel("compact", inputs=("packed_rows", "kept_rows", "compact_sizes")
 def _launch_encode(
     keys: mx.array, values: mx.array, layout: RowLayout, normalization: KeyNormalization | None = None
 ) -> Rows:
-    arguments.check_can_run(layout, keys.dtype, sorted_keys=True)
+    arguments.check_can_run(layout, keys.dtype)
     batch, heads, tokens, _ = keys.shape
     count = batch * heads * tokens
     inputs = [keys, values, arguments.sign_flips(layout.key.rotation), arguments.sign_flips(layout.value.rotation)]

@@ -35,7 +35,7 @@ def _launch_dequantize(regions: Regions) -> tuple[mx.array, mx.array]:
     rows, layout, normalization = regions.rows(), regions.layout, regions.normalization
     batch, heads, tokens, _ = rows.shape
     dtype, length = regions.full_keys.dtype, regions.full_tokens
-    arguments.check_can_run(layout, dtype, sorted_keys=True)
+    arguments.check_can_run(layout, dtype)
     decoding_threads = _round_up(
         max(arguments.count_units(layout.key), arguments.count_units(layout.value)) * batch * heads * tokens
     )

@@ -42,7 +42,7 @@ class RecallScores(NamedTuple):
 def _launch(
     queries: mx.array, keys: Encoded, layout: RowLayout, normalization: KeyNormalization | None, sizes: Sequence[int]
 ) -> RecallScores:
-    arguments.check_can_run(layout, sorted_keys=True)
+    arguments.check_can_run(layout)
     heads, tokens = keys.codes.shape[1:3]
     count, dim = queries.shape[2:]
     tiles = mx.pad(queries, [(0, 0), (0, 0), (0, -count % QUERIES), (0, 0)]).reshape(heads, -1, QUERIES, dim)

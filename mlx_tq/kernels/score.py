@@ -31,7 +31,7 @@ def _launch(
     pairs: mx.array,
     normalization: KeyNormalization | None = None,
 ) -> mx.array:
-    arguments.check_can_run(layout, sorted_keys=True)
+    arguments.check_can_run(layout)
     batch, heads = rows.shape[:2]
     count = pairs.shape[1]
     # Without pairs the kernel reads neither array, but arrays must not be empty.

@@ -53,7 +53,7 @@ class LayerPlan:
     @property
     def has_kernels(self) -> bool:
         """Whether the GPU kernels have all formats at these sizes; else attention reads decoded rows."""
-        return not self.spec.cold and can_run(layer_layout(self.slot, self.spec), sorted_keys=True)
+        return not self.spec.cold and can_run(layer_layout(self.slot, self.spec))
 
     @property
     def row_nbytes(self) -> int:

@@ -132,7 +132,6 @@ class SortedCodec(TurboCodec):
 
     def __init__(self, head_dim: int, bits: int, options: CodecOptions, groups: Groups | None = None) -> None:
         super().__init__(head_dim, bits, options)
-        self.has_kernels = False
         self.groups = Groups.equal(head_dim, bits) if groups is None else groups
         self.learned = None if groups is None else groups.packed
         self.learned_bytes = 2 * (head_dim + 2 * head_dim // GROUP)

@@ -215,7 +215,7 @@ def _attend(
 
 def _describe(regions: Regions, scale: float) -> _Attention:
     layout = regions.layout
-    arguments.check_can_run(layout, regions.full_keys.dtype, sorted_keys=True)
+    arguments.check_can_run(layout, regions.full_keys.dtype)
     return _Attention(
         key_rotation=rotation_struct(layout.key.rotation),
         value_rotation=rotation_struct(layout.value.rotation),

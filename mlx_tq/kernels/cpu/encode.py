@@ -78,7 +78,7 @@ class _Encoding(ctypes.Structure):
 def launch_encode(
     keys: mx.array, values: mx.array, layout: RowLayout, normalization: KeyNormalization | None = None
 ) -> Rows:
-    arguments.check_can_run(layout, keys.dtype, sorted_keys=True)
+    arguments.check_can_run(layout, keys.dtype)
     batch, heads, tokens, _ = keys.shape
     vectors = [x.astype(mx.float32) for x in (keys, values)]
     more = [] if normalization is None else _normalization_arrays(normalization, layout, tokens)

@@ -97,7 +97,7 @@ def launch_score(
     pairs: mx.array,
     normalization: KeyNormalization | None = None,
 ) -> mx.array:
-    arguments.check_can_run(layout, sorted_keys=True)
+    arguments.check_can_run(layout)
     batch, heads = rows.shape[:2]
     arrays = [mx.contiguous(array) for array in (queries, weights, pairs)]
     if normalization is not None:
@@ -141,7 +141,7 @@ def launch_recall_score(
     queries: mx.array, keys: Encoded, layout: RowLayout, normalization: KeyNormalization | None, sizes: Sequence[int]
 ) -> tuple[mx.array, mx.array]:
     """Return the largest score of each block, and the log-sum-exp of all, as `RecallScores` has them."""
-    arguments.check_can_run(layout, sorted_keys=True)
+    arguments.check_can_run(layout)
     heads, tokens = keys.codes.shape[1:3]
     count = queries.shape[2]
     arrays = [mx.contiguous(queries[0])]
