@@ -1,6 +1,8 @@
 """Measure pairs of formats at their stored bits: ours, those of mlx-lm's quantized cache, and llama.cpp's q4_0.
 
-    python -m benchmarks.quality.frontier {ours,trellis,sorted,layers,plain,field}+... [flags of "mlx_tq.evaluate formats"]
+    python -m benchmarks.quality.frontier GROUPS [flags of `mlx_tq.evaluate formats`]
+
+GROUPS are joined by +: ours, trellis, sorted, layers, plain, field.
 
 mlx-lm's codes are integers with an fp16 scale and bias for each group of 32 or 64 values. Here they replace a format of
 the package, behind the same sinks and window, so that only codes are compared.
