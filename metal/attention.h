@@ -115,7 +115,7 @@ TQ_FN void tq_score_group(Query query, Words words, Levels levels, TQ_THREAD flo
   using RING = tq_ring<WIDTH>;
   auto ring = RING::make(words, levels);
   uint previous = RING::VECTOR::last_word(ring, int(RING::VECTOR::COUNT) - 1);
-  TQ_UNROLL_BY(2) for (int unit = 0; unit < int(RING::VECTOR::COUNT); unit++) {
+  TQ_UNROLL_BY(QUERIES > 4 ? 2 : 1) for (int unit = 0; unit < int(RING::VECTOR::COUNT); unit++) {
     float decoded[RING::VECTOR::VALUES];
     RING::VECTOR::load_next(ring, unit, previous, decoded);
     tq_score<QUERIES, typename RING::VECTOR, D>(query, unit, decoded, score);
@@ -126,7 +126,7 @@ TQ_FN void tq_score_group(Query query, Words words, Levels levels, TQ_THREAD flo
 template <int QUERIES, class K, class Query, class Words, class Levels, class Groups, class Pairs>
 TQ_FN void tq_score_key(Query query, TQ_THREAD const tq_sorted_key<Words, Levels, Groups>& key, Pairs, TQ_THREAD float* score) {
   constexpr int D = K::DIM;
-  for (int group = 0; group < D / TQ_GROUP; group++) {
+  TQ_UNROLL_BY(1) for (int group = 0; group < D / TQ_GROUP; group++) {
     uint place = tq_place<D>(key.groups, group);
     float size = tq_size<D>(key.groups, group), part[QUERIES];
     TQ_UNROLL for (int q = 0; q < QUERIES; q++) part[q] = 0.0f;

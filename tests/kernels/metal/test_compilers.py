@@ -183,7 +183,7 @@ def test_nvcc_compiles_without_spills(name, ptxas):
     shared = sum(map(int, re.findall(r"(\d+) bytes smem", ptxas[name])))
     print(f"{name}: {registers} registers, {shared} bytes shared")
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in ptxas[name]
-    # An SM has room for 16 simdgroups with 128 registers, and 12 with 160. Heads of 512 are worth fewer of them: loads
-    # ahead take registers, and save more time than the other simdgroups hide.
-    assert registers <= (160 if name == "attend eight wide rows" else 128)
+    # An SM has room for 16 simdgroups with 128 registers, and 12 with 160. Eight rows of wide heads are worth fewer of
+    # them: loads ahead take registers, and save more time than the other simdgroups hide.
+    assert registers <= (160 if name in ("attend eight wide rows", "attend normalized stcq4") else 128)
     assert shared <= THREADGROUP_BYTES
