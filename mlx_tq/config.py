@@ -178,7 +178,7 @@ class KVConfig:
         if needy and not self.normalize:
             raise ConfigError(
                 f"key is {needy[0]!r}, which sorts dims by normalized keys, and normalize is off. Turn it on, or use "
-                f"{needy[0][1:]}."
+                f"tcq{get_format(needy[0]).bits:g}."
             )
 
     def _check_eviction(self, evict: EvictConfig) -> None:

@@ -24,7 +24,6 @@ from benchmarks.quality.rounded_cache import (
     Rounding,
     attend_exactly,
 )
-from benchmarks.studies.trellis_train import refine
 from mlx_tq.codec import Format
 from mlx_tq.codec.codebook import midpoints
 from mlx_tq.codec.formats import CodecOptions, trellis
@@ -165,18 +164,6 @@ def pool_pairs(squares: np.ndarray, pairs: np.ndarray) -> np.ndarray:
 
 
 @cache
-def trellis_levels(bits: int) -> mx.array:
-    """Return the levels of the states: the package's for 2 to 4 bits, else trained as those were."""
-    if 2 <= bits <= 4:
-        return trellis.state_levels(bits)
-    random = np.random.default_rng(bits)
-    levels = random.permutation(np.sort(random.standard_normal(trellis.STATES))).astype(np.float32)
-    for _ in range(10):
-        levels, _ = refine(levels, random.standard_normal((1000, 128)).astype(np.float32), bits)
-    return mx.array(levels)
-
-
-@cache
 def lloyd_levels(bits: int) -> np.ndarray:
     """Return the best levels of N(0, 1): float32 [2^bits]."""
     samples = np.sort(np.random.default_rng(0).standard_normal(50_000))
@@ -199,7 +186,7 @@ def trellis_codeword(t: np.ndarray, bits: int) -> np.ndarray:
     """Return the levels of the nearest rings."""
     if not bits:
         return np.zeros_like(t)
-    levels = trellis_levels(bits)
+    levels = trellis.state_levels(bits)
     return np.asarray(np.array(levels)[np.array(trellis.search_ring(mx.array(t), levels, bits))])
 
 

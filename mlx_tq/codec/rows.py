@@ -43,8 +43,7 @@ class RowLayout:
 
     def fit(self, keys: mx.array, values: mx.array) -> "RowLayout":
         """Return the layout with codecs fitted to the first keys [B, H, n, Dk] and values; itself if none learns."""
-        key, value = self.key.fit(keys), self.value.fit(values)
-        return self._with(key, value)
+        return self._with(self.key.fit(keys), self.value.fit(values))
 
     @property
     def learned(self) -> tuple[mx.array | None, mx.array | None]:

@@ -77,7 +77,7 @@ def codec_constants(prefix: str, codec: Codec) -> Constants:
         "RULE": SCALE_RULES.index(rule),
         "ROTATED": codec.rotation is not None,
         "WIDE": codec.scale_dtype is not None and codec.scale_dtype == mx.float32,
-        "TRELLIS": isinstance(codec, TrellisCodec | SortedCodec),
+        "TRELLIS": has_states(codec),
         # The dtype of values that are stored in 16 bits as they are.
         "FULL": codec.dtype if isinstance(codec, FullCodec) and codec.dtype.size == 2 else mx.float16,
     }
@@ -85,6 +85,11 @@ def codec_constants(prefix: str, codec: Codec) -> Constants:
         order, _ = split_order(codec.head_dim) or (codec.head_dim, 1)
         values |= {"SORTED": True, "ORDER": order}
     return tuple((f"{prefix}_{name}", value) for name, value in values.items())
+
+
+def has_states(codec: Codec) -> bool:
+    """Return whether codes are states of a trellis."""
+    return isinstance(codec, TrellisCodec | SortedCodec)
 
 
 def count_units(codec: Codec) -> int:
@@ -104,8 +109,7 @@ def normalization_constants(normalization: KeyNormalization | None, dtype: mx.Dt
 
 
 def trellis_levels(*codecs: Codec) -> list[mx.array]:
-    has_any = any(isinstance(codec, TrellisCodec | SortedCodec) for codec in codecs)
-    return [trellis.all_levels()] if has_any else []
+    return [trellis.all_levels()] if any(map(has_states, codecs)) else []
 
 
 def key_groups(codec: Codec, batch: int, heads: int) -> list[mx.array]:

@@ -19,7 +19,6 @@ import numpy as np
 
 from mlx_tq.codec.formats import Codec
 from mlx_tq.codec.formats.sorted_pairs import SortedCodec
-from mlx_tq.codec.formats.trellis import TrellisCodec
 from mlx_tq.codec.formats.turbo import TurboCodec
 from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization
 from mlx_tq.codec.rows import RowLayout
@@ -520,8 +519,7 @@ def _team(rows: int, dim: int, units: Sequence[int], most: int) -> tuple[int, in
 
 def _has_table(codec: Codec) -> bool:
     """Return whether the levels of whole bytes of codes can be looked up."""
-    has_states = isinstance(codec, TrellisCodec | SortedCodec)
-    return isinstance(codec, TurboCodec) and not has_states and codec.bits in (2, 4)
+    return isinstance(codec, TurboCodec) and not arguments.has_states(codec) and codec.bits in (2, 4)
 
 
 def _divide_simdgroups(source: _Source, simdgroups: int) -> _Cut:

@@ -255,7 +255,8 @@ def make_plan(
         try:
             if slot.latent and get_format(spec.key).needs_queries:
                 raise ConfigError(
-                    f"its latents are read as values too, and {spec.key} is for keys only. Use {spec.key[1:]}."
+                    f"its latents are read as values too, and {spec.key} is for keys only. "
+                    f"Use tcq{get_format(spec.key).bits:g}."
                 )
             if slot.latent and spec.cold:
                 raise ConfigError(f"its latents are stored in one format, and the key {key} names two. Use {spec.key}.")

@@ -14,7 +14,7 @@ from cache.tools import (
     HEADS,
     PREFIX,
     WINDOW,
-    copies,
+    check_copies,
     feed,
     filled,
     leaves,
@@ -239,13 +239,7 @@ def test_formats_through_state_fork_file_and_batch(key, normalize, tmp_path):
     keys, values = uneven(LENGTH)
     shared = {"sinks": PREFIX, "window": WINDOW, "recent": 64, "normalize": normalize}
     config, cache = KVConfig(key=key, value="tq25", **shared), make_cache(key, "tq25", **shared)
-    for chunk in (50, 104, 40):
-        feed(cache, keys, values, [chunk])
-        twins = copies(cache, config, tmp_path / "x.safetensors")
-        for each in (own := cache.fork(), *twins):
-            feed(each, keys, values, [7, 40, 53])
-            each.trim(9)
-        assert all(type(twin) is type(own) and same_bits(twin.state, own.state) for twin in twins)
+    check_copies(cache, config, keys, values, tmp_path / "x.safetensors")
 
 
 def test_after_a_trim_to_nothing_packed_it_learns_anew():

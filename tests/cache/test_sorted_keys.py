@@ -12,7 +12,9 @@ from cache.tools import (
     PREFIX,
     WINDOW,
     check_attention,
-    copies,
+    check_copies,
+    error,
+    exact_attention,
     feed,
     filled,
     make_cache,
@@ -68,13 +70,7 @@ def test_groups_go_with_a_state_a_file_a_fork_and_a_batch(key, tmp_path):
     """Also of a cache that has not learned them, and of one that may have to forget them."""
     shared = {"sinks": PREFIX, "window": WINDOW, "recent": 64}
     config, cache = KVConfig(key=key, value="tcq2", **shared), make_cache(key, "tcq2", normalize=True, **shared)
-    for chunk in (50, 104, 40):
-        feed(cache, KEYS, VALUES, [chunk])
-        twins = copies(cache, config, tmp_path / "x.safetensors")
-        for each in (own := cache.fork(), *twins):
-            feed(each, KEYS, VALUES, [7, 40, 53])
-            each.trim(9)
-        assert all(type(twin) is type(own) and same_bits(twin.state, own.state) for twin in twins)
+    check_copies(cache, config, KEYS, VALUES, tmp_path / "x.safetensors")
 
 
 def test_after_a_trim_to_nothing_it_learns_anew():
@@ -111,13 +107,8 @@ def test_attention(length):
 def check_attention_of(view, queries, out):
     """As `check_attention`, for normalized keys."""
     keys, values = (np.array(x.astype(mx.float32), np.float64) for x in view.materialize())
-    count, length = keys.shape[2], queries.shape[2]
-    q = np.array(queries, np.float64) * SCALE
-    scores = q @ np.repeat(keys, 2, axis=1).swapaxes(-1, -2)
-    scores = np.where(np.arange(count) <= np.arange(count - length, count)[:, None], scores, -np.inf)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    exact = weights / weights.sum(axis=-1, keepdims=True) @ np.repeat(values, 2, axis=1)
-    assert np.abs(np.array(out, np.float64) - exact).max() < 2e-3 * np.abs(values).max()  # keys are rounded to fp16
+    room = 2e-3 * np.abs(values).max()  # keys are rounded to fp16
+    assert error(out, exact_attention(queries, keys, values, SCALE)) < room
 
 
 def test_sequences_with_other_groups_attend_together():
@@ -147,12 +138,8 @@ def test_heads_that_keep_other_tokens(kept):
     out = view.attend(queries, SCALE, None, None)
     for head in range(4):
         members = slice(2 * head, 2 * head + 2)
-        part = view.regions.head(head)
-        stored = [np.array(x.astype(mx.float32), np.float64)[0, 0] for x in part.decode()]
-        scores = np.array(queries[0, members, 0], np.float64) @ stored[0].T * SCALE
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        exact = weights / weights.sum(axis=-1, keepdims=True) @ stored[1]
-        assert np.abs(np.array(out[0, members, 0]) - exact).max() < 1e-4
+        stored = [np.array(x.astype(mx.float32), np.float64) for x in view.regions.head(head).decode()]
+        assert error(out[:, members], exact_attention(queries[:, members], *stored, SCALE)) < 1e-4
     rows, layout, _ = cache.packed_rows()
     assert layout.key.decode(layout.keys(rows)).shape[1] == 4 - len(kept)
 

@@ -109,6 +109,17 @@ def copies(cache, config, path):
     return [loaded, type(cache).from_state(cache.state), cache.fork(), merged]
 
 
+def check_copies(cache, config, keys, values, path):
+    """Assert that copies of a cache become equal ones, also before it has learned, and where it may have to forget."""
+    for chunk in (50, 104, 40):
+        feed(cache, keys, values, [chunk])
+        twins = copies(cache, config, path)
+        for each in (own := cache.fork(), *twins):
+            feed(each, keys, values, [7, 40, 53])
+            each.trim(9)
+        assert all(type(twin) is type(own) and same_bits(twin.state, own.state) for twin in twins)
+
+
 def decoded(view):
     """Keys and values of a `StepView` as stored, float64: the body decoded without rounding to the model's type."""
     regions = view.merged_regions()

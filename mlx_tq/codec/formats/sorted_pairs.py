@@ -65,13 +65,17 @@ class Groups:
         if learned.dtype != mx.uint16 or learned.ndim != 3 or learned.shape[2] != head_dim + 2 * count:
             raise CacheFormatError(f"the groups of keys are {learned.dtype} {learned.shape}; the file is damaged.")
         order, sizes, widths = np.split(np.array(learned), [head_dim, head_dim + count], axis=-1)
-        found = cls(order, sizes.view(np.float16).astype(np.float32), widths.astype(np.int32), bits)
-        falling = (np.diff(found.widths, axis=-1) <= 0).all() and (found.widths <= LARGEST_WIDTH).all()
-        whole = (np.sort(order, axis=-1) == np.arange(head_dim)).all() and (found.sizes > 0).all()
-        fits = (found.widths.sum(axis=-1) == bits * count).all() and np.isfinite(found.sizes).all()
-        if not (falling and whole and fits):
+        groups = cls(order, sizes.view(np.float16).astype(np.float32), widths.astype(np.int32), bits)
+        if not (
+            (np.sort(order, axis=-1) == np.arange(head_dim)).all()
+            and (groups.sizes > 0).all()
+            and np.isfinite(groups.sizes).all()
+            and (np.diff(groups.widths, axis=-1) <= 0).all()
+            and (groups.widths <= LARGEST_WIDTH).all()
+            and (groups.widths.sum(axis=-1) == bits * count).all()
+        ):
             raise CacheFormatError("the groups of keys contradict themselves; the file is damaged.")
-        return found
+        return groups
 
     @property
     def packed(self) -> mx.array:
@@ -87,7 +91,7 @@ class Groups:
 
     @cached_property
     def weights(self) -> np.ndarray:
-        """What queries read of each group's error, up to a constant: fp32 [B, H, G], 0 for what is not stored."""
+        """How much the error of a group counts in scores, up to a factor: fp32 [B, H, G], 0 without codes."""
         return np.where(self.widths > 0, np.square(np.square(self.sizes)), 0).astype(np.float32)
 
     @cached_property
@@ -106,8 +110,8 @@ class Groups:
         """The places of the words of `rings`, one after another, among those of all heads."""
         counts = (GROUP // 16 * self.widths).ravel()
         starts = counts.cumsum() - counts
-        places = [starts[numbers][:, None] + np.arange(GROUP // 16 * width) for width, numbers in self.rings.items()]
-        return np.concatenate([each.ravel() for each in places])
+        places = [starts[numbers, None] + np.arange(GROUP // 16 * width) for width, numbers in self.rings.items()]
+        return np.concatenate([of_width.ravel() for of_width in places])
 
 
 def choose_widths(energies: np.ndarray, bits: int) -> np.ndarray:
@@ -160,10 +164,10 @@ class SortedCodec(TurboCodec):
 
     def quantize(self, t: mx.array) -> tuple[mx.array, mx.array]:
         rings = _side_by_side(t).reshape(t.shape[2], self.groups.widths.size, GROUP)
-        found = [encode_rings(rings[:, mx.array(numbers)], width) for width, numbers in self.groups.rings.items()]
-        words = mx.concatenate([mx.flatten(part, 1) for part, _ in found], axis=1)
+        encoded = [encode_rings(rings[:, mx.array(numbers)], width) for width, numbers in self.groups.rings.items()]
+        words = mx.concatenate([mx.flatten(part, 1) for part, _ in encoded], axis=1)
         words = mx.take(words, mx.array(np.argsort(self.groups.words)), axis=1)
-        return _by_head(words, t.shape), _by_head(self._in_order([levels for _, levels in found]), t.shape)
+        return _by_head(words, t.shape), _by_head(self._in_order([levels for _, levels in encoded]), t.shape)
 
     def decode_planes(self, codes: mx.array) -> list[mx.array]:
         by_head = codes.reshape(1, 1, codes.size // self.words, self.words) if self.learned is None else codes

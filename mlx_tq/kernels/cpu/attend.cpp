@@ -189,11 +189,6 @@ class Call {
     }
   }
 
-  // The size of the group of a sorted dim, by which queries are multiplied.
-  float group_size(const Block& block, int dim) const {
-    const KeyGroups& groups = block.cache->groups;
-    return groups.order ? groups.sizes[(block.head * a_.key_dim + dim) / GROUP] : 1;
-  }
   int64_t head_of(const Block& block, const Part& part) const {
     return a_.by_head && part.rotated ? block.cache->packed_head : block.head;
   }
@@ -244,7 +239,7 @@ class Call {
         continue;
       }
       rotate_groups(query, a_.key_dim, cache.groups.order + block.head * a_.key_dim, a_.key_rotation);
-      for (int d = 0; d < a_.key_dim; d++) query[d] *= group_size(block, d);
+      for (int d = 0; d < a_.key_dim; d++) query[d] *= cache.groups.size(block.head, a_.key_dim, d);
     }
     if (multiplies_bytes(part)) queries.bytes.set(queries.floats[space].data(), block.rows, a_.key_dim);
   }
@@ -328,7 +323,7 @@ class Call {
     float mean[MAX_DIM];
     for (int64_t n = 0; n < count; n++) {
       const uint16_t* const from = cache.means + block.head * cache.mean_head_stride + (least + n) * a_.key_dim;
-      for (int d = 0; d < a_.key_dim; d++) mean[d] = half_to_float(from[d]) / group_size(block, d);
+      for (int d = 0; d < a_.key_dim; d++) mean[d] = half_to_float(from[d]) / cache.groups.size(block.head, a_.key_dim, d);
       for (int r = 0; r < block.rows; r++) scratch.mean_scores.data()[r * count + n] = dot(queries + r * a_.key_dim, mean, a_.key_dim);
     }
     first_mean = least;
@@ -379,7 +374,7 @@ class Call {
     if (multiplies_bytes(part)) {
       queries.bytes.score(block.rows, key_rows, count, reinterpret_cast<Words*>(scratch.keys.data()), scores);
     } else {
-      const int32_t* const widths = cache.groups.order ? cache.groups.widths + block.head * (a_.key_dim / GROUP) : nullptr;
+      const int32_t* const widths = cache.groups.widths_of(block.head, a_.key_dim);
       const int stored = decode_tile(key_rows, count, part.key_format, a_.key_dim, widths, *a_.levels, scratch.keys.data());
       multiply<false>(block.rows, queries.floats[part.rotated ? ROTATED : PLAIN].data(), a_.key_dim, scratch.keys.data(), TILE, stored, scores, TILE, TILE);
     }

@@ -164,7 +164,7 @@ class Encoder {
   void encode_sorted(int64_t place) {
     const float* const factors = v_.factors + place * dim_;
     const uint16_t* const order = v_.groups.order + place * dim_;
-    const int32_t* const widths = v_.groups.widths + place * (dim_ / GROUP);
+    const int32_t* const widths = v_.groups.widths_of(place, dim_);
     for (int d = 0; d < dim_; d++) {
       levels_[d] = clip(x_[d]) * factors[d];
       terms_[d] = levels_[d] * levels_[d];

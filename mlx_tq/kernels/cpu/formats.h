@@ -69,6 +69,10 @@ struct KeyGroups {
   const uint16_t* order;   // of dims [heads, dim]; null for keys of other formats
   const float* sizes;      // of groups [heads, dim / GROUP]
   const int32_t* widths;   // bits of a code, from the widest group on [heads, dim / GROUP]
+
+  const int32_t* widths_of(int64_t head, int dim) const { return order ? widths + head * (dim / GROUP) : nullptr; }
+  // The size of the group of dim number d in order; 1 for keys of other formats.
+  float size(int64_t head, int dim, int d) const { return order ? sizes[(head * dim + d) / GROUP] : 1; }
 };
 
 // Loads LANES words of LANES vectors, from vector `first` on: a vector in each lane. Lanes after the last repeat it.

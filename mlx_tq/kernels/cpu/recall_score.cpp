@@ -30,8 +30,7 @@ void score_block(const RecallScore& r, int64_t head, int64_t block) {
     alignas(64) float gains[TILE];
     load_gains(scales, count, 0, r.format, r.wide_scale, r.dim, gains);
     copy_last_codes(codes, count, true, r.format, r.dim, copies.data());
-    const int32_t* const widths = r.groups.order ? r.groups.widths + head * (r.dim / GROUP) : nullptr;
-    const int stored = decode_tile(codes, count, r.format, r.dim, widths, *r.levels, tile);
+    const int stored = decode_tile(codes, count, r.format, r.dim, r.groups.widths_of(head, r.dim), *r.levels, tile);
     multiply<false>(int(r.rows), r.queries + head * r.rows * r.dim, r.dim, tile, TILE, stored, scores, TILE, count);
     const int width = (count + LANES - 1) / LANES * LANES;
     for (int64_t row = 0; row < r.rows; row++) {

@@ -25,15 +25,15 @@ void score_tile(const Score& s, int64_t place, int64_t start) {
   load_gains(rows, count, s.scale_offset, s.format, s.wide_scale, s.dim, gains);
   copy_last_codes(rows, count, true, s.format, s.dim, copies.data());
   const bool sorted = s.groups.order;
-  const int stored = decode_tile(rows, count, s.format, s.dim, sorted ? s.groups.widths + place * (s.dim / GROUP) : nullptr, *s.levels, tile);
+  const int stored = decode_tile(rows, count, s.format, s.dim, s.groups.widths_of(place, s.dim), *s.levels, tile);
   std::fill(tile + stored * TILE, tile + s.dim * TILE, 0.0f);
 
   const int turned = sorted ? GROUP : s.dim;  // dims that are rotated together
   const float factor = 1 / std::sqrt(float(turned));
   for (int first = 0; first < TILE; first += LANES) {
     Floats key[MAX_DIM];
-    for (int d = 0; d < s.dim; d++) key[d] = load<Floats>(tile + d * TILE + first) * load<Floats>(gains + first);
-    for (int d = 0; sorted && d < s.dim; d++) key[d] *= s.groups.sizes[(place * s.dim + d) / GROUP];
+    for (int d = 0; d < s.dim; d++)
+      key[d] = load<Floats>(tile + d * TILE + first) * load<Floats>(gains + first) * s.groups.size(place, s.dim, d);
     if (s.key_scale)
       for (int lane = 0; lane < LANES && first + lane < count; lane++) {
         const uint16_t* const mean = s.means + (place * s.mean_count + s.mean_index[start + first + lane]) * s.dim;
