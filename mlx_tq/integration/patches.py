@@ -85,7 +85,8 @@ def replace_function(
     """Replace a function in all modules of a package, which import functions by name."""
 
     def rebind(old: Callable[..., Any], new: Callable[..., Any]) -> None:
-        for name, module in list(sys.modules.items()):
+        # A copy is made in one step; while a list of items grows, the garbage collector may run code that imports.
+        for name, module in sys.modules.copy().items():
             if name.partition(".")[0] == package and vars(module).get(old.__name__) is old:
                 setattr(module, old.__name__, new)
 

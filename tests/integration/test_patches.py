@@ -1,9 +1,11 @@
 """Patches of attention and of the cache factory: nested, across threads, and restored exactly afterwards."""
 
+import gc
 import sys
 import threading
 from contextlib import ExitStack
 from importlib import import_module
+from types import ModuleType
 
 import mlx.core as mx
 import pytest
@@ -26,7 +28,7 @@ OTHER = KVConfig(key="q8", value="q8", sinks=4, window=24)
 
 def bindings():
     """Return the function of this name in every module that has one."""
-    return {name: module.__dict__[NAME] for name, module in list(sys.modules.items()) if NAME in vars(module)}
+    return {name: module.__dict__[NAME] for name, module in sys.modules.copy().items() if NAME in vars(module)}
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +103,25 @@ def test_a_module_that_is_imported_inside_the_context_is_patched_and_restored():
         module = import_module(name)
         assert vars(module)[NAME] is scaled_dot_product_attention
     assert vars(module)[NAME] is ORIGINAL
+
+
+def test_the_garbage_collector_may_import_modules_meanwhile(monkeypatch):
+    collections = []
+
+    def import_one(phase, info):
+        collections.append(info)
+        monkeypatch.setitem(sys.modules, f"imported_{len(collections)}", ModuleType("imported"))
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(import_one)
+    gc.set_threshold(1)
+    try:
+        with compressed_attention(build("llama")):
+            assert is_patched()
+    finally:
+        gc.callbacks.remove(import_one)
+        gc.set_threshold(*threshold)
+    assert collections
 
 
 def test_contexts_nest():
