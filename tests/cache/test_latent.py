@@ -231,7 +231,7 @@ def test_unsupported_settings_for_latents_are_refused():
         record_attention(MODEL, TOKENS[:80], 8)
 
 
-@pytest.mark.parametrize("chunks", [(30,), (1,) * 30, (20, 1, 8, 1)])
+@pytest.mark.parametrize("chunks", [(30,), pytest.param((1,) * 30, marks=pytest.mark.full), (20, 1, 8, 1)])
 @pytest.mark.parametrize("name", ["deepseek_v3", "mistral4", "kimi_linear"])
 def test_a_search_scores_archived_blocks_as_attention_would(name, chunks, monkeypatch):
     """Of the first layer with latents, whose inputs no eviction has changed, by both parts of keys."""
@@ -280,7 +280,7 @@ def causal_mask(cache, N, **_):
     return create_causal_mask(N, cache.offset)
 
 
-@pytest.mark.parametrize("chunks", [(64,), (1,) * 64])
+@pytest.mark.parametrize("chunks", [(64,), pytest.param((1,) * 64, marks=pytest.mark.full)])
 def test_captured_queries_keep_no_keys_in_memory(chunks):
     model = build("deepseek_v3")
     evict = EvictConfig("recency:trigger=8", 150, recall=64)

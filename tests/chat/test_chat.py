@@ -228,6 +228,7 @@ def test_up_recalls_a_message_of_several_lines(popen):
     assert shown.partition("turns")[2].split()[0] == "2"
 
 
+@pytest.mark.full
 def test_a_full_conversation_removes_its_oldest_turns(talk, tmp_path):
     model = copy_model(tmp_path / "model", max_position_embeddings=300)
     words = ("--model", str(model), "--max-tokens", "8", "--on-full", "drop-oldest", "--kv-evict", "recency")

@@ -30,7 +30,9 @@ def native(mlx_lm, tmp_path):
     return file
 
 
-@pytest.mark.parametrize("flags", [OFF, PACKED, ()], ids=["off", "packed", "default"])
+@pytest.mark.parametrize(
+    "flags", [pytest.param(OFF, marks=pytest.mark.full), PACKED, ()], ids=["off", "packed", "default"]
+)
 def test_continuing_equals_one_prompt(quick, tmp_path, flags):
     file = tmp_path / "cache.safetensors"
     result = quick("cache_prompt", "-p", "-", "--prompt-cache-file", file, *flags, stdin=TEXT)
@@ -158,6 +160,7 @@ def test_batch_file_of_mlx_lm_is_refused(quick, tmp_path, embedded):
     refused(quick("generate", *ASK, *OFF, "--prompt-cache-file", file), "BatchKVCache, the model a KVCache", code=1)
 
 
+@pytest.mark.full
 def test_model_of_the_file_is_used(quick, tmp_path):
     model, file = zoo_model(tmp_path / "llama", "llama"), tmp_path / "cache.safetensors"
     assert quick("cache_prompt", "--model", model, "-p", TEXT, "--prompt-cache-file", file).code == 0

@@ -235,7 +235,7 @@ def test_losses_are_measured_on_the_text_that_is_named(cli, tmp_path, monkeypatc
     refused(cli("calibrate", "--losses", "--text", tmp_path / "text"), "measured on 512 tokens; the text has ")
 
 
-@pytest.mark.parametrize("dtype", [None, "float32", "float16"])
+@pytest.mark.parametrize("dtype", [None, *(pytest.param(x, marks=pytest.mark.full) for x in ("float32", "float16"))])
 def test_the_bundled_model_is_shipped_calibrated(dtype):
     source = plan_caches(load(dtype=dtype)[0], KVConfig(evict=EvictConfig())).eviction.source
     assert re.fullmatch(r"questions and text \(.*/assets/queries/queries-needle\.safetensors\)", source)

@@ -56,7 +56,7 @@ def test_without_a_command_no_model_code_is_loaded(words, code):
     assert (done.returncode, "Traceback" in done.stderr) == (code, False)
 
 
-@pytest.mark.parametrize("words", [("mlx_tq", "generate"), ("mlx_tq.generate",)])
+@pytest.mark.parametrize("words", [("mlx_tq", "generate"), pytest.param(("mlx_tq.generate",), marks=pytest.mark.full)])
 def test_no_command_imports_torch(words, tmp_path):
     """As transformers does where it is installed, which would double the time of a command's start."""
     (tmp_path / "torch").mkdir()

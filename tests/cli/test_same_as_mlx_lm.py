@@ -45,6 +45,11 @@ CASES = {
 
 # What says the same as "plain", as it should.
 SAME = ("plain", "4 bits", "8 bits, late", "draft", "no-ops here")
+# Flags that another case has, too.
+SIMILAR = (
+    *("long option", "plain", "few tokens", "another seed", "hot", "min p", "xtc", "template config"),
+    *("extra eos, by number", "prefill steps", "2 bits", "8 bits, late", "no-ops here"),
+)
 PLAIN = ("generate", "--verbose", "F")
 OFF = (*PLAIN, "--kv-profile", "off")
 
@@ -66,11 +71,12 @@ def say(cli, model, texts, name):
     return texts[name]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in SIMILAR)) for name in CASES])
 def test_same_text(cli, mlx_lm, model, texts, name):
     assert say(cli, model, texts, name) == mlx_lm("generate", "--model", model, "--verbose", "F", *CASES[name])
 
 
+@pytest.mark.full
 def test_options_change_the_text(cli, model, texts):
     """The comparisons above compare something: each of these says something else than greedy decoding."""
     free = [name for name in CASES if CASES[name][: len(FREE)] == FREE and name not in SAME]

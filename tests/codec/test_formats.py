@@ -23,6 +23,7 @@ BYTES_AT_128 = CORE | COMPARED | SPECTRAL
 SCALED = (*FORMATS[1:], "tq1")
 # Of the vectors of `test_clamped_and_broken_vectors`: a large norm, two large values, one of them beyond fp16.
 CLAMPED = {"fp16": 0, "fp8": 3} | dict.fromkeys({*CORE, *COMPARED} - {"fp16", "fp8", "q8_0", "tq3_0"}, 2)
+SLOW = ("tcq2", "tcq4", "stcq2", "stcq4")  # trellises, of which tcq3 and stcq3 are, too
 every_format = pytest.mark.parametrize("name", BYTES_AT_128)
 
 
@@ -41,7 +42,9 @@ def test_bytes(name):
         assert layout.encode(x, x).rows.nbytes == 10 * layout.nbytes == 10 * (-(-(size + BYTES_AT_128[other]) // 4) * 4)
 
 
-@every_format
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name in SLOW)) for name in BYTES_AT_128]
+)
 def test_a_format_states_its_measured_error(name):
     x = gaussian((2**13, 128), seed=5)
     error = ((roundtrip(make_codec(name, 128), x) - x) ** 2).sum() / (x**2).sum()

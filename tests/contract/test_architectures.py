@@ -25,6 +25,11 @@ SERVED = [
     "granitemoehybrid", "jamba", "afm7", "deepseek_v3", "deepseek_v32", "longcat_flash",
 ]  # fmt: skip
 # The others that are; muse_spark computes in bfloat16, whatever the dtype.
+# Those whose attention, heads and caches are as those of another.
+SIMILAR = {
+    "qwen2", "qwen2_moe", "mistral", "ministral3", "gemma", "phi3", "glm4", "olmo2", "stablelm", "starcoder2",
+    "granite", "exaone4", "smollm3", "gpt_neox", "internlm3", "ernie4_5", "seed_oss", "helium", "minicpm", "hunyuan_v1_dense",
+}  # fmt: skip
 OTHERS = [name for name, arch in ARCHITECTURES.items() if arch.servable and name not in [*SERVED, "muse_spark"]]
 CLASSES = {letter: getattr(native, name, None) for name, letter in LETTERS.items()}
 CLASSES |= {"k": native.KVCache}  # of a part that stays uncompressed
@@ -48,7 +53,10 @@ def test_the_promise_covers_the_zoo():
     assert set(SERVED) <= {name for name, arch in ARCHITECTURES.items() if arch.servable}
 
 
-@pytest.mark.parametrize("name", [*SERVED, *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS)])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.full] * (name in {*SIMILAR, *OTHERS})) for name in (*SERVED, *OTHERS)],
+)
 def test_a_served_architecture(name, monkeypatch):
     arch, model = ARCHITECTURES[name], build(name)
     plain = run(model, native.make_prompt_cache(model))

@@ -154,7 +154,7 @@ def test_the_loop_of_mlx_lm_waits_once_a_token(plain):
     [
         PACKED,
         evicting(10_000, "triattention"),
-        evicting(10_000, "triattention:warmup=1024"),
+        pytest.param(evicting(10_000, "triattention:warmup=1024"), marks=pytest.mark.full),
         pytest.param(evicting(10_000, "recency"), marks=pytest.mark.full),
     ],
     ids=["packed", "triattention", "calibrating", "recency"],

@@ -33,7 +33,7 @@ LOAD, QUICK_LOAD = "mlx_tq.load()", 'mlx_tq.load(dtype="float32")'  # likewise, 
 TEXT = "LICENSE"
 LAUNCH = "mlx.launch"  # two processes: in `make test-full` alone
 CHAT = "mlx_tq.chat --model smollm2"
-SLOW = ("evict_by_head.md", "save_memory.md", "long_chats.md", "prefix_cache.md", "coding_agents.md")
+SLOW = ("evict_by_head.md", "save_memory.md", "long_chats.md", "prefix_cache.md", "coding_agents.md", "serve.md")
 PAGES = [
     *[
         pytest.param(page, False, id=name(page), marks=[pytest.mark.full] if page.name in SLOW else [])

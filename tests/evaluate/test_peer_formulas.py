@@ -148,6 +148,7 @@ def test_attention_in_steps_reads_rounded_rows_behind_the_window_only():
     assert [rounded_until(step) for step in (0, 1, 2, 3)] == [SINKS, SINKS, 192, 320]
 
 
+@pytest.mark.full
 def test_a_format_of_the_package_diverges_as_in_its_cache():
     model, tokenizer = load(dtype="float32")
     chunk = cut_chunks(tokenizer, load_text(), 1, 512)[0]

@@ -76,6 +76,7 @@ def test_the_packed_share_and_the_bytes_are_counted(scores):
     assert scores[4].nbytes < scores[3].nbytes < scores[2].nbytes < scores[0].nbytes
 
 
+@pytest.mark.full
 def test_half_precision_rounds_by_more_than_q8_loses(tiny, embedded):
     """Which the floor shows, as float32 shows what q8 loses."""
     parts = cut_chunks(embedded[1], load_text(), 1, LENGTH)

@@ -11,7 +11,7 @@ from .gguf_files import write_gguf
 
 
 @pytest.mark.parametrize("dequantize", [None, False, True])
-@pytest.mark.parametrize("dtype", [None, "float32", "float16"])
+@pytest.mark.parametrize("dtype", [None, *(pytest.param(x, marks=pytest.mark.full) for x in ("float32", "float16"))])
 @pytest.mark.parametrize("kind", ["needle", "F16", "Q8_0"])
 def test_it_runs_in_another_thread(tmp_path, kind, dtype, dequantize):
     path = None if kind == "needle" else write_gguf(tmp_path / "model.gguf", "llama", kind)

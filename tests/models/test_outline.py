@@ -33,7 +33,7 @@ def bytes_of(model):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(
-    "kind", ["F32", "Q4_0", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("F16", "Q5_0", "Q8_0"))]
+    "kind", ["Q4_0", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("F32", "F16", "Q5_0", "Q8_0"))]
 )
 def test_a_gguf_file(tmp_path, kind, options):
     path = write_gguf(tmp_path / "model.gguf", kind=kind)
@@ -48,7 +48,7 @@ def test_architectures_of_gguf_files(tmp_path, name):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("is_quantized", [False, True])
+@pytest.mark.parametrize("is_quantized", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_folder(tmp_path, is_quantized, options):
     model, config = build("llama"), ARCHITECTURES["llama"].config
     if is_quantized:

@@ -188,7 +188,14 @@ NO_BACKEND = (
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere mlx comes with its backend")
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "connect"])  # it computes nothing
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(name, marks=[] if name in ("generate", "server") else pytest.mark.full)
+        for name in COMMANDS
+        if name != "connect"  # it computes nothing
+    ],
+)
 def test_without_a_backend_of_mlx_each_command_names_the_extra(without_libmlx, tmp_path, command):
     words = REQUIRED.get(command, ["-p", "hi"] if command == "generate" else [])
     code, out, err = says(without_libmlx / f"mlx_tq.{command}", *words, cwd=tmp_path)

@@ -212,7 +212,7 @@ def test_a_damaged_record_is_a_miss_and_is_replaced(kind, restored, tmp_path):
     assert run_prompt(LLAMA, SMALL, PROMPT, tmp_path)["restored"] == LENGTH - 1
 
 
-@pytest.mark.parametrize("offset", [0, 4096])
+@pytest.mark.parametrize("offset", [0, pytest.param(4096, marks=pytest.mark.full)])
 def test_damage_to_all_records_is_mended_in_one_run(offset, tmp_path):
     ids = random_tokens(1000)
     run_prompt(LLAMA, SMALL, ids, tmp_path)

@@ -49,7 +49,7 @@ def test_no_other_choice_within_the_room_loses_less(case):
     assert total(worth, found) == pytest.approx(min(total(worth, some) for some in allowed))
 
 
-@pytest.mark.parametrize("bits", [2.5, 4.2, 6.0])
+@pytest.mark.parametrize("bits", [4.2, *(pytest.param(bits, marks=pytest.mark.full) for bits in (2.5, 6.0))])
 def test_the_bits_are_those_of_the_arrays(embedded, bits):
     model, _ = embedded
     plan = plan_caches(model, KVConfig(mean_bits=bits, sinks=16, window=32))

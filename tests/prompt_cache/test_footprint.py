@@ -275,7 +275,9 @@ NATIVE_LENGTHS = (1, 255, 256, 257, 600)
 
 
 @pytest.mark.parametrize("evict", [None, EvictConfig("knorm:trigger=8", 60)], ids=["all tokens", "evicting"])
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [mx.float32, pytest.param(mx.bfloat16, marks=pytest.mark.full)], ids=["float32", "bfloat16"]
+)
 @pytest.mark.parametrize(
     "name",
     ["llama", *(pytest.param(name, marks=pytest.mark.full) for name in ("gemma3_text", "minimax_m3_vl"))],

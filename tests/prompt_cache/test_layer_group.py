@@ -79,7 +79,7 @@ def test_copies_go_their_own_ways(name, length, policy, tmp_path):
     assert all(cache.group is layer_group_of(twins) for cache in twins)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [POLICIES[0], pytest.param(POLICIES[1], marks=pytest.mark.full)])
 def test_rows_of_a_batch_evict_as_if_alone(policy):
     """Merged, filtered, joined by others and taken out again."""
     alone = [fresh(policy) for _ in range(3)]

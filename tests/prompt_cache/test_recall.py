@@ -105,7 +105,7 @@ def check_all_comes_back(key, value, normalize, sinks, granularity, step, way):
         assert (sequence.stats.tokens, len(sequence.recalled)) == (evicted, 0)
 
 
-SLOW = {"tcq2", "tcq4"}  # trellises, of which tcq3 is one too
+SLOW = {"tcq2", "tcq4", "tq25", "tbq3_0", "tbq4_0"}  # of the kinds that tcq3, tq35 and tq3_0 are
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,9 @@ def test_free_memory_has_to_hold_the_prefill_too(embedded):
 LITTLE = [MemoryBounds(scores=1 << 18, decoded=1 << 40), MemoryBounds(scores=1 << 40, decoded=1)]
 
 
-@pytest.mark.parametrize("bounds", LITTLE, ids=["pieces", "heads"])
+@pytest.mark.parametrize(
+    "bounds", [LITTLE[0], pytest.param(LITTLE[1], marks=pytest.mark.full)], ids=["pieces", "heads"]
+)
 def test_greedy_answers_are_equal_within_little_memory(embedded, bounds):
     model, tokenizer = embedded
     prompt = mx.array(tokenizer.encode(f"{load_text()[:500]} The access code is 417295. What is the access code?"))

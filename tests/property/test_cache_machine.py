@@ -414,7 +414,7 @@ def test_a_trim_past_a_round_is_refused_and_changes_nothing(kind, normalize):
     state.teardown()
 
 
-@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("normalize", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("kind", RECALLS[2:])
 def test_what_comes_back_is_trimmed_copied_saved_and_leaves_again(kind, normalize):
     state = CacheMachine()

@@ -38,7 +38,10 @@ def without(exact):
 ANSWERS = [pytest.param(name, marks=pytest.mark.full) for name in ("503", "wrong schema")]  # as in test_rescue_client
 
 
-@pytest.mark.parametrize("name", ["refused", "slow", "killed in mid-answer", *ANSWERS])
+@pytest.mark.parametrize(
+    "name",
+    ["refused", pytest.param("slow", marks=pytest.mark.full), "killed in mid-answer", *ANSWERS],
+)
 def test_tokens_equal_those_without_rescue(name, exact, without):
     with BadServer(MISBEHAVIORS.get(name, hung)) as server:
         url = closed_port() if name == "refused" else server.url

@@ -21,9 +21,9 @@ def _no_settings_of_the_service() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=[20, pytest.param(1, marks=pytest.mark.full)], ids=["a twentieth", "all"])
+@pytest.fixture(params=[40, pytest.param(1, marks=pytest.mark.full)], ids=["a fortieth", "all"])
 def times(request: pytest.FixtureRequest) -> Callable[[int], int]:
-    """Return the full count in `make test-full`, a twentieth of it in `make test`."""
+    """Return the full count in `make test-full`, a fortieth of it in `make test`."""
     return lambda count: max(1, count // request.param)
 
 

@@ -12,6 +12,7 @@ from benchmarks.agents.texts import TRACES, Texts, one_token_words, read_trace, 
 from mlx_tq.models import load
 
 CLIENTS = sorted(path.stem for path in TRACES.glob("*.json"))
+QUICK = ("claude-code", "codex", "qwen-code")  # one of each API
 SHORT = 0.02  # of the recorded texts: all prompts fit into the embedded model's 4,095 positions
 
 LAST = {"s1": 2, "s3": 1, "p2": 0}  # request of a session
@@ -37,7 +38,9 @@ def recorded(client, tokenizer, scale):
         yield made.request(session, number, record, "default_model"), continues
 
 
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize(
+    "client", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.full) for name in CLIENTS]
+)
 def test_requests_of_a_client(client, agents_server, agents_tokenizer):
     """Turns of a tool loop reuse the whole prompt before them, other sessions what they share with the first one."""
     prompts = Prompts(agents_tokenizer)

@@ -112,6 +112,7 @@ def test_another_server_restores_prompts_and_answers_the_same(pair, server):
     assert metrics["mlx_tq_prefill_tokens_total"] == prompt_tokens - restored
 
 
+@pytest.mark.full
 def test_two_servers_write_at_once(pair, server):
     """A server that finds the folder in use stores later or not at all, and delays no answer."""
     texts = [f"Page {number}.\n{question(number, 500_000 + number)}" for number in (11, 13)]

@@ -53,7 +53,7 @@ def answers(loaded, mode, make_jobs, config=CONFIG):
 
 @pytest.mark.parametrize(
     ("config", "seed"),
-    [(CONFIG, None), (CONFIG, 5), (KVConfig.from_profile("off"), 5)],
+    [(CONFIG, None), pytest.param(CONFIG, 5, marks=pytest.mark.full), (KVConfig.from_profile("off"), 5)],
     ids=["greedy", "seeded", "mlx-lm's cache"],
 )
 def test_an_answer_is_the_same_as_without(exact, config, seed):
@@ -138,7 +138,7 @@ def test_a_stop_sequence_inside_a_draft(exact):
     assert drafted[-1].stop == "Victor"
 
 
-@pytest.mark.parametrize("steps", [5, 7, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("steps", [7, *(pytest.param(steps, marks=pytest.mark.full) for steps in (4, 5))])
 def test_a_request_that_joins_in_the_middle_changes_nothing(exact, steps, monkeypatch):
     """Its prompt takes some steps, so its answer begins while the other one is drafted."""
     num_rows = []

@@ -359,7 +359,7 @@ def test_reasoning_marks_of_an_answer_reach_the_template(tokenizer):
 PLAIN_TEXTS = ("Hello", "", " \n two\n\n", "a < b | c > d <| |>", "h\u00e9 \U0001f984 \u4e2d\u6587", '{"a": "\\n"}')
 
 
-@pytest.mark.parametrize("name", [None, pytest.param("smollm2", marks=needs_smollm2)])
+@pytest.mark.parametrize("name", [None, pytest.param("smollm2", marks=[needs_smollm2, pytest.mark.full])])
 def test_text_without_control_tokens_is_encoded_as_the_template_has_it(name):
     tokenizer = load(name)[1]
     for text in PLAIN_TEXTS:

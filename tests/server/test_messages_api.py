@@ -144,7 +144,7 @@ def test_a_second_turn_reuses_the_cache(client):
     assert 0 < second.input_tokens < 40
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.full), True])
 def test_thinking_text_and_calls_are_blocks(scripted, scripted_client, stream):  # noqa: F811
     """Space between them is no block, and the next turn returns all of them. The prompt opens the thinking."""
     scripted.script(f"Hm.</think>\n\nSo.{CALL}\n")

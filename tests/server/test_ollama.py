@@ -98,7 +98,7 @@ def test_a_request_without_messages_loads_the_model(client):
     assert [part.done_reason for part in client.chat("needle32", stream=True)] == ["load"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.full), True])
 def test_thinking_and_calls(scripted, scripted_client, stream):  # noqa: F811
     """The next turn returns them; an argument is an object, not a text."""
     scripted.script(f"Hm.</think>So.{CALL}")

@@ -16,6 +16,7 @@ from .conftest import ENDLESS, QUESTION
 from .harness import read_first_text, text_of_stream
 from .test_broken_answers import serving
 
+SLOW = "`tool_choice` of a function"  # as slow as one of any function
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "server_conformance.json"
 
 
@@ -210,7 +211,10 @@ def test_a_stream_is_logged_at_its_end(start):
         wait_for(lambda line=line: re.search(line, server.log(), re.MULTILINE))
 
 
-@pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: request.name)
+@pytest.mark.parametrize(
+    "request_",
+    [pytest.param(request, id=request.name, marks=[pytest.mark.full] * (request.name == SLOW)) for request in REQUESTS],
+)
 def test_answers_match_the_recorded_conformance(server, request_):
     as_documented, seen = outcome(request_, server.openai)
     assert as_documented or request_.why, seen

@@ -22,6 +22,7 @@ UNLIMITED = 2**60
 CONFIG = KVConfig(key="q8", value="tq4", sinks=16, window=32)
 PROMPT = np.random.default_rng(0).integers(5, 150, 3000).tolist()
 LLAMA = build("llama")
+QUICK = (("llama", 600), ("gemma3_text", 600), ("qwen3_next", 20))
 
 
 def prefilled(ids, model=LLAMA, config=CONFIG, caches=None, step=500):
@@ -106,8 +107,14 @@ def test_a_short_prompt_takes_no_more_than_its_rows(count):
     assert memory.nbytes <= 1.5 * native.nbytes + 100  # queries, until the scale of keys is known
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
-@pytest.mark.parametrize("count", [20, 100, 600])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        pytest.param(name, count, marks=[] if (name, count) in QUICK else pytest.mark.full)
+        for name in ("llama", "gemma3_text", "qwen3_next")
+        for count in (20, 100, 600)
+    ],
+)
 def test_what_follows_does_not_depend_on_room(name, count):
     """One token, a few, and many; rotating windows, too."""
     model = build(name)

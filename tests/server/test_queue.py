@@ -9,7 +9,7 @@ import pytest
 from http_harness import connections, post_bytes, wait_for
 from processes import hangup_set_to
 
-from .conftest import ENDLESS, PACKED, QUESTION
+from .conftest import ENDLESS, PACKED, QUESTION, STEPS
 from .harness import Server, read_first_text, together
 
 LONG = {"max_tokens": 4000, "logit_bias": ENDLESS}
@@ -96,7 +96,7 @@ def test_an_incomplete_body_costs_nothing(narrow):
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.full)])
 def test_a_signal_in_the_middle_of_a_stream(folder, tmp_path, number):
     with hangup_set_to(signal.SIG_DFL):
-        server = Server(folder, tmp_path / "log", *PACKED, "--decode-concurrency", "1")
+        server = Server(folder, tmp_path / "log", *PACKED, *STEPS, "--decode-concurrency", "1")
     try:
         stream = server.chat("hi", stream=True, max_tokens=4000, logit_bias=ENDLESS)
         assert next(iter(stream)).choices[0].delta.role == "assistant"

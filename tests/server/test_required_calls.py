@@ -96,26 +96,27 @@ MESSAGE = (
     },
     read_message,
 )
+ALLOWED = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "pick"}]}
+CHOICES = {
+    "required": (CHAT, "required", None),
+    "named": (CHAT, {"type": "function", "function": {"name": "paint"}}, "paint"),
+    "allowed": (RESPONSE, ALLOWED, "pick"),
+    "any": (MESSAGE, {"type": "any", "disable_parallel_tool_use": True}, None),
+    "tool": (MESSAGE, {"type": "tool", "name": "pick"}, "pick"),
+}
+QUICK = (("required", False), ("allowed", False), ("any", True))
 
 
 @pytest.mark.parametrize(
-    ("route", "choice", "name"),
+    ("kind", "stream"),
     [
-        (CHAT, "required", None),
-        pytest.param(CHAT, {"type": "function", "function": {"name": "paint"}}, "paint", marks=pytest.mark.full),
-        (
-            RESPONSE,
-            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "pick"}]},
-            "pick",
-        ),
-        (MESSAGE, {"type": "any", "disable_parallel_tool_use": True}, None),
-        pytest.param(MESSAGE, {"type": "tool", "name": "pick"}, "pick", marks=pytest.mark.full),
+        pytest.param(kind, stream, marks=[] if (kind, stream) in QUICK else pytest.mark.full)
+        for kind in CHOICES
+        for stream in (False, True)
     ],
-    ids=["required", "named", "allowed", "any", "tool"],
 )
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_call_is_made(calling, route, choice, name, stream):
-    path, body, read = route
+def test_a_call_is_made(calling, kind, stream):
+    (path, body, read), choice, name = CHOICES[kind]
     response = calling.post(path, **body, tool_choice=choice, stream=stream)
     assert response.status_code == 200, response.text
     _, content, ((called, arguments),), is_call = read(events_of(response.text) if stream else response.json())

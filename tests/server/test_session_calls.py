@@ -81,7 +81,9 @@ def test_other_sessions_and_requests_outside_continue_from_a_session(ask, script
 
 
 @pytest.mark.parametrize(
-    ("more", "continues"), [(" \n" * 40, True), (CALL, False), ("<", False)], ids=["space", "call", "mark"]
+    ("more", "continues"),
+    [(" \n" * 40, True), (CALL, False), pytest.param("<", False, marks=pytest.mark.full)],
+    ids=["space", "call", "mark"],
 )
 def test_a_session_continues_after_an_only_call_unless_more_was_generated(ask, more, continues):
     """Whether the server cancels the job at the call or not: the client sees the call alone."""

@@ -9,8 +9,9 @@ from .conftest import ENDLESS, QUESTION
 from .harness import read_first_text
 
 MEMORY = ("--kv-memory-limit", "6MB")
+SLOTS = ("--decode-concurrency", "1")
 OBSTACLES = {
-    ("--decode-concurrency", "1"): "as many answers run as may run at once (--decode-concurrency 1)",
+    SLOTS: "as many answers run as may run at once (--decode-concurrency 1)",
     MEMORY: "its KV cache needs ",
 }
 
@@ -20,7 +21,7 @@ def status(server):
     return model["status"]
 
 
-@pytest.mark.parametrize("flags", OBSTACLES, ids=["slots", "memory"])
+@pytest.mark.parametrize("flags", [SLOTS, pytest.param(MEMORY, marks=pytest.mark.full)], ids=["slots", "memory"])
 def test_status_says_what_runs_and_why_others_wait(start, flags):
     server = start(*flags)
     assert (status(server)["running"], status(server)["waiting"], status(server)["hit_rate"]) == ([], [], None)

@@ -33,6 +33,12 @@ EVICTS = replace(SMALL, evict=EvictConfig("recency:granularity=16:trigger=16", 1
 FACT = "The access code is 417295."
 QUESTION = "What is the access code?"
 
+each_cache = pytest.mark.parametrize(
+    "config",
+    [pytest.param(PROFILES["off"], marks=pytest.mark.full), SMALL],
+    ids=["mlx-lm's cache", "compressed"],
+)
+
 
 def page(letters=1200, fact=FACT):
     text = load_text()[:letters]
@@ -201,7 +207,7 @@ def test_the_text_of_an_unnamed_session_expires(chat, service, name):
     assert (service.sessions()[session.session_id]["expires"] is None) == (name is not None)
 
 
-@pytest.mark.parametrize("end", [Session.reset, Session.close])
+@pytest.mark.parametrize("end", [Session.reset, pytest.param(Session.close, marks=pytest.mark.full)])
 def test_a_conversation_after_a_saved_one_is_forgotten(chat, service, tmp_path, end):
     session = chat(EVICTS, rescue=at(service))
     say(session, page(600))
@@ -245,7 +251,7 @@ def test_a_quotation_is_pinned_and_not_stored_again(chat, service):
     assert not stored & (quotation | last_quotation(session))
 
 
-@pytest.mark.parametrize("config", [PROFILES["off"], SMALL], ids=["mlx-lm's cache", "compressed"])
+@each_cache
 def test_stopping_an_answer_keeps_the_session(chat, config):
     session = chat(config)
     for piece in session.respond(f"{FACT} {QUESTION}"):
@@ -316,7 +322,7 @@ def test_undoing_a_turn_reloads_what_it_evicted(chat):
     ("prompt_lookup", "is_due"),
     [
         ("auto", lambda lengths: len(lengths) == 2),
-        ("off", lambda lengths: len(lengths) == 5),
+        pytest.param("off", lambda lengths: len(lengths) == 5, marks=pytest.mark.full),
         ("on", lambda lengths: 1 in lengths and lengths[-1] > 1),
     ],
     ids=["in the prompt", "in a step", "in a verify pass"],
@@ -430,12 +436,20 @@ FORGED = [
 ]  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def saved(exact, tmp_path_factory):
+    """Save a conversation; return its session and the file."""
+    path = tmp_path_factory.mktemp("saved") / "chat.safetensors"
+    with Session(*exact, SMALL, max_tokens=12) as session:
+        say(session, "hello")
+        session.save(path)
+        yield session, path
+
+
 @pytest.mark.parametrize("fields", FORGED, ids=str)
-def test_a_conversation_that_was_forged(chat, tmp_path, fields):
-    path, first = tmp_path / "chat.safetensors", chat()
-    say(first, "hello")
-    first.save(path)
-    arrays, header = mx.load(str(path), return_metadata=True)
+def test_a_conversation_that_was_forged(saved, tmp_path, fields):
+    path, (first, whole) = tmp_path / "chat.safetensors", saved
+    arrays, header = mx.load(str(whole), return_metadata=True)
     metadata = json.loads(header["metadata"])
     conversation = fields and {**json.loads(metadata["session"]), **fields}
     header["metadata"] = json.dumps({**metadata, "session": json.dumps(conversation)})
@@ -546,7 +560,7 @@ def test_logits_processors_change_the_answer(chat):
     assert session.ids[-3:] == [7, 7, 7]
 
 
-@pytest.mark.parametrize("config", [PROFILES["off"], SMALL], ids=["mlx-lm's cache", "compressed"])
+@each_cache
 def test_an_undone_turn_leaves_nothing(chat, config):
     session, other = chat(config), chat(config)
     with pytest.raises(ConfigError, match="nothing to undo"):
@@ -646,8 +660,14 @@ def test_undo_prefills_again_where_no_states_are_kept(chat, hybrid):
     assert {number for number, *_ in calls} == {1}
 
 
-@pytest.mark.parametrize("name", ["embedded", "hybrid"])
-@pytest.mark.parametrize("change", ["reset", "compact"])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("embedded", "compact"),
+        ("hybrid", "reset"),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (("embedded", "reset"), ("hybrid", "compact"))),
+    ],
+)
 def test_replaced_caches_are_freed(chat, request, name, change):
     options = {} if name == "embedded" else {"loaded": request.getfixturevalue("hybrid")}
     session = chat(SMALL, max_tokens=2, **options)

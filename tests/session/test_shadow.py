@@ -28,7 +28,7 @@ def answered(model, tokenizer, ids, caches, count=12):
     return list(stream_generate(model, tokenizer, ids, max_tokens=count, prompt_cache=caches))
 
 
-@pytest.mark.parametrize("evict", [None, EVICT], ids=["all stay", "evicts"])
+@pytest.mark.parametrize("evict", [pytest.param(None, marks=pytest.mark.full), EVICT], ids=["all stay", "evicts"])
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
 def test_the_answer_is_the_models_own(name, evict, exact):
     model, tokenizer, ids = build(name), exact[1], prompt(180)

@@ -62,7 +62,11 @@ def a_thread_per_piece(session):
 
 
 @pytest.mark.parametrize(
-    "turns", [pytest.param(alternating_threads, marks=pytest.mark.full), asyncio_to_thread, a_thread_per_piece]
+    "turns",
+    [
+        *(pytest.param(way, marks=pytest.mark.full) for way in (alternating_threads, asyncio_to_thread)),
+        a_thread_per_piece,
+    ],
 )
 @pytest.mark.parametrize(
     "config",

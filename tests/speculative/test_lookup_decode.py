@@ -67,10 +67,10 @@ def penalties():
 @pytest.mark.parametrize(
     ("config", "options"),
     [
-        (CONFIG, {}),
+        pytest.param(CONFIG, {}, marks=pytest.mark.full),
         (CONFIG, {"sampler": make_sampler(0.7, top_p=0.9)}),
-        (None, {"sampler": make_sampler(0.7)}),
-        (CONFIG, {"logits_processors": penalties()}),
+        pytest.param(None, {"sampler": make_sampler(0.7)}, marks=pytest.mark.full),
+        pytest.param(CONFIG, {"logits_processors": penalties()}, marks=pytest.mark.full),
         (None, {"kv_bits": 8, "quantized_kv_start": 20}),
     ],
     ids=["greedy", "sampled", "mlx-lm's cache", "penalties", "quantized"],
@@ -100,7 +100,7 @@ def test_an_answer_that_is_left_early_keeps_the_tokens_that_were_read(exact):
     assert ends == {True, False}  # in the middle of a draft, and outside
 
 
-@pytest.mark.parametrize("length", [3, 30])
+@pytest.mark.parametrize("length", [pytest.param(3, marks=pytest.mark.full), 30])
 def test_drafts_go_on_when_a_sliding_window_is_full(exact, length):
     tokenizer = exact[1]
     model = build("gemma3_text")

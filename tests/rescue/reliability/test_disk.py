@@ -9,7 +9,7 @@ import pytest
 
 from rescue_svc.errors import StoreUnavailableError
 
-from ..harness import EACH_STORE
+from ..harness import IN_FULL_EACH_STORE
 
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
 
@@ -66,7 +66,7 @@ def test_a_read_only_disk_is_refused_at_the_start(small_disk, start_service):
             start_service(folder)
 
 
-@EACH_STORE
+@IN_FULL_EACH_STORE
 def test_a_clock_may_go_back(start_service, monkeypatch):
     service = start_service()
     with monkeypatch.context() as patch:

@@ -142,7 +142,11 @@ def listening(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "number", [None, *(pytest.param(n, marks=pytest.mark.full) for n in (signal.SIGTERM, signal.SIGHUP)), signal.SIGINT]
+    "number",
+    [
+        *(pytest.param(n, marks=pytest.mark.full) for n in (None, signal.SIGTERM, signal.SIGHUP)),
+        signal.SIGINT,
+    ],
 )
 def test_its_files_are_deleted_at_the_end(listening, number):
     if number is None:
