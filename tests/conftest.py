@@ -13,11 +13,15 @@ from kernel_cache import make_cache_folder
 from mlx_tq.models import load
 
 
-def pytest_configure():
-    """Let Ctrl-C work also in the background of a shell that ignores it, and no property fail on a busy machine."""
+def pytest_configure(config):
+    """Let Ctrl-C work also in the background of a shell that ignores it, and no property fail on a busy machine.
+
+    `make test` tries fewer examples of a property.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     phases = [phase for phase in Phase if phase is not Phase.shrink or "NO_SHRINKING" not in os.environ]
-    settings.register_profile("tests", deadline=None, phases=phases)
+    examples = 40 if config.option.markexpr == "not full" else 100
+    settings.register_profile("tests", max_examples=examples, deadline=None, phases=phases)
     settings.load_profile("tests")
 
 

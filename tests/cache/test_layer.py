@@ -64,7 +64,7 @@ def test_a_trim_is_a_count(count):
     assert not cache.empty()  # as mlx-lm's KVCache: the buffers are there
 
 
-@pytest.mark.parametrize("key", ["tq35", "tq35~spectral8"])
+@pytest.mark.parametrize("key", [pytest.param("tq35", marks=pytest.mark.full), "tq35~spectral8"])
 @pytest.mark.parametrize("chunks", [[1] * LENGTH, [31, 33, 64, 1, 171], [100, 150, 50], [8] * 37 + [4]], ids=len)
 @pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalized"])
 def test_chunks_change_nothing(key, chunks, normalize):

@@ -52,6 +52,7 @@ def test_answer_alone_is_on_stdout(quick):
     assert quick(*ASK, *QUIET) == (0, "417295\n", "")
 
 
+@pytest.mark.full
 def test_packed_weights_become_dense_on_a_cpu(cli, tmp_path):
     """Where half of the memory is enough, and not with mlx-lm's own cache, unless --dequantize says so."""
     path = write_gguf(tmp_path / "model.gguf", "llama", "Q4_0")

@@ -40,7 +40,9 @@ def kilobytes(nbytes, *, up=True):
     return f"{math.ceil(nbytes / 1000) if up else nbytes // 1000}KB"
 
 
-@pytest.mark.parametrize("command", ["generate", pytest.param("chat", marks=pytest.mark.full), "server"])
+@pytest.mark.parametrize(
+    "command", ["generate", *(pytest.param(name, marks=pytest.mark.full) for name in ("chat", "server"))]
+)
 @pytest.mark.parametrize(("profile", "next_profile"), [("safe", "balanced"), ("balanced", "small"), ("small", "tiny")])
 def test_the_best_profile_that_fits(needed, capsys, command, profile, next_profile):
     enough = needed(PROFILES[profile])

@@ -44,7 +44,8 @@ def running(kind, folder, key=None, capacity=None):
     with ExitStack() as stack:
         if kind == "model":
             limits = () if capacity is None else ("--decode-concurrency", 1, "--max-queue", capacity - 1)
-            server = ModelServer(EMBEDDED, folder / "log", *PACKED, *FLOAT32, *limits, key=key)
+            steps = ("--prefill-step-size", 512)  # measuring them takes seconds
+            server = ModelServer(EMBEDDED, folder / "log", *PACKED, *FLOAT32, *steps, *limits, key=key)
             body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
             target = Target(server, "/health", "/v1/chat/completions", lambda n: server.post(**body, seed=n))
         else:

@@ -28,7 +28,8 @@ SERVED = [
 # Those whose attention, heads and caches are as those of another.
 SIMILAR = {
     "qwen2", "qwen2_moe", "mistral", "ministral3", "gemma", "phi3", "glm4", "olmo2", "stablelm", "starcoder2",
-    "granite", "exaone4", "smollm3", "gpt_neox", "internlm3", "ernie4_5", "seed_oss", "helium", "minicpm", "hunyuan_v1_dense",
+    "granite", "exaone4", "smollm3", "gpt_neox", "internlm3", "ernie4_5", "seed_oss", "helium", "minicpm",
+    "hunyuan_v1_dense",
 }  # fmt: skip
 OTHERS = [name for name, arch in ARCHITECTURES.items() if arch.servable and name not in [*SERVED, "muse_spark"]]
 CLASSES = {letter: getattr(native, name, None) for name, letter in LETTERS.items()}

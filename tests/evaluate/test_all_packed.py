@@ -30,6 +30,7 @@ def test_every_token_is_read_packed_by_itself_and_by_all_later_ones(exact, chunk
     assert later.mean() > 1.5 * recent.kld.mean(), "which reads the last tokens in full precision"
 
 
+@pytest.mark.full
 def test_the_reference_does_not_depend_on_the_tokens_after_a_piece(exact, chunks):
     together, _ = score_all_packed(exact[0], chunks, [OFF])
     alone, _ = score_all_packed(exact[0], chunks[:1], [OFF])

@@ -163,6 +163,7 @@ def test_a_cell_that_ends_the_program_is_tried_three_times(tmp_path):
     assert results.cells == {"part/cell": {"error": "the program ended 3 times while it measured this"}}
 
 
+@pytest.mark.full
 def test_cells_beyond_the_time_are_recorded_and_measured_later(tmp_path, monkeypatch):
     monkeypatch.setenv("MLX_ENABLE_TF32", "0")
     path = tmp_path / "results.json"

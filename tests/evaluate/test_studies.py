@@ -38,6 +38,7 @@ def ids(embedded):
     return chunk
 
 
+@pytest.mark.full
 def test_codes_of_the_first_layer_do_not_depend_on_the_step_and_those_of_later_layers_do(exact, ids):
     rows = measure_drift(exact[0], ids, parse_arm("tq3/tq3", sinks=16, window=32), [32, 192, 384])
     assert [(row["step"], row["first_layer"]) for row in rows] == [(32, 0), (192, 0), (384, 0)]

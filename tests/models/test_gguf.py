@@ -30,7 +30,11 @@ def test_dense_files_load_as_the_model_that_they_were_made_from(tmp_path, name, 
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("llama", kind) for kind in PACKED] + [("qwen3", "Q4_1"), ("gemma3", "Q4_0")]
+    ("name", "kind"),
+    [
+        *(("llama", kind) for kind in PACKED),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (("qwen3", "Q4_1"), ("gemma3", "Q4_0"))),
+    ],
 )
 def test_blocks_stay_packed_and_lose_nothing(tmp_path, name, kind):
     """The packed bits are those that mlx reads; logits are as near to float64 as the dense model's."""

@@ -191,7 +191,7 @@ NO_BACKEND = (
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(name, marks=[] if name in ("generate", "server") else pytest.mark.full)
+        pytest.param(name, marks=[] if name == "generate" else pytest.mark.full)
         for name in COMMANDS
         if name != "connect"  # it computes nothing
     ],

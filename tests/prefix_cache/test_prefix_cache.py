@@ -157,10 +157,17 @@ def test_windows_are_stored_without_rows_that_no_token_sees(tmp_path):
         assert {array.shape[2] for name, array in arrays.items() if name.split(".")[-1] in ("0", "1")} == sizes
 
 
+LIKE = {name for name in format_names() if name.startswith(("spectral", "tcq")) and name not in ("spectral8", "tcq3")}
 WIDE = {"tbq4_0", "tbq3_0"}  # need a head dim of 128; their layout is that of others
 
 
-@pytest.mark.parametrize("key", [*sorted({*format_names()} - WIDE), "tq4~tq3"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        *(pytest.param(name, marks=[pytest.mark.full] * (name in LIKE)) for name in sorted({*format_names()} - WIDE)),
+        "tq4~tq3",
+    ],
+)
 def test_a_checkpoint_of_every_format(key):
     value = "tq4" if key in ("fp16", "tq4~tq3") or get_format(key).keys_only else key
     config = replace(SMALL, key=key, value=value, recent=64)

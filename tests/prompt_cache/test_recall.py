@@ -65,7 +65,7 @@ def through_file(caches, damage=lambda data: data):
         return load_prompt_cache(path, model=MODEL).caches
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(40, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [6, pytest.param(40, marks=pytest.mark.full)])
 def test_all_that_left_comes_back_to_the_bit(count):
     """After any rounds, in every format: rows, means and positions are those of a cache that lost nothing."""
     cases = given(

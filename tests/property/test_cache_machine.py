@@ -376,7 +376,7 @@ def histories(count):
     return found
 
 
-TestCacheMachine = histories(8)
+TestCacheMachine = histories(5)
 TestCacheMachineAtLength = pytest.mark.full(histories(60))
 
 

@@ -37,8 +37,8 @@ def test_the_caller_continues(server, connect):
     began = time.monotonic()
     for _ in range(3):
         client.write("s", SPANS)
-        assert client.retrieve("s", "what?", timeout=0.3) == []
-    client.close(timeout=0.3)
+        assert client.retrieve("s", "what?", timeout=0.1) == []
+    client.close(timeout=0.1)
     assert time.monotonic() - began < BOUND
     assert "Generation continues without" in client.take_warning()
     assert client.take_warning() is None

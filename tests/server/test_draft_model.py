@@ -66,7 +66,7 @@ def wrong_drafts(model):
 @pytest.mark.parametrize(
     ("make_drafter", "seed"),
     [
-        (own_drafts, 5),
+        pytest.param(own_drafts, 5, marks=pytest.mark.full),
         (compressed_drafts, None),
         (wrong_drafts, None),
         pytest.param(own_drafts, None, marks=pytest.mark.full),

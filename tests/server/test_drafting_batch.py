@@ -53,7 +53,11 @@ def answers(loaded, mode, make_jobs, config=CONFIG):
 
 @pytest.mark.parametrize(
     ("config", "seed"),
-    [(CONFIG, None), pytest.param(CONFIG, 5, marks=pytest.mark.full), (KVConfig.from_profile("off"), 5)],
+    [
+        (CONFIG, None),
+        pytest.param(CONFIG, 5, marks=pytest.mark.full),
+        pytest.param(KVConfig.from_profile("off"), 5, marks=pytest.mark.full),
+    ],
     ids=["greedy", "seeded", "mlx-lm's cache"],
 )
 def test_an_answer_is_the_same_as_without(exact, config, seed):

@@ -288,6 +288,6 @@ def test_500_messages(site, open_page):
 
 
 def shorten(route):
-    """Send only the last message: 500 do not fit into the model's context."""
+    """Send only the last message: all of them are slow to prefill, or do not fit into the model's context."""
     body = route.request.post_data_json
     route.continue_(post_data={**body, "messages": body["messages"][-1:]})

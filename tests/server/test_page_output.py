@@ -10,6 +10,7 @@ from playwright.sync_api import expect
 from .scripted_site import scripted_site
 from .test_chat_page import say, stored_chat
 from .test_messages import tokenizer  # noqa: F401 - a fixture
+from .test_page_chats import shorten
 
 pytestmark = needs_chromium
 
@@ -138,6 +139,7 @@ def test_hostile_output_is_text_and_nothing_leaves_the_machine(site, browser, tm
         page.on("request", lambda request: requests.append(request.url))
         page.add_init_script(stored_chat("hostile", *[text for shown in HOSTILE for text in ("Go on", shown)]))
         assert page.goto(site.url).headers["x-dns-prefetch-control"] == "off"
+        page.route("**/v1/chat/completions", shorten)
         ask(site, page, "\n\n".join(HOSTILE[:2]))  # generated, not only stored
         contents = page.locator(".assistant .content")
         expect(contents).to_have_count(len(HOSTILE) + 1)

@@ -82,7 +82,10 @@ def test_other_sessions_and_requests_outside_continue_from_a_session(ask, script
 
 @pytest.mark.parametrize(
     ("more", "continues"),
-    [(" \n" * 40, True), (CALL, False), pytest.param("<", False, marks=pytest.mark.full)],
+    [
+        (" \n" * 40, True),
+        *(pytest.param(more, False, marks=pytest.mark.full) for more in (CALL, "<")),
+    ],
     ids=["space", "call", "mark"],
 )
 def test_a_session_continues_after_an_only_call_unless_more_was_generated(ask, more, continues):

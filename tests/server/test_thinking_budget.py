@@ -51,7 +51,7 @@ def thoughtful(loaded, tokenizer):  # noqa: F811
     [
         ({"max_tokens": 900}, ""),
         ({"max_tokens": 900, "thinking": {"type": "enabled", "budget_tokens": 8}}, "so I answer now."),
-        ({"max_tokens": 60}, "so I answer now."),
+        pytest.param({"max_tokens": 60}, "so I answer now.", marks=pytest.mark.full),
         ({"max_tokens": 60, "tools": [TOOL]}, "so I call a tool or answer now."),
     ],
 )
