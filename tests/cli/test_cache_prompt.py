@@ -31,7 +31,9 @@ def native(mlx_lm, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags", [pytest.param(OFF, marks=pytest.mark.full), PACKED, ()], ids=["off", "packed", "default"]
+    "flags",
+    [pytest.param(OFF, marks=pytest.mark.full), PACKED, pytest.param((), marks=pytest.mark.full)],
+    ids=["off", "packed", "default"],
 )
 def test_continuing_equals_one_prompt(quick, tmp_path, flags):
     file = tmp_path / "cache.safetensors"

@@ -49,10 +49,11 @@ def chosen(name, folder):
     return zoo_model(folder / name, name, num_attention_heads=8, num_key_value_heads=4, hidden_size=256)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        pytest.param(name, way, marks=[] if (name, way) == ("needle", "recall") else pytest.mark.full)
+        (name, way)
         for name in MODELS
         for way in WAYS
         if (name, way) != ("smollm2", "bytes")  # the least that can be asked for is more than its short prompt takes

@@ -93,7 +93,7 @@ def test_statistics_of_answers():
 
 
 def test_the_command(tmp_path, capsys):
-    words = ["evaluate", "trajectory", "--profiles", "tq2/tq2", "--chunks", "2", "--length", "100", "--step", "64"]
+    words = ["evaluate", "trajectory", "--profiles", "tq2/tq2", "--chunks", "2", "--length", "150", "--step", "64"]
     words += ["--answer-tokens", "8", "--temp", "0.7", "--dtype", "float32", "--kv-sinks", "4", "--kv-window", "16"]
     assert main([*words, "--json", str(tmp_path / "out.json")]) == 0
     out = capsys.readouterr().out

@@ -160,6 +160,7 @@ def test_a_request_that_joins_in_the_middle_changes_nothing(exact, steps, monkey
     assert metric(engine, "accepted_tokens_total") > 0
 
 
+@pytest.mark.full
 def test_a_later_turn_finds_the_stored_caches_of_a_drafted_answer(exact):
     tokenizer = exact[1]
     (alone,), _ = answers(exact, "off", lambda tokenizer: [victor(tokenizer, logprobs=0)])

@@ -65,14 +65,14 @@ def test_the_least_work_goes_first_with_what_fits_into_the_same_step():
 
 
 def test_a_short_prompt_overtakes_a_long_one_and_a_long_one_does_not_starve(loaded):
-    """Steps are counted by the progress of the long prompt; each takes 64 tokens."""
-    engine = make_engine(loaded, decode_share=0.0, concurrency=4)
-    long, short = job_of(random_ids(64 * 30), max_tokens=4), job_of(random_ids(64 * 3, seed=2)[1:], max_tokens=60)
+    """Steps are counted by the progress of the long prompt; each takes 32 tokens."""
+    engine = make_engine(loaded, decode_share=0.0, concurrency=4, prefill_step_size=32)
+    long, short = job_of(random_ids(32 * 30), max_tokens=4), job_of(random_ids(32 * 3, seed=2)[1:], max_tokens=60)
 
     async def progress(job):
         while not isinstance(event := await job.events.get(), PrefillProgress):
             assert not isinstance(event, Piece)
-        return event.done // 64
+        return event.done // 32
 
     async def first_piece(job):
         while not isinstance(await job.events.get(), Piece):
@@ -87,7 +87,7 @@ def test_a_short_prompt_overtakes_a_long_one_and_a_long_one_does_not_starve(load
         overtaken = long.events.qsize()
         others = 0
         while not any(isinstance(event, Piece) for event in long.events._queue):  # short prompts keep coming
-            other = job_of(random_ids(64 * 4, seed=100 + others)[1:], max_tokens=1)
+            other = job_of(random_ids(32 * 4, seed=100 + others)[1:], max_tokens=1)
             engine.submit(other)
             await first_piece(other)
             others += 1

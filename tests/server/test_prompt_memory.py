@@ -72,6 +72,7 @@ def test_the_longest_prefix_is_found(stored, ids, most):
         assert rows_of(caches) == ids[:length]
 
 
+@pytest.mark.full
 def test_shared_rows_count_once():
     memory, shared = PromptMemory(UNLIMITED), prefilled(PROMPT[:2900])
     memory.insert(PROMPT[:2900], shared)

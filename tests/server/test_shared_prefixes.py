@@ -248,6 +248,7 @@ def test_batches_restore_what_other_batches_prefilled(model, loaded, store, tmp_
     assert metric(engine, "prefill_tokens_total") == metric(engine, "prompt_tokens_total") - restored
 
 
+@pytest.mark.full
 def test_with_recall_the_document_is_stored_without_its_question(loaded, store):
     tokenizer = loaded[1]
     message = {"role": "user", "content": question(20, 593_847)}

@@ -34,9 +34,8 @@ def test_requests_wait_for_the_model_and_health_checks_do_not(loading):
     assert loading.http.get("/health").json() == {"status": "ok"}
 
 
-@pytest.mark.parametrize(
-    ("sent", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 0, marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_signals_end_it_while_the_model_loads(loading, sent, code):
     assert loading.http.get("/health").status_code == 503
     assert loading.stop(sent) == code

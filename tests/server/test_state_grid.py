@@ -57,6 +57,7 @@ def test_the_default_grid_is_sparse(hybrid):
     assert [cached for cached, _ in talk(make_engine(hybrid), PROMPT, DIVERGING)] == [0, 0]
 
 
+@pytest.mark.full
 def test_small_states_have_a_finer_grid(tmp_path):
     """Of a model with no states but the inputs of convolutions."""
     loaded, prompt = load(zoo_model(tmp_path / "lfm2", "lfm2")), random_ids(800)
@@ -66,6 +67,7 @@ def test_small_states_have_a_finer_grid(tmp_path):
         make_engine(loaded, states=StateStorage(Q8))
 
 
+@pytest.mark.full
 def test_keys_and_values_are_stored_once(hybrid):
     """A finer grid takes more states, and no more keys and values."""
     nbytes = []

@@ -43,7 +43,7 @@ def test_the_next_turn_continues_after_the_answer(name, loaded, store, tmp_path)
 
     async def talk():
         ids, turns, told = random_ids(300), [], 0
-        for _ in range(4):
+        for _ in range(3):
             events = await run_job(engine, job_of(ids, max_tokens=40, logprobs=0))
             turns.append((ids, told, text_of(events)))
             ids, told = next_turn(events, ids)

@@ -294,7 +294,7 @@ def weights_of(caches, count):
     return weights_by_layer
 
 
-@pytest.mark.parametrize("times", [1, 20])
+@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.full), 20])
 def test_scores_of_blocks_against_float64(exact, times):
     """And the layer with the largest weights of each block. Also if the question's first tokens are packed already."""
     caches, ids = listening(exact, times)

@@ -40,7 +40,7 @@ each_cache = pytest.mark.parametrize(
 )
 
 
-def page(letters=1200, fact=FACT):
+def page(letters=900, fact=FACT):
     text = load_text()[:letters]
     return f"{text[:300]} {fact} {text[300:]}"
 
@@ -501,7 +501,7 @@ def talk(exact, prefix_cache=None):
     """Run two turns; return the answers, the cached tokens, the calls of `progress`, and the tokens of the prompt."""
     calls = []
     with Session(*exact, SMALL, max_tokens=6, prefill_step_size=128, prefix_cache=prefix_cache) as session:
-        answers = [say(session, load_text()[:1200], progress=lambda *call: calls.append(call)), say(session, "Go on.")]
+        answers = [say(session, load_text()[:700], progress=lambda *call: calls.append(call)), say(session, "Go on.")]
         assert session.cache[0].offset == len(session.ids)
         return answers, [turn.cached_tokens for turn in session.turns], calls, session.turns[0].prompt_tokens
 
@@ -543,6 +543,7 @@ def test_each_warning_comes_once(exact, monkeypatch):
     assert "evicted tokens are dropped" in warnings[0]
 
 
+@pytest.mark.full
 def test_quote_searches_alone(chat, service):
     for rescue in ("off", at(service)):
         session = chat(EVICTS, rescue=rescue)
@@ -671,7 +672,7 @@ def test_undo_prefills_again_where_no_states_are_kept(chat, hybrid):
 def test_replaced_caches_are_freed(chat, request, name, change):
     options = {} if name == "embedded" else {"loaded": request.getfixturevalue("hybrid")}
     session = chat(SMALL, max_tokens=2, **options)
-    say(session, page())
+    say(session, page(600))
     caches = [weakref.ref(cache) for cache in session.cache]
     if change == "reset":
         session.reset()
