@@ -48,6 +48,7 @@ def model(request):
     return build(request.param)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("key", "value"), FORMATS)
 def test_formats_batches_and_the_prefix_cache(model, key, value, tmp_path):
     config = config_of(key, value)

@@ -35,6 +35,7 @@ def sample_of(name, ids, **fields):
     return Sample(name, ids, "", judge, {"key": name, "group": "all"}, **fields)
 
 
+@pytest.mark.full
 def test_the_embedded_model_finds_a_packed_needle(exact):
     records = ask_needles(exact, [parse_arm("balanced", **REGIONS)], [500], [0.5])
     assert [(record["name"], record["verdict"]) for record in records] == [("off", "PASS"), ("balanced", "PASS")]

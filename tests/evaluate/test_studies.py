@@ -264,7 +264,8 @@ def test_needles_that_cannot_be_measured_are_refused(tiny, embedded):
             ask(tiny, embedded[1], [setting], **changes)
 
 
-@pytest.mark.parametrize("variant", ["triattention", pytest.param("published:mode=v1", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("variant", ["triattention", "published:mode=v1"])
 def test_once_equals_a_single_prefill_step(tiny, embedded, variant, monkeypatch):
     """With a single prefill step nothing is evicted before the question either way; settings share no cache."""
     live, rounds = [], []

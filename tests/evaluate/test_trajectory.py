@@ -92,6 +92,7 @@ def test_statistics_of_answers():
     assert row["kld_quarters"] == pytest.approx([0, 0, 2 / 3, 4 / 3])
 
 
+@pytest.mark.full
 def test_the_command(tmp_path, capsys):
     words = ["evaluate", "trajectory", "--profiles", "tq2/tq2", "--chunks", "2", "--length", "150", "--step", "64"]
     words += ["--answer-tokens", "8", "--temp", "0.7", "--dtype", "float32", "--kv-sinks", "4", "--kv-window", "16"]

@@ -174,7 +174,8 @@ def answer(server, sent):
 def test_forged_requests_are_answered(start_server, times):
     server = start_server(token=TOKEN, embedder="none")
     server.write("s", ("a text", 0, 5))
-    statuses = {sent: answer(server, sent) for sent in random.Random(5).sample(SHAPES, times(1500))}
+    count = max(75, times(1500))  # fewer do not show every status
+    statuses = {sent: answer(server, sent) for sent in random.Random(5).sample(SHAPES, count)}
     refused = {100, 400, 401, 403, 404, 405, 408, 413, 422, 424}  # 100: continue; 424: no embedder
     assert {200, 201, 403, 404, 405, 422} <= {*statuses.values()} <= {200, 201, None} | refused
     assert all(lies_about_its_body(sent) for sent, status in statuses.items() if status is None)

@@ -16,12 +16,7 @@ EVICT = EvictConfig("recency:granularity=16:trigger=16", BUDGET, "off")
 EVICTING = KVConfig(sinks=SINKS, window=WINDOW, evict=EVICT)
 WHOLE = KVConfig(sinks=SINKS, window=WINDOW)
 DEPTHS = {"start": 0.0, "middle": 0.5, "end": 1.0}
-QUICK = {("start", 0)}
-CASES = [
-    pytest.param(where, seed, id=f"{where} {seed}", marks=() if (where, seed) in QUICK else pytest.mark.full)
-    for where in DEPTHS
-    for seed in range(5)
-]
+CASES = [pytest.param(where, seed, id=f"{where} {seed}") for where in DEPTHS for seed in range(5)]
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +31,7 @@ def answers(session, answer):
     return judge_answer("".join(session.respond(QUESTION, max_tokens=24)), answer) is Verdict.PASS
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("where", "seed"), CASES)
 def test_an_evicted_fact_is_answered(exact, service, tmp_path, where, seed):
     model, tokenizer = exact
