@@ -70,7 +70,8 @@ TQ_FN float tq_gain(Words scale_words) {
   return tq_gain_of<D, BITS>(scale);
 }
 
-#define TQ_STATES 256  // states of a trellis
+#define TQ_WINDOW 8  // bits of a trellis state
+#define TQ_STATES 256
 
 // How a code becomes a level: by a polynomial, as the state of a trellis (trellis.h), with the other codes of its byte
 // (byte_levels.h), or as the state of a trellis of its group's width (sorted_keys.h). All but the first look it up.
