@@ -31,7 +31,7 @@
 //
 // Only if KEY_TRELLIS or VALUE_TRELLIS:
 //
-//   trellis_levels [5, 256]: half, levels of the states of 1 to 5 bits
+//   trellis_levels [7, 256]: half, levels of the states of 1 to 7 bits
 //
 // Inputs from packed_rows on, without trellis_levels, come SOURCES times: a source has the arrays of a batch, of one row
 // of it, or of KV heads that keep the same tokens.

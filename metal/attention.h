@@ -138,6 +138,8 @@ TQ_FN void tq_score_key(Query query, TQ_THREAD const tq_sorted_key<Words, Levels
       case 3: tq_score_group<QUERIES, D, 3>(group_query, words, key.levels, part); break;
       case 4: tq_score_group<QUERIES, D, 4>(group_query, words, key.levels, part); break;
       case 5: tq_score_group<QUERIES, D, 5>(group_query, words, key.levels, part); break;
+      case 6: tq_score_group<QUERIES, D, 6>(group_query, words, key.levels, part); break;
+      case 7: tq_score_group<QUERIES, D, 7>(group_query, words, key.levels, part); break;
     }
     TQ_UNROLL for (int q = 0; q < QUERIES; q++) score[q] = tq_fma(part[q], size, score[q]);
   }

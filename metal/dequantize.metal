@@ -20,7 +20,7 @@
 //
 // Only if KEY_TRELLIS or VALUE_TRELLIS:
 //
-//   trellis_levels [5, 256]: half, levels of the states of 1 to 5 bits
+//   trellis_levels [7, 256]: half, levels of the states of 1 to 7 bits
 //
 // Grid (the threads that decode, at least B H S units of keys or values, whichever have more, then 32 B H L, 2, 1),
 // threadgroup (256, 1, 1).

@@ -10,7 +10,7 @@
 //
 // Only if KEY_TRELLIS or VALUE_TRELLIS:
 //
-//   trellis_levels [5, 256]: half, levels of the states of 1 to 5 bits
+//   trellis_levels [7, 256]: half, levels of the states of 1 to 7 bits
 //
 // Only if KEY_SORTED:
 //

@@ -24,7 +24,7 @@
 //
 // Only if KEY_TRELLIS:
 //
-//   trellis_levels [5, 256]: half, levels of the states of 1 to 5 bits
+//   trellis_levels [7, 256]: half, levels of the states of 1 to 7 bits
 //
 // Grid (32 SIMDGROUPS n, H, 1), threadgroup (32 SIMDGROUPS, 1, 1).
 #include "query_pack.h"

@@ -23,7 +23,7 @@
 //
 // Only if KEY_TRELLIS or VALUE_TRELLIS:
 //
-//   trellis_levels [5, 256]: half, levels of the states of 1 to 5 bits
+//   trellis_levels [7, 256]: half, levels of the states of 1 to 7 bits
 //
 // Grid (32 SIMDGROUPS ceil(S / SIMDGROUPS), B H, 1), threadgroup (32 SIMDGROUPS, 1, 1).
 #include "rotation.h"

@@ -82,6 +82,8 @@ struct tq_vectors<D, BITS, WIDE, FULL, SCALE, TQ_BY_GROUP> {
       case 3: load_half<3>(words, key.levels, unit % 2, values); break;
       case 4: load_half<4>(words, key.levels, unit % 2, values); break;
       case 5: load_half<5>(words, key.levels, unit % 2, values); break;
+      case 6: load_half<6>(words, key.levels, unit % 2, values); break;
+      case 7: load_half<7>(words, key.levels, unit % 2, values); break;
       default: TQ_UNROLL for (int i = 0; i < int(VALUES); i++) values[i] = 0.0f;
     }
     float size = tq_size<D>(key.groups, unit / 2);

@@ -67,6 +67,8 @@ struct tq_group_search {
         case 3: level[j] = find_level<3>(value, group_codes, int(lane)); break;
         case 4: level[j] = find_level<4>(value, group_codes, int(lane)); break;
         case 5: level[j] = find_level<5>(value, group_codes, int(lane)); break;
+        case 6: level[j] = find_level<6>(value, group_codes, int(lane)); break;
+        case 7: level[j] = find_level<7>(value, group_codes, int(lane)); break;
         default: level[j] = 0.0f;
       }
     }
@@ -86,7 +88,9 @@ struct tq_group_search {
       case 2: return Search::template pack<TQ_GROUP, 2>(group_codes, rest);
       case 3: return Search::template pack<TQ_GROUP, 3>(group_codes, rest);
       case 4: return Search::template pack<TQ_GROUP, 4>(group_codes, rest);
-      default: return Search::template pack<TQ_GROUP, 5>(group_codes, rest);
+      case 5: return Search::template pack<TQ_GROUP, 5>(group_codes, rest);
+      case 6: return Search::template pack<TQ_GROUP, 6>(group_codes, rest);
+      default: return Search::template pack<TQ_GROUP, 7>(group_codes, rest);
     }
   }
 

@@ -1,15 +1,16 @@
-// Decoding of a vector unit by unit. A unit is the smallest number of 16-bit words that holds whole codes: one, three
-// for 3-bit codes, five for 5-bit codes, or two for fp32. FULL is the dtype of values that are stored in 16 bits as they are.
+// Decoding of a vector unit by unit. A unit is the smallest number of 16-bit words that holds whole codes, such as one for
+// 4-bit codes, three for 3-bit codes, or two for fp32. FULL is the dtype of values that are stored in 16 bits as they are.
 #include "codebook.h"
 #include "packing.h"
 
 template <int D, int BITS>
 struct tq_unit {
   enum {
-    VALUES = BITS > 8 ? 1 : BITS % 2 ? 16 : 16 / BITS,     // of a unit
-    COUNT = D / VALUES,                                    // units of a vector
-    WORDS = BITS % 2 ? BITS : BITS == 32 ? 2 : 1,          // of a unit
-    PAIRED = BITS <= 16 && COUNT % 2 == 0                  // two adjacent units are whole 32-bit words
+    SHARED = BITS & -BITS,                    // the largest power of two that divides BITS
+    VALUES = BITS > 16 ? 1 : 16 / SHARED,     // of a unit
+    COUNT = D / VALUES,                       // units of a vector
+    WORDS = BITS > 16 ? 2 : BITS / SHARED,    // of a unit
+    PAIRED = BITS <= 16 && COUNT % 2 == 0     // two adjacent units are whole 32-bit words
   };
 
   // The index of word number n of a unit.
@@ -69,7 +70,8 @@ TQ_FN float tq_gain(Words scale_words) {
   return tq_gain_of<D, BITS>(scale);
 }
 
-#define TQ_STATES 256  // states of a trellis
+#define TQ_WINDOW 8  // bits of a trellis state
+#define TQ_STATES 256
 
 // How a code becomes a level: by a polynomial, as the state of a trellis (trellis.h), with the other codes of its byte
 // (byte_levels.h), or as the state of a trellis of its group's width (sorted_keys.h). All but the first look it up.

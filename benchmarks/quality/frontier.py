@@ -24,7 +24,7 @@ PAIRS = {
         *("tq3/tq4", "tq3/tq3", "tq3/tq2", "tq2/tq3", "tq2/tq2"),
     ],
     "trellis": ["q8/tcq3", "tcq4/tcq4", "tcq4/tcq3", "tcq3/tcq3", "tcq3/tcq2", "tcq2/tcq2"],
-    "sorted": ["stcq4/tcq4", "stcq4/tq4", "stcq3/tcq3", "stcq2/tcq2"],
+    "sorted": ["stcq4/tcq4", "stcq4/tq4", "stcq4/tcq3", "stcq3/tcq3", "stcq2/tcq2"],
     "layers": [f"{bits:g}bits" for bits in (2.6, 3, 3.4, 3.8, 4.3, 5.3, 6.3)],
     "plain": [f"{name}:plain/{name}" for name in ("q8", "tq4", "tq3", "tq2")],
     "field": [f"{name}:plain/{name}" for name in (*_FIELD, *_OTHERS)],

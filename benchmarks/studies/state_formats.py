@@ -26,6 +26,7 @@ from mlx_tq import load
 from mlx_tq.cache.layer import cache_parts
 from mlx_tq.cache.recurrent_states import EXACT, Q8, is_state, pack_state, pack_states, unpack_state, unpack_states
 from mlx_tq.cli.inputs import load_text
+from mlx_tq.codec import CodecOptions, get_format
 from mlx_tq.config import DEFAULT_PROFILE, PROFILES
 from mlx_tq.prompt_cache.compressed import compressed_attention
 from mlx_tq.prompt_cache.compressed import make_prompt_cache as make_compressed_cache
@@ -34,6 +35,7 @@ from mlx_tq.prompt_cache.memory import state_nbytes
 
 RANDOM = "random"
 STEP, TURN = 256, 64
+ROW = 128  # numbers of a convolution's input that share a scale
 # The head dims of Qwen3.5 and its successors, and fewer heads.
 SHAPE = {
     "model_type": "qwen3_5", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 4096,
@@ -72,12 +74,26 @@ def restore_by_key_channel(caches: list[Any]) -> list[Any]:
     return caches
 
 
+def restore_inputs_as(name: str, caches: list[Any]) -> list[Any]:
+    """Restore states at 8 bits, and the last inputs of their convolutions in a format of the package."""
+    caches = restore_packed(caches)
+    for part in cache_parts(caches):
+        for number, entry in enumerate(part.cache if isinstance(part, ArraysCache) else ()):
+            if not is_state(entry):
+                codec = get_format(name).codec(ROW, CodecOptions())
+                rows = codec.decode(codec.encode(entry.reshape(*entry.shape[:-1], -1, ROW)))
+                part[number] = rows.reshape(entry.shape).astype(entry.dtype)
+    return caches
+
+
 # How states are restored, and whether they are at each turn.
 FORMATS: dict[str, tuple[Restore, bool]] = {
     "exact": (copy.deepcopy, False),
     "q8": (restore_packed, False),
     "q8, each turn": (restore_packed, True),
     "q8, scales of key channels": (restore_by_key_channel, False),
+    "q8, also convolution inputs": (partial(restore_inputs_as, "q8"), False),
+    "q8, convolution inputs tcq3": (partial(restore_inputs_as, "tcq3"), False),
 }
 
 

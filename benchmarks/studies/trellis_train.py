@@ -2,11 +2,13 @@
 
     python -m benchmarks.studies.trellis_train FILE
 
-This is how `mlx_tq/assets/trellis/levels.safetensors` was made: fp16 [256] for each of 1 to 5 bits. Stored caches
+This is how `mlx_tq/assets/trellis/levels.safetensors` was made: fp16 [256] for each of 1 to 7 bits. Stored caches
 depend on the shipped file, so it is never replaced. Another kind of processor may round otherwise.
 """
 
+import math
 import sys
+from statistics import NormalDist
 
 import mlx.core as mx
 import numpy as np
@@ -14,6 +16,7 @@ import numpy as np
 from mlx_tq.codec.formats.trellis import STATES, WINDOW, search_path
 
 VECTORS, VALUES, ROUNDS = 8192, 128, 96
+SORTED_FROM = 6  # bits; with fewer, random levels become better ones
 
 
 def refine(levels: np.ndarray, x: np.ndarray, bits: int, parts: int = 1) -> tuple[np.ndarray, float]:
@@ -26,11 +29,20 @@ def refine(levels: np.ndarray, x: np.ndarray, bits: int, parts: int = 1) -> tupl
     return np.where(times > 0, mean, levels).astype(np.float32), float(np.square(x - levels[path]).mean())
 
 
+def first_levels(bits: int, states: int, rng: np.random.Generator) -> np.ndarray:
+    """Return random levels; for many bits, levels of which neighbors belong to different groups of states."""
+    if bits < SORTED_FROM:
+        return rng.permutation(np.sort(rng.standard_normal(states))).astype(np.float32)
+    # A cube root of the density spaces levels best, and that of a normal density is a wider one.
+    in_order = [math.sqrt(3) * NormalDist().inv_cdf((i + 0.5) / states) for i in range(states)]
+    return np.array(in_order, np.float32).reshape(1 << bits, -1).T.ravel()
+
+
 def trained(bits: int, window: int = WINDOW, vectors: int = VECTORS, rounds: int = ROUNDS) -> np.ndarray:
     """Return fp32 [2^window]: the level of a state is the mean of the values that pass through it."""
     rng = np.random.default_rng(0)
     states = 1 << window
-    levels = rng.permutation(np.sort(rng.standard_normal(states))).astype(np.float32)
+    levels = first_levels(bits, states, rng)
     for number in range(rounds):
         x = rng.standard_normal((vectors, VALUES)).astype(np.float32)
         levels, error = refine(levels, x, bits, parts=16)
@@ -39,6 +51,6 @@ def trained(bits: int, window: int = WINDOW, vectors: int = VECTORS, rounds: int
 
 
 if __name__ == "__main__":
-    found = {str(bits): mx.array(trained(bits)).astype(mx.float16) for bits in range(1, 6)}
+    found = {str(bits): mx.array(trained(bits)).astype(mx.float16) for bits in range(1, 8)}
     assert all(each.size == STATES for each in found.values())
     mx.save_safetensors(sys.argv[1], found)

@@ -42,7 +42,7 @@ def test_groups_follow_from_the_first_keys(name, dim):
         squares = energy[order].reshape(-1, 32).mean(axis=1)
         np.testing.assert_allclose(groups.sizes[place], np.sqrt(squares), rtol=2**-11)
 
-        every = np.array([w for w in itertools.product(range(6), repeat=dim // 32) if sum(w) == bits * dim // 32])
+        every = np.array([w for w in itertools.product(range(8), repeat=dim // 32) if sum(w) == bits * dim // 32])
         missing = (energy[order].reshape(-1, 32) ** 2).mean(axis=1)  # of groups that are not stored
         losses, chosen = (
             np.where(widths, np.array(ERRORS)[widths] * squares**2, missing).sum(axis=-1)
@@ -51,19 +51,23 @@ def test_groups_follow_from_the_first_keys(name, dim):
         assert chosen == pytest.approx(losses.min(), rel=1e-3)
 
 
-@pytest.mark.parametrize("width", range(1, 6))
+@pytest.mark.parametrize("width", range(1, 8))
 def test_stated_errors_of_widths(width):
     x = gaussian((2**13, 32), seed=width)
     error = float(mx.square(mx.array(x) - encode_rings(mx.array(x), width)[1]).mean())
     assert error == pytest.approx(ERRORS[width], rel=0.02)
 
 
-@pytest.mark.parametrize(("name", "dim"), [("stcq2", 64), ("stcq3", 96), ("stcq4", 128)])
-def test_equals_a_scalar_encoder(name, dim):
+@pytest.mark.parametrize(
+    ("name", "dim", "spread", "widths"),
+    [("stcq2", 64, 0.3, {3, 1}), ("stcq3", 96, 1.6, {7, 6, 3, 2, 0}), ("stcq4", 128, 0.8, {7, 5, 4, 3, 2, 1})],
+)
+def test_equals_a_scalar_encoder(name, dim, spread, widths):
     """Sizes, the norm in the order of dims, and each group's rotation and ring: bit for bit."""
-    first = uneven_keys((1, 2, 64, dim))
+    first = uneven_keys((1, 2, 64, dim), spread=spread)
     codec = make_codec(name, dim, seed=SEED).fit(mx.array(first))
-    x = uneven_keys((1, 2, 3, dim), seed=7)
+    assert {*codec.groups.widths.ravel().tolist()} == widths
+    x = uneven_keys((1, 2, 3, dim), seed=7, spread=spread)
     codes = np.array(codec.encode(mx.array(x)).codes)
     groups, table = codec.groups, mx.load(str(SHIPPED))
     for head in range(2):
@@ -79,7 +83,7 @@ def test_equals_a_scalar_encoder(name, dim):
                     math.sqrt(dim // 32)
                 )
                 if width:
-                    per_unit = 16 if width % 2 else 16 // width
+                    per_unit = 16 // math.gcd(16, width)
                     along = (y * (np.float32(1) / norm[vector])).reshape(per_unit, -1).T.ravel()
                     levels = np.array(table[str(width)].astype(mx.float32))
                     at_cut = viterbi(np.concatenate([along[-16:], along[:16]]), levels, width)[15]

@@ -169,7 +169,9 @@ def make_problem(
     normalization = None
     if normalized or layout.learned_bytes:
         energy, mean = (gaussian(HEADS, 1, dims[0]) for _ in range(2))
-        channels = mx.exp(energy.astype(mx.float32) * 0.7)
+        channels = mx.exp(energy.astype(mx.float32) * (1.2 if layout.learned_bytes else 0.7))
+        if layout.learned_bytes:  # unequal, so that groups have all widths, but of no more energy
+            channels /= mx.sqrt(mx.square(channels).mean(axis=-1, keepdims=True))
         full[0], vectors[0] = (((x + 2 * mean) * channels).astype(x.dtype) for x in (full[0], vectors[0]))
         key_scale = 1 / mx.sqrt(channels)
         if packed >= FITTED:
@@ -262,7 +264,8 @@ def _decode_ring(words: np.ndarray, bits: int, window: int = 8) -> np.ndarray:
     """Decode trellis codes [..., D bits / 16] to levels [..., D], from the ring's bits one by one."""
     table = double(mx.load(str(files("mlx_tq") / "assets" / "trellis" / "levels.safetensors"))[str(bits)])
     lead, count = words.shape[:-1], words.shape[-1]
-    of_unit, values, size = bits if bits % 2 else 1, 16 if bits % 2 else 16 // bits, 16 * count // bits
+    shared = math.gcd(bits, 16)
+    of_unit, values, size = bits // shared, 16 // shared, 16 * count // bits
     units = words.reshape(*lead, of_unit, count // of_unit).swapaxes(-1, -2)
     ring = (units[..., None] >> np.arange(15, -1, -1) & 1).reshape(*lead, 16 * count)
     ends = bits * np.arange(1, size + 1)

@@ -22,9 +22,9 @@ from mlx_tq.codec.rotation import get_rotation, pairwise_sum
 from mlx_tq.errors import CacheFormatError
 
 GROUP = 32  # dims; shorter rings of codes lose more at their cut
-LARGEST_WIDTH = 5
+LARGEST_WIDTH = 7
 # Squared error of a Gaussian value in a ring of GROUP codes, by width.
-ERRORS = (1.0, 0.322, 0.0815, 0.0217, 0.00597, 0.00166)
+ERRORS = (1.0, 0.322, 0.0815, 0.0217, 0.00597, 0.00166, 0.00047, 0.000129)
 _FLOOR = 1e-4  # least mean square of a dim, in that of its head
 
 

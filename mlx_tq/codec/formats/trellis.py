@@ -26,12 +26,12 @@ _CHUNK = 512  # vectors that are searched together: their costs stay in a proces
 
 @cache
 def all_levels() -> mx.array:
-    """Load the level of each state for 1 to 5 bits per value: fp16 [5, STATES].
+    """Load the level of each state for 1 to 7 bits per value: fp16 [7, STATES].
 
     `benchmarks/studies/trellis_train.py` made them. What was stored with them is read with them, so they never change.
     """
     stored: dict[str, mx.array] = mx.load(str(files("mlx_tq") / "assets" / "trellis" / "levels.safetensors"))  # type: ignore[assignment]
-    return mx.stack([stored[bits] for bits in ("1", "2", "3", "4", "5")])
+    return mx.stack([stored[bits] for bits in "1234567"])
 
 
 @cache

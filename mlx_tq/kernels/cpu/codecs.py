@@ -16,7 +16,7 @@ from mlx_tq.codec.grouped_rotation import GroupedRotation
 from mlx_tq.codec.rotation import Rotation, WalshHadamard, hadamard_matrix
 
 FULL_FORMATS = {mx.float32: 0, mx.float16: 1, mx.bfloat16: 2}
-_Q8, _TQ4, _TCQ4, _STCQ4 = 3, 4, 7, 12
+_Q8, _TQ4, _TCQ4, _STCQ4 = 3, 4, 7, 14
 pointer, long, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 

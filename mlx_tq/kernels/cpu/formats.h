@@ -3,32 +3,34 @@
 // A format stores a vector of D values in units: the smallest number of 16-bit words that holds whole values. Keys are
 // decoded with a token in each lane, values with a unit in each lane: so scores and outputs are products of matrices.
 #pragma once
+#include <numeric>
+
 #include "vectors.h"
 
 namespace tq {
 
-// The names are those of the formats; FP32, FP16 and BF16 are the model's own types. Sorted keys have groups of TCQ5 to
+// The names are those of the formats; FP32, FP16 and BF16 are the model's own types. Sorted keys have groups of TCQ7 to
 // TCQ1; their bits are the mean.
-enum FormatNumber : int32_t { FP32, FP16, BF16, Q8, TQ4, TQ3, TQ2, TCQ4, TCQ3, TCQ2, TCQ5, TCQ1, STCQ4, STCQ3, STCQ2, FORMATS };
+enum FormatNumber : int32_t { FP32, FP16, BF16, Q8, TQ4, TQ3, TQ2, TCQ4, TCQ3, TCQ2, TCQ7, TCQ6, TCQ5, TCQ1, STCQ4, STCQ3, STCQ2, FORMATS };
 
-constexpr int BITS_OF[FORMATS] = {32, 16, 16, 8, 4, 3, 2, 4, 3, 2, 5, 1, 4, 3, 2};
+constexpr int BITS_OF[FORMATS] = {32, 16, 16, 8, 4, 3, 2, 4, 3, 2, 7, 6, 5, 1, 4, 3, 2};
 constexpr int STATES = 256;  // of a trellis
 constexpr int TILE = 64;     // tokens that are decoded at a time
 static_assert(TILE % LANES == 0, "tiles are whole vectors");
 
 // Levels of the tq formats, each repeated to 16 entries, so that bits above a code change nothing; then those of each
-// trellis state for 1 to 5 bits.
+// trellis state for 1 to 7 bits.
 struct Levels {
   float turbo[3][16];
-  float trellis[5][STATES];
+  float trellis[7][STATES];
 };
 
 template <int FORMAT>
 struct Format {
   static constexpr bool TRELLIS = FORMAT >= TCQ4;
   static constexpr int BITS = BITS_OF[FORMAT];
-  static constexpr int UNIT = BITS > 8 ? 1 : BITS == 8 ? 2 : BITS % 2 ? 16 : 16 / BITS;  // values
-  static constexpr int UNIT_WORDS = BITS == 32 ? 2 : BITS % 2 ? BITS : 1;
+  static constexpr int UNIT = BITS > 8 ? 1 : 16 / std::gcd(16, BITS);  // values
+  static constexpr int UNIT_WORDS = BITS > 8 ? BITS / 16 : BITS / std::gcd(16, BITS);
 };
 
 // The values of units of packed codes, one unit in each lane, from the lower halves of their words.

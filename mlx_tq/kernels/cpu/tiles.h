@@ -9,7 +9,7 @@
 namespace tq {
 
 inline const KeyDecoder KEY_DECODERS[FORMATS] = {decode_keys<FP32>, decode_keys<FP16>, decode_keys<BF16>, decode_keys<Q8>,
-    decode_keys<TQ4>, decode_keys<TQ3>, decode_keys<TQ2>, decode_keys<TCQ4>, decode_keys<TCQ3>, decode_keys<TCQ2>, decode_keys<TCQ5>, decode_keys<TCQ1>};
+    decode_keys<TQ4>, decode_keys<TQ3>, decode_keys<TQ2>, decode_keys<TCQ4>, decode_keys<TCQ3>, decode_keys<TCQ2>, decode_keys<TCQ7>, decode_keys<TCQ6>, decode_keys<TCQ5>, decode_keys<TCQ1>};
 inline const ValueDecoder VALUE_DECODERS[FORMATS] = {decode_values<FP32>, decode_values<FP16>, decode_values<BF16>, decode_values<Q8>,
     decode_values<TQ4>, decode_values<TQ3>, decode_values<TQ2>, decode_values<TCQ4>, decode_values<TCQ3>, decode_values<TCQ2>};
 
@@ -19,7 +19,7 @@ inline int decode_tile(const char* const* keys, int count, int format, int dim, 
     KEY_DECODERS[format](keys, count, dim, levels, tile);
     return dim;
   }
-  constexpr FormatNumber RINGS[] = {TCQ1, TCQ1, TCQ2, TCQ3, TCQ4, TCQ5};
+  constexpr FormatNumber RINGS[] = {TCQ1, TCQ1, TCQ2, TCQ3, TCQ4, TCQ5, TCQ6, TCQ7};
   const char* codes[TILE];
   std::copy_n(keys, count, codes);
   int stored = 0;

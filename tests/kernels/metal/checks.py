@@ -157,7 +157,7 @@ def loads_per_word(codec: Codec) -> Fraction:
     """Return how often a word of codes is loaded: the last word of a trellis unit also serves the next unit."""
     if isinstance(codec, SortedCodec):
         widths = np.broadcast_to(codec.groups.widths, (codec.groups.widths.shape[0], HEADS, codec.head_dim // GROUP))
-        return Fraction(int(np.where(widths % 2, 2 * widths + 2, 4 * widths)[widths > 0].sum()), 2 * int(widths.sum()))
+        return 1 + Fraction(int(np.gcd(widths, 16)[widths > 0].sum()), int(widths.sum()))
     if not isinstance(codec, TrellisCodec):
         return Fraction(1)
     return Fraction(4, 3) if codec.bits == 3 else Fraction(2)

@@ -42,7 +42,7 @@ def check_attend_batch(rows, **simulation):
 
 UNEVEN = {"lengths": ((97, 6), (0, 3), (161, 30)), "key": "tq4", "value": "tq4", "dtype": "float32"}
 BLOCKS = (5, 38)
-SORTED = {"dims": (256, 64), "key": "stcq2", "seed": 3}
+SORTED = {"dims": (256, 64), "key": "stcq3", "seed": 3}
 NORMALIZED = {"normalized": "gaps", "batch": 2}
 CHECKS = {
     "encode": partial(checks.check_encode, cache(5)),
@@ -51,7 +51,7 @@ CHECKS = {
     # Two lanes find the best predecessor of a group of 4 bits, and each lane those of two groups of 2.
     "encode_trellis": partial(checks.check_encode, cache(3, key="tcq4", value="tcq2", rule="unbiased")),
     "encode_trellis_3_bits": partial(checks.check_encode, cache(3, key="tcq3", value="tcq3")),
-    # Each head has groups of 0 to 5 bits.
+    # Each head has groups of 0 to 7 bits.
     "encode_sorted": partial(checks.check_encode, cache(16, **SORTED, rule="unbiased")),
     "encode_sorted_norms": partial(checks.check_encode, cache(25, **SORTED, rule="raw", wide=True)),
     "encode_normalized": partial(checks.check_encode, cache(25, **NORMALIZED)),
