@@ -2,6 +2,8 @@
 // that of the state which its own bits and the bits before them form.
 #include "units.h"
 
+#define TQ_WINDOW 8  // bits of a state
+
 template <>
 struct tq_words<TQ_BY_STATE> {
   template <class Words, class Levels>

@@ -6,11 +6,11 @@
 template <int D, int BITS>
 struct tq_unit {
   enum {
-    SHARED = BITS & -BITS,                    // the largest power of two that divides BITS
-    VALUES = BITS > 16 ? 1 : 16 / SHARED,     // of a unit
-    COUNT = D / VALUES,                       // units of a vector
-    WORDS = BITS > 16 ? 2 : BITS / SHARED,    // of a unit
-    PAIRED = BITS <= 16 && COUNT % 2 == 0     // two adjacent units are whole 32-bit words
+    SHARED = BITS > 16 ? 16 : BITS & -BITS,  // greatest common divisor of BITS and 16
+    VALUES = 16 / SHARED,                    // of a unit
+    COUNT = D / VALUES,                      // units of a vector
+    WORDS = BITS / SHARED,                   // of a unit
+    PAIRED = BITS <= 16 && COUNT % 2 == 0    // two adjacent units are whole 32-bit words
   };
 
   // The index of word number n of a unit.
@@ -70,8 +70,7 @@ TQ_FN float tq_gain(Words scale_words) {
   return tq_gain_of<D, BITS>(scale);
 }
 
-#define TQ_WINDOW 8  // bits of a trellis state
-#define TQ_STATES 256
+#define TQ_STATES 256  // states of a trellis
 
 // How a code becomes a level: by a polynomial, as the state of a trellis (trellis.h), with the other codes of its byte
 // (byte_levels.h), or as the state of a trellis of its group's width (sorted_keys.h). All but the first look it up.
