@@ -174,11 +174,11 @@ class KVConfig:
 
     def _check_normalization(self) -> None:
         names = [part for key in self.key.split(SCHEDULE) for part in key.split(COLD)]
-        needy = [name for name in names if get_format(name).needs_queries]
-        if needy and not self.normalize:
+        is_sorted = [name for name in names if get_format(name).unsorted]
+        if is_sorted and not self.normalize:
             raise ConfigError(
-                f"key is {needy[0]!r}, which sorts dims by normalized keys, and normalize is off. Turn it on, or use "
-                f"tcq{get_format(needy[0]).bits:g}."
+                f"key is {is_sorted[0]!r}, which sorts dims by normalized keys, and normalize is off. Turn it on, or "
+                f"use {get_format(is_sorted[0]).unsorted}."
             )
 
     def _check_eviction(self, evict: EvictConfig) -> None:

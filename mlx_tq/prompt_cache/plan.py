@@ -243,6 +243,8 @@ def make_plan(
     layers = []
     for number, slot in enumerate(facts.slots):
         key, value, note = choose_formats(config, number, count, slot.key_norm, typical)
+        key, why = _without_sorting(slot, key)
+        note = "; ".join(filter(None, [note, why]))
         if slot.latent:
             value, note = promote(value), "; ".join(filter(None, [note, _LATENT_NOTE]))
         needs_pairs = any(get_format(part).needs_pairs for part in key.split(COLD))
@@ -253,11 +255,6 @@ def make_plan(
         kinds = {"shared": slot.shared, "latent": slot.latent, "indexed": slot.latent and slot.index in indexed}
         spec = CacheSpec.for_layer(config, slot.index, key, value, pairs=pairs, **kinds)
         try:
-            if slot.latent and get_format(spec.key).needs_queries:
-                raise ConfigError(
-                    f"its latents are read as values too, and {spec.key} is for keys only. "
-                    f"Use tcq{get_format(spec.key).bits:g}."
-                )
             if slot.latent and spec.cold:
                 raise ConfigError(f"its latents are stored in one format, and the key {key} names two. Use {spec.key}.")
             layer_layout(slot, spec)
@@ -294,6 +291,16 @@ def choose_formats(
     elif config.outlier and norm > config.outlier * typical:
         key, note = promote(key), f"key norm {norm:.1f} is {norm / typical:.1f}x the median"
     return key, value, "" if (key, value) == chosen else note
+
+
+def _without_sorting(slot: SlotFacts, key: str) -> tuple[str, str]:
+    """Return a key format that the layer can store, and why it does not sort dims if the given one does."""
+    first, *cold = key.split(COLD)
+    fmt = get_format(first)
+    if not fmt.unsorted or not (slot.latent or slot.key_dim % fmt.multiple):
+        return key, ""
+    reason = "latents are values too" if slot.latent else f"{slot.key_dim} dims are no multiple of {fmt.multiple}"
+    return COLD.join([fmt.unsorted, *cold]), f"keys not sorted: {reason}"
 
 
 def _rope_pairs(facts: ModelFacts, slot: SlotFacts) -> tuple[tuple[int, int], ...]:

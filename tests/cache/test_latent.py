@@ -218,8 +218,6 @@ def test_unsupported_settings_for_latents_are_refused():
         plan(build("deepseek_v32"))
     with pytest.raises(ConfigError, match=r"layer 0 .*its latents are stored in one format.* names two\. Use q8"):
         plan(budget=800, key="q8~tq3")
-    with pytest.raises(ConfigError, match=r"layer 0 .*its latents are read as values too, .*Use tcq3"):
-        plan(budget=800, key="stcq3")
     with pytest.raises(ConfigError, match=r"shadow mode .* MLA caches latents"):
         build_caches(plan_caches(MODEL, KVConfig()), shadow=True)
     with compressed_attention(MODEL):

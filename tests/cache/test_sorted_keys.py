@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from zoo import build
 
 from cache.test_headwise import fed, headwise
 from cache.tools import (
@@ -142,6 +143,15 @@ def test_heads_that_keep_other_tokens(kept):
         assert error(out[:, members], exact_attention(queries[:, members], *stored, SCALE)) < 1e-4
     rows, layout, _ = cache.packed_rows()
     assert layout.key.decode(layout.keys(rows)).shape[1] == 4 - len(kept)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("deepseek_v3", "latents are values too"), ("starcoder2", "48 dims are no multiple of 32")]
+)
+def test_layers_that_cannot_sort_take_as_many_bits(name, why):
+    layers = plan_caches(build(name), KVConfig(key="stcq3", value="tq4")).layers
+    assert {layer.spec.key for layer in layers} == {"tcq3"}
+    assert all(f"keys not sorted: {why}" in layer.note for layer in layers)
 
 
 def test_where_they_are_refused(embedded):

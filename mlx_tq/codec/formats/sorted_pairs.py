@@ -226,7 +226,7 @@ def _sorted_format(bits: int, error: float) -> Format:
         lambda head_dim, options, dtype: SortedCodec(head_dim, bits, options),
         multiple=GROUP,
         keys_only=reason,
-        needs_queries=True,
+        unsorted=f"tcq{bits}",
     )
 
 
