@@ -96,7 +96,7 @@ def test_one_head_at_a_time_equals_all_at_once(normalized, mask):
 
 
 def test_one_head_is_decoded_at_a_time():
-    problem = make_problem(packed=2000, length=9, batch=1, dims=(128, 128), dtype="float32")
+    problem = make_problem(packed=4000, length=9, batch=1, dims=(128, 128), dtype="float32")
     mx.eval(problem.arguments["queries"], problem.rows)
     whole = peak_of(lambda: problem.solve(prefill))
     with mlx_attention.using(ONE_HEAD):
