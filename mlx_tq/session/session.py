@@ -38,7 +38,7 @@ from mlx_tq.session.text import SESSION_ID, PlainText, PromptLengthLimit, TurnTe
 from mlx_tq.session.transcript import Quotation, Transcript, TurnRange, quotation_limit
 from mlx_tq.session.turn import UNLIMITED, StoppedError, Turn, TurnStats, roll_back, search_evicted
 from mlx_tq.session.worker import Worker
-from mlx_tq.speculative.lookup_mode import LookupMode
+from mlx_tq.speculative.lookup_mode import ON, LookupMode
 
 _NEARLY_FULL = 0.9  # of the context
 ON_FULL = STOP, DROP_OLDEST = "stop", "drop-oldest"  # when the context is full
@@ -120,7 +120,7 @@ class Session:
         warn: Callable[[str], None] = warnings.warn,
     ) -> None:
         _check_settings(system_prompt, session_id, max_tokens, sampler, seed, prefill_step_size)
-        _check_on_full(on_full, shadow)
+        _check_modes(on_full, shadow, prompt_lookup)
         if shadow is not None and config.evict is not None and config.evict.recall == "auto":
             config = replace(config, evict=replace(config.evict, recall="off"))  # the whole cache answers
         self.model, self.tokenizer, self.config = model, tokenizer, config
@@ -628,13 +628,17 @@ def _check_seed(seed: Any) -> None:
         raise ConfigError(f"seed is {seed!r:.80}; it must be a whole number from 0 to 2^64 - 1.")
 
 
-def _check_on_full(on_full: Any, shadow: int | None) -> None:
+def _check_modes(on_full: Any, shadow: int | None, prompt_lookup: str) -> None:
     if on_full not in ON_FULL:
         raise unknown_name("on_full", on_full, ON_FULL)
     if on_full == DROP_OLDEST and shadow is not None:
         raise ConfigError(
             f'shadow and on_full="{DROP_OLDEST}" cannot be combined: a shadow needs the whole conversation. Leave out '
             "one of them."
+        )
+    if prompt_lookup == ON and shadow is not None:
+        raise ConfigError(
+            'shadow and prompt_lookup="on" cannot be combined: a shadow compares single steps. Leave out one of them.'
         )
 
 

@@ -125,6 +125,7 @@ def test_copies_go_on_as_the_model_would(exact):
         ({"config": KVConfig(evict=EvictConfig(recall=96))}, "--kv-recall off"),
         ({"config": OFF}, "nothing is compressed"),
         ({"prefix_cache": "auto"}, "drop it"),
+        ({"prompt_lookup": "on"}, 'shadow and prompt_lookup="on" cannot be combined'),
     ],
 )
 def test_what_cannot_be_shadowed(changes, says, exact, tmp_path, monkeypatch):
