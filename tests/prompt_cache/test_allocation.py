@@ -82,6 +82,26 @@ def test_the_bits_of_latents_are_those_of_the_plan(bits):
     assert allocation.loss >= 0.2 * len(facts.slots)
 
 
+def loss_above_rounding(model, tokenizer, key, value):
+    """Return the KL divergence of the text's predictions, less that of q8/q8, from log-probabilities in float64."""
+    ids = mx.array(tokenizer.encode(load_text())[:MEASURED])
+
+    def predictions(config):
+        with mlx_tq.compressed_attention(model):
+            caches = mlx_tq.make_prompt_cache(model, config)
+            logits = [model(ids[None, at : at + 64], cache=caches)[0] for at in range(0, MEASURED, 64)]
+        logits = np.array(mx.concatenate(logits).astype(mx.float32), np.float64)[FROM:]
+        logits -= logits.max(axis=-1, keepdims=True)
+        return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+    own = predictions(KVConfig.from_profile("off"))
+    lost, rounding = (
+        (np.exp(own) * (own - predictions(KVConfig(*formats, sinks=32, window=32)))).sum(axis=-1).mean()
+        for formats in ((key, value), ("q8", "q8"))
+    )
+    return lost - rounding
+
+
 @pytest.fixture
 def mlx_operations():
     """Round bfloat16 where the shipped losses were rounded: kernels round elsewhere."""
@@ -94,25 +114,20 @@ def mlx_operations():
 def test_what_a_layer_loses_is_what_it_costs_alone(embedded):
     """Its values', against log-probabilities in float64; the file inside the package holds what is measured here."""
     model, tokenizer = embedded
-    ids = mx.array(tokenizer.encode(load_text())[:MEASURED])
-
-    def predictions(config):
-        with mlx_tq.compressed_attention(model):
-            caches = mlx_tq.make_prompt_cache(model, config)
-            logits = [model(ids[None, at : at + 64], cache=caches)[0] for at in range(0, MEASURED, 64)]
-        logits = np.array(mx.concatenate(logits).astype(mx.float32), np.float64)[FROM:]
-        logits -= logits.max(axis=-1, keepdims=True)
-        return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-
-    value = "+".join("tq3" if layer == 4 else "fp16" for layer in range(6))
-    own = predictions(KVConfig.from_profile("off"))
-    lost, rounding = (
-        (np.exp(own) * (own - predictions(KVConfig(**formats, sinks=32, window=32)))).sum(axis=-1).mean()
-        for formats in ({"key": "fp16", "value": value}, {"key": "q8", "value": "q8"})
-    )
     shipped = find_losses(fingerprint(model))
-    assert lost - rounding == pytest.approx(shipped.values[4], rel=0.05)  # as far as machines differ
+    value = "+".join("tq3" if layer == 4 else "fp16" for layer in range(6))
+    assert loss_above_rounding(model, tokenizer, "fp16", value) == pytest.approx(shipped.values[4], rel=0.05)
     assert shipped.values[4] == max(shipped.values)
+
+
+@pytest.mark.full
+def test_losses_of_latents(embedded):
+    """The latents of the first of two layers lose most; the parts that are rotated stay at 8 bits."""
+    tokenizer = embedded[1]
+    model = build("deepseek_v3", vocab_size=len(tokenizer.get_vocab()) + 8)
+    found = measure_losses(model, tokenizer, load_text(), lambda done, total: None)
+    assert loss_above_rounding(model, tokenizer, "tq3+fp16", "fp16") == pytest.approx(found.keys[0], rel=0.01)
+    assert max(found.keys[1], *found.values) < 0.01 * found.keys[0]
 
 
 @pytest.mark.full
