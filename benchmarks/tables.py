@@ -233,6 +233,26 @@ def frontier() -> str:
     return table(list(files), ["keys/values", *heads], rows, on="two models, sinks 32, window 64", command=command)
 
 
+UNSORTED = {f"stcq{bits}/tcq{bits}": f"tcq{bits}/tcq{bits}" for bits in (2, 3, 4)} | {
+    "stcq4/tcq3": "tcq4/tcq3",
+    "stcq4/tq4": "tq4/tq4",
+}
+
+
+def sorted_caches() -> str:
+    files = existing("frontier_sorted_{}.json")
+    found = [(report(name)["results"], report(name.replace("sorted_", ""))["results"]) for name in files]
+    rows = []
+    for name, plain in UNSORTED.items():
+        rows.append([name, plain])
+        for each, others in found:
+            rows[-1] += [with_error(each[name]["kld"], each[name]["kld_error"]), f"{others[plain]['kld']:.5f}"]
+    columns = [f"{label}: {what}" for label in files.values() for what in ("KLD", "of the other")]
+    command = f"python -m benchmarks.quality.frontier sorted --length N --step 128 --chunks N {SMALL_CACHE} {ON_MODEL}"
+    on = "three models, sinks 32, window 64"
+    return table([*files], ["keys/values", "of as many bytes", *columns], rows, on=on, command=command)
+
+
 def peer_formulas() -> str:
     return _formulas("peer_frontier_{}.json", lambda name: True)
 
@@ -1077,7 +1097,17 @@ def everyday_facts() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        *(profiles, formats, divergence, fidelity, frontier, peer_formulas, sorted_ablation, trajectories),
+        *(
+            profiles,
+            formats,
+            divergence,
+            fidelity,
+            frontier,
+            peer_formulas,
+            sorted_ablation,
+            sorted_caches,
+            trajectories,
+        ),
         *(normalization, trellis, states),
         *(by_layer, answers),
         *(whole_models, long_contexts, llama_cpp, one_layer, kernels, attention_counts, verify_counts, gpu_attention),
