@@ -1097,17 +1097,8 @@ def everyday_facts() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        *(
-            profiles,
-            formats,
-            divergence,
-            fidelity,
-            frontier,
-            peer_formulas,
-            sorted_ablation,
-            sorted_caches,
-            trajectories,
-        ),
+        *(profiles, formats, divergence, fidelity, frontier),
+        *(peer_formulas, sorted_ablation, sorted_caches, trajectories),
         *(normalization, trellis, states),
         *(by_layer, answers),
         *(whole_models, long_contexts, llama_cpp, one_layer, kernels, attention_counts, verify_counts, gpu_attention),
