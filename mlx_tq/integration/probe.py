@@ -47,6 +47,7 @@ _TOKENS = 64
 _STRIDE = 7919  # a prime, so that the tokens are spread over any vocabulary
 
 _NO_ROPE = "its attention has no RoPE"
+_UNKNOWN_ROPE = "its attention calls no RoPE, and one inside a kernel is found only when the model is loaded"
 _ROPE_TOLERANCE = 0.02  # relative to a key's norm: bfloat16 rounds by .25 %, a wrong RoPE changes most of the key
 
 Place = tuple[int, int | None]  # of a cache: its index in the model's list, and its number inside a CacheList
@@ -435,8 +436,10 @@ def _with_fused_ropes(model: Any, slots: list[SlotFacts]) -> list[SlotFacts]:
     right RoPE, undone, makes them equal.
     """
     ropeless = {(slot.index, slot.part): slot for slot in slots if slot.no_rope == _NO_ROPE}
-    if not ropeless or is_outline(model) or family_of(model) is not MLX_LM:  # mlx-vlm's may rotate by several positions
+    if not ropeless or family_of(model) is not MLX_LM:  # mlx-vlm's may rotate by several positions
         return slots
+    if is_outline(model):
+        return [replace(slot, no_rope=_UNKNOWN_ROPE) if slot.no_rope == _NO_ROPE else slot for slot in slots]
     trial = _Trial(model, ropeless, mx.zeros((1, _TOKENS), mx.int32))
     ropes = {dim: _distinct_ropes(model, dim) for dim in {slot.key_dim for slot in ropeless.values()}}
 

@@ -11,6 +11,7 @@ from zoo import ARCHITECTURES, build
 
 from mlx_tq.config import PROFILES
 from mlx_tq.errors import ConfigError
+from mlx_tq.integration.probe import model_facts
 from mlx_tq.models import embedded_path, load, load_outline
 from mlx_tq.prompt_cache.memory import capacities, context_limit, weights_nbytes
 
@@ -71,6 +72,12 @@ def test_architectures(tmp_path, name):
     """Windows, states, mixtures of experts, heads with two sizes."""
     write_folder(tmp_path, build(name), ARCHITECTURES[name].config)
     assert bytes_of(load_outline(tmp_path)) == bytes_of(with_tokenizer(tmp_path))
+
+
+def test_a_rope_inside_a_kernel_is_not_denied(tmp_path):
+    write_folder(tmp_path, build("muse_spark"), ARCHITECTURES["muse_spark"].config)
+    for slot in model_facts(load_outline(tmp_path)).slots:
+        assert slot.no_rope.endswith("one inside a kernel is found only when the model is loaded")
 
 
 def write_folder(folder, model, config):
