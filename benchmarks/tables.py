@@ -337,29 +337,6 @@ def by_layer() -> str:
 STATES = {"hybrid": "small hybrid, 1.2M tokens of training", "random": "random, head dims of Qwen3.5"}
 
 
-def trajectories() -> str:
-    files = existing("trajectory_{}.json", REAL_MODELS)
-    rows = [
-        [
-            label,
-            name,
-            with_error(row["kld"], row["kld_error"]),
-            with_error(row["agreement"], row["agreement_error"], digits=1),
-            f"{row['same_until']:.0f}",
-            f"{row['exact']} of {row['answers']}",
-        ]
-        for file, label in files.items()
-        for name, row in report(file)["results"].items()
-        if name != "off"
-    ]
-    columns = ["model", "keys/values", "KLD", "same token %", "equal tokens, median", "equal answers"]
-    command = (
-        "python -m mlx_tq evaluate trajectory --profiles tq4/tq4,stcq4/tq4,tcq3/tcq3,stcq3/tcq3,tcq2/tcq2,stcq2/tcq2 "
-        f"\\\n    --text wiki.test.raw --chunks 8 --length 512 --answer-tokens 512 {SMALL_CACHE} {ON_MODEL}"
-    )
-    return table([*files], columns, rows, on="two models, sinks 32, window 64", command=command)
-
-
 def states() -> str:
     files = {f"state_formats_{name}.json": label for name, label in STATES.items()}
     rows = [
@@ -1098,7 +1075,7 @@ TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
         *(profiles, formats, divergence, fidelity, frontier),
-        *(peer_formulas, sorted_ablation, sorted_caches, trajectories),
+        *(peer_formulas, sorted_ablation, sorted_caches),
         *(normalization, trellis, states),
         *(by_layer, answers),
         *(whole_models, long_contexts, llama_cpp, one_layer, kernels, attention_counts, verify_counts, gpu_attention),
