@@ -247,10 +247,10 @@ def sorted_caches() -> str:
         rows.append([name, plain])
         for each, others in found:
             rows[-1] += [with_error(each[name]["kld"], each[name]["kld_error"]), f"{others[plain]['kld']:.5f}"]
-    columns = [f"{label}: {what}" for label in files.values() for what in ("KLD", "of the other")]
+    columns = [f"{label}: {what}" for label in files.values() for what in ("KLD", "KLD, unsorted")]
     command = f"python -m benchmarks.quality.frontier sorted --length N --step 128 --chunks N {SMALL_CACHE} {ON_MODEL}"
     on = "three models, sinks 32, window 64"
-    return table([*files], ["keys/values", "of as many bytes", *columns], rows, on=on, command=command)
+    return table([*files], ["keys/values", "unsorted, same bytes", *columns], rows, on=on, command=command)
 
 
 def peer_formulas() -> str:

@@ -174,11 +174,11 @@ class KVConfig:
 
     def _check_normalization(self) -> None:
         names = [part for key in self.key.split(SCHEDULE) for part in key.split(COLD)]
-        is_sorted = [name for name in names if get_format(name).unsorted]
-        if is_sorted and not self.normalize:
+        sorting = [name for name in names if get_format(name).unsorted]
+        if sorting and not self.normalize:
             raise ConfigError(
-                f"key is {is_sorted[0]!r}, which sorts dims by normalized keys, and normalize is off. Turn it on, or "
-                f"use {get_format(is_sorted[0]).unsorted}."
+                f"key is {sorting[0]!r}, which sorts dims by normalized keys, and normalize is off. Turn it on, or "
+                f"use {get_format(sorting[0]).unsorted}."
             )
 
     def _check_eviction(self, evict: EvictConfig) -> None:

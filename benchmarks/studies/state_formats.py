@@ -35,7 +35,7 @@ from mlx_tq.prompt_cache.memory import state_nbytes
 
 RANDOM = "random"
 STEP, TURN = 256, 64
-ROW = 128  # numbers of a convolution's input that share a scale
+ROW = 128  # numbers of convolution inputs that share a scale
 # The head dims of Qwen3.5 and its successors, and fewer heads.
 SHAPE = {
     "model_type": "qwen3_5", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 4096,
@@ -63,27 +63,36 @@ def restore_packed(caches: list[Any]) -> list[Any]:
     return unpack_states(copy.deepcopy(pack_states(caches, Q8)))
 
 
+def change_arrays(caches: list[Any], change: Callable[[mx.array], mx.array]) -> list[Any]:
+    """Change the arrays of recurrent layers: states, and the last inputs of convolutions."""
+    for part in cache_parts(caches):
+        if isinstance(part, ArraysCache):
+            part.cache = [change(array) for array in part.cache]
+    return caches
+
+
 def restore_by_key_channel(caches: list[Any]) -> list[Any]:
     """Restore states whose scales are of the other axis."""
-    caches = copy.deepcopy(caches)
-    for part in cache_parts(caches):
-        for number, entry in enumerate(part.cache if isinstance(part, ArraysCache) else ()):
-            if is_state(entry):
-                packed = pack_state(entry.swapaxes(2, 3))
-                part[number] = mx.contiguous(unpack_state(packed, entry.dtype).swapaxes(2, 3))
-    return caches
+
+    def restore(array: mx.array) -> mx.array:
+        if not is_state(array):
+            return array
+        return mx.contiguous(unpack_state(pack_state(array.swapaxes(2, 3)), array.dtype).swapaxes(2, 3))
+
+    return change_arrays(copy.deepcopy(caches), restore)
 
 
 def restore_inputs_as(name: str, caches: list[Any]) -> list[Any]:
-    """Restore states at 8 bits, and the last inputs of their convolutions in a format of the package."""
-    caches = restore_packed(caches)
-    for part in cache_parts(caches):
-        for number, entry in enumerate(part.cache if isinstance(part, ArraysCache) else ()):
-            if not is_state(entry):
-                codec = get_format(name).codec(ROW, CodecOptions())
-                rows = codec.decode(codec.encode(entry.reshape(*entry.shape[:-1], -1, ROW)))
-                part[number] = rows.reshape(entry.shape).astype(entry.dtype)
-    return caches
+    """Restore states at 8 bits, and the last inputs of convolutions in a format of the package."""
+    codec = get_format(name).codec(ROW, CodecOptions())
+
+    def restore(array: mx.array) -> mx.array:
+        if is_state(array):
+            return array
+        rows = codec.decode(codec.encode(array.reshape(*array.shape[:-1], -1, ROW)))
+        return rows.reshape(array.shape).astype(array.dtype)
+
+    return change_arrays(restore_packed(caches), restore)
 
 
 # How states are restored, and whether they are at each turn.

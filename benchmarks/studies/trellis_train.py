@@ -16,7 +16,7 @@ import numpy as np
 from mlx_tq.codec.formats.trellis import STATES, WINDOW, search_path
 
 VECTORS, VALUES, ROUNDS = 8192, 128, 96
-SORTED_FROM = 6  # bits; with fewer, random levels become better ones
+SORTED_FROM = 6  # bits; with fewer, training ends with a smaller error from random levels
 
 
 def refine(levels: np.ndarray, x: np.ndarray, bits: int, parts: int = 1) -> tuple[np.ndarray, float]:
@@ -30,10 +30,10 @@ def refine(levels: np.ndarray, x: np.ndarray, bits: int, parts: int = 1) -> tupl
 
 
 def first_levels(bits: int, states: int, rng: np.random.Generator) -> np.ndarray:
-    """Return random levels; for many bits, levels of which neighbors belong to different groups of states."""
+    """Return random levels; from SORTED_FROM bits on, levels in order, of which neighbors are in different groups."""
     if bits < SORTED_FROM:
         return rng.permutation(np.sort(rng.standard_normal(states))).astype(np.float32)
-    # A cube root of the density spaces levels best, and that of a normal density is a wider one.
+    # Levels are best as dense as the cube root of the values' density, which for normal values is normal and wider.
     in_order = [math.sqrt(3) * NormalDist().inv_cdf((i + 0.5) / states) for i in range(states)]
     return np.array(in_order, np.float32).reshape(1 << bits, -1).T.ravel()
 

@@ -2,7 +2,7 @@
 
 import statistics
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -242,16 +242,17 @@ def make_plan(
     indexed = {part.index for part in facts.uncompressed}
     layers = []
     for number, slot in enumerate(facts.slots):
-        key, value, note = choose_formats(config, number, count, slot.key_norm, typical)
+        key, value, *notes = choose_formats(config, number, count, slot.key_norm, typical)
         key, why = _without_sorting(slot, key)
-        note = "; ".join(filter(None, [note, why]))
+        notes.append(why)
         if slot.latent:
-            value, note = promote(value), "; ".join(filter(None, [note, _LATENT_NOTE]))
+            value = promote(value)
+            notes.append(_LATENT_NOTE)
         needs_pairs = any(get_format(part).needs_pairs for part in key.split(COLD))
         pairs = _rope_pairs(facts, slot) if needs_pairs else None
         if config.normalize and get_format(key.split(COLD)[0]).bits < 16 and not needs_pairs and not slot.latent:
             pairs, why = _weighting_pairs(slot)
-            note = "; ".join(filter(None, [note, why]))
+            notes.append(why)
         kinds = {"shared": slot.shared, "latent": slot.latent, "indexed": slot.latent and slot.index in indexed}
         spec = CacheSpec.for_layer(config, slot.index, key, value, pairs=pairs, **kinds)
         try:
@@ -262,7 +263,7 @@ def make_plan(
                 cold_layout(slot, spec)
         except ConfigError as error:
             raise ConfigError(f"layer {slot.index} of {facts.model_type}: {error}") from error
-        layers.append(LayerPlan(slot, spec, note))
+        layers.append(LayerPlan(slot, spec, _join(notes)))
     plan = Plan(
         facts.model_type,
         config,
@@ -291,6 +292,11 @@ def choose_formats(
     elif config.outlier and norm > config.outlier * typical:
         key, note = promote(key), f"key norm {norm:.1f} is {norm / typical:.1f}x the median"
     return key, value, "" if (key, value) == chosen else note
+
+
+def _join(notes: Sequence[str]) -> str:
+    """Join notes, of which some may be empty."""
+    return "; ".join(filter(None, notes))
 
 
 def _without_sorting(slot: SlotFacts, key: str) -> tuple[str, str]:
@@ -324,8 +330,7 @@ def without_queries(plan: Plan) -> Plan:
     return replace(
         plan,
         layers=[
-            replace(layer, note="; ".join(filter(None, [layer.note, why]))) if layer.spec.normalize else layer
-            for layer in plan.layers
+            replace(layer, note=_join([layer.note, why])) if layer.spec.normalize else layer for layer in plan.layers
         ],
     )
 

@@ -177,8 +177,7 @@ class Format:
     multiple: int = 16  # head_dim must be a multiple of this
     keys_only: str = ""  # why values cannot be stored in this format
     needs_pairs: bool = False  # whether vectors are stored by the pairs of dims that RoPE rotates
-    # The format of as many bits for vectors without known queries, if this one sorts keys by what queries read of them.
-    unsorted: str = ""
+    unsorted: str = ""  # for a format that sorts the dims of keys: the one of as many bits for keys that it cannot sort
 
     def codec(self, head_dim: int, options: CodecOptions, dtype: mx.Dtype = mx.float16) -> Codec:
         """Make the codec for vectors of `head_dim` values of a model of type `dtype`, or raise ConfigError."""

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <memory>
-#include <numeric>
 
 #include "calls.h"
 #include "formats.h"
@@ -236,7 +235,7 @@ class Encoder {
   // Sets `words` to the packed codes of `dim` dims from `start` on, and levels_ to their levels, by the search of
   // mlx_tq/codec/formats/trellis.py for the ring of codes of least squared error.
   void find_ring(int start, int dim, int bits, Floats factor, Words* words) {
-    const int per_unit = 16 / std::gcd(16, bits), units = dim / per_unit, groups = STATES >> bits;
+    const int per_unit = unit_values(bits), units = dim / per_unit, groups = STATES >> bits;
     const float* const levels = e_.levels->trellis[bits - 1];
     for (int unit = 0; unit < units; unit++)
       for (int i = 0; i < per_unit; i++) terms_[unit * per_unit + i] = x_[start + i * units + unit] * factor;

@@ -25,12 +25,15 @@ struct Levels {
   float trellis[7][STATES];
 };
 
+// Values of a unit of codes.
+constexpr int unit_values(int bits) { return 16 / std::gcd(16, bits); }
+
 template <int FORMAT>
 struct Format {
   static constexpr bool TRELLIS = FORMAT >= TCQ4;
   static constexpr int BITS = BITS_OF[FORMAT];
-  static constexpr int UNIT = BITS > 8 ? 1 : 16 / std::gcd(16, BITS);  // values
-  static constexpr int UNIT_WORDS = BITS > 8 ? BITS / 16 : BITS / std::gcd(16, BITS);
+  static constexpr int UNIT = unit_values(BITS);  // values
+  static constexpr int UNIT_WORDS = UNIT * BITS / 16;
 };
 
 // The values of units of packed codes, one unit in each lane, from the lower halves of their words.
