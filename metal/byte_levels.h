@@ -49,8 +49,8 @@ struct tq_vectors<D, BITS, WIDE, FULL, SCALE, TQ_BY_BYTE> : tq_unit<D, BITS> {
   }
   template <class Coded>
   static TQ_FN void decode(TQ_THREAD const Coded& coded, TQ_THREAD const uint* words, TQ_THREAD float* values) {
-    BYTE::PACK::unpack(coded.levels[int(words[0] & 255u)], values);
-    BYTE::PACK::unpack(coded.levels[int(words[0] >> 8 & 255u)], values + int(BYTE::CODES));
+    BYTE::PACK::unpack(coded.levels[int(extract_bits(words[0], 0, 8))], values);
+    BYTE::PACK::unpack(coded.levels[int(extract_bits(words[0], 8, 8))], values + int(BYTE::CODES));
   }
   template <class Coded>
   static TQ_FN float gain(TQ_THREAD const Coded& coded) {

@@ -51,6 +51,8 @@ TQ_FN To as_type(From value) {
   return result;
 }
 
+TQ_FN uint extract_bits(uint x, uint offset, uint bits) { return x >> offset & ((1u << bits) - 1u); }
+
 // Casts a pointer into device memory.
 template <class To, class Pointer>
 TQ_FN auto tq_recast(Pointer pointer) {

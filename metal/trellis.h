@@ -2,6 +2,8 @@
 // that of the state which its own bits and the bits before them form.
 #include "units.h"
 
+#define TQ_WINDOW 8  // bits of a state
+
 template <>
 struct tq_words<TQ_BY_STATE> {
   template <class Words, class Levels>
@@ -37,7 +39,7 @@ struct tq_vectors<D, BITS, WIDE, FULL, SCALE, TQ_BY_STATE> : tq_unit<D, BITS> {
       TQ_UNROLL for (int i = 0; i < VALUES; i++) {
         int end = BITS * (i + 1);  // end of the value's bits, counted from the unit's first bit
         if (end > 16 * n && end <= 16 * (n + 1)) {
-          half level = ring.levels[int((both >> (16 * (n + 1) - end)) & uint(TQ_STATES - 1))];
+          half level = ring.levels[int(extract_bits(both, uint(16 * (n + 1) - end), TQ_WINDOW))];
           values[i] = static_cast<float>(level);
         }
       }

@@ -37,6 +37,9 @@ template <class T> T min(T a, T b) { return b < a ? b : a; }
 template <class T> T max(T a, T b) { return a < b ? b : a; }
 inline Float max(Float a, Float b) { return a < b ? b : a; }  // also of an element of threadgroup memory
 template <class T> T select(T a, T b, bool c) { return c ? b : a; }
+inline tqsim::Uint extract_bits(tqsim::Uint x, uint32_t offset, uint32_t bits) {
+  return count(tqsim::INTEGER), x.v >> offset & ((1u << bits) - 1);
+}
 inline tqsim::Uint popcount(tqsim::Uint x) { return count(tqsim::INTEGER), __builtin_popcount(x.v); }
 namespace precise {
 inline Float divide(Float a, Float b) { return a / b; }

@@ -35,6 +35,7 @@ template <class T> T simd_shuffle(T, ushort);
 template <class T> T simd_shuffle_xor(T, ushort);
 float rint(float);
 float fma(float, float, float);
+uint extract_bits(uint x, uint offset, uint bits);
 namespace fast {
 float exp2(float);
 }  // namespace fast
