@@ -498,8 +498,8 @@ def _counts(records: Sequence[Record]) -> str:
         shape = [str(record[name]) for name in ("dim", "groups", "length")]
         rows.append([*shape, f"`{kernel}`" if kernel else "no vector kernel", operations, *ratios, nbytes])
         rows[-1] += [_both_bytes(costs[name]) for name in formats]
-    columns = ["D", "G", "L", "mlx's kernel", "its operations", *formats.values(), "its bytes"]
-    columns += [f"{pair}, bytes" for pair in formats.values()]
+    columns = ["D", "G", "L", "mlx's kernel", "its operations", *formats, "its bytes"]
+    columns += [f"{pair}, bytes" for pair in formats]
     return table([COUNTED], columns, rows, on="the Metal simulator")
 
 
@@ -582,9 +582,9 @@ def macs_predicted() -> str:
         "shape": lambda row: row["shape"],
         "mlx, ms": arm("mlx"),
         "q8/tq4, ms": arm("q8/tq4"),
-        "tq4/tq4, ms": arm("tq4/tq4"),
+        "stcq4/tq4, ms": arm("stcq4/tq4"),
         "q8/tq4, times": ratio("q8/tq4"),
-        "tq4/tq4, times": ratio("tq4/tq4"),
+        "stcq4/tq4, times": ratio("stcq4/tq4"),
     }
     chips, shapes = ("M1", "M1 Max", "M3 Pro", "M4", "M4 Max", "M5", "M5 Max"), ("32/8/128", "16/2/256", "24/4/256")
     about = report(PREDICTED)["macs"]

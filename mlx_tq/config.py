@@ -318,9 +318,9 @@ PROFILES: dict[str, KVConfig] = {
     "off": KVConfig(key="fp16", value="fp16"),
     "safe": KVConfig(key="q8", value="q8"),
     "balanced": KVConfig(key="q8", value="tq4"),
-    "small": KVConfig(key="tq4", value="tq4"),
+    "small": KVConfig(key="stcq4", value="tq4"),
     # With 3-bit keys, or values coded one by one, more than one next token of 50 would differ.
-    "tiny": KVConfig(key="tq4", value="tcq3"),
+    "tiny": KVConfig(key="stcq4", value="tcq3"),
     "long": KVConfig(evict=EvictConfig(TriAttention())),
 }
 DEFAULT_PROFILE = "balanced"

@@ -25,7 +25,6 @@ from metal_sim.sdpa_vector import choose_kernel, run_kernel
 from mlx_tq.codec.formats import CodecOptions, get_format
 from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization
 from mlx_tq.codec.rows import RowLayout
-from mlx_tq.config import PROFILES
 from mlx_tq.kernels import backend, thresholds
 from mlx_tq.kernels.attend import attend
 from mlx_tq.kernels.encode import encode
@@ -35,7 +34,7 @@ from mlx_tq.kernels.thresholds import KernelThresholds
 ROOT = Path(__file__).parents[2]
 FILE = "attention_counted.json"
 DIMS, GROUPS, LENGTHS = (64, 128, 256, 512), (1, 2, 4, 6, 8, 16), (1, 4, 8)
-FORMATS = {name: f"{PROFILES[name].key}/{PROFILES[name].value}" for name in ("safe", "balanced", "small", "tiny")}
+FORMATS = ("q8/q8", "q8/tq4", "stcq4/tq4", "stcq4/tcq3")
 CONTEXTS = (1024, 4096, 16384)  # tokens, for which mlx chooses its kernel
 # Cycles on M1 and M2, by published microbenchmarks, where they are not 1. Threadgroup memory counts 1 for each 16 bytes
 # of a load or store; its real cost depends on conflicts between banks, which the simulator does not know.
@@ -62,15 +61,15 @@ class Cost(NamedTuple):
         return sum(WEIGHTS.get(kind, 1) * number for kind, number in self.operations.items())
 
 
-def count_attend(dim: int, groups: int, length: int, profile: str) -> Cost:
-    """Return the cost of `attend` with the formats of a profile."""
+def count_attend(dim: int, groups: int, length: int, formats: str) -> Cost:
+    """Return the cost of `attend` with such formats as "q8/tq4"."""
     from kernels.metal.simulated import simulated
 
     queries = mx.random.normal((1, groups, length, dim), dtype=mx.float16, key=mx.random.key(1))
     costs = []
     for tokens in (FEW, MANY):
         with simulated() as counters, thresholds.using(ONE_BLOCK):
-            regions = replace(_make_cache(dim, profile), packed_tokens=tokens)
+            regions = replace(_make_cache(dim, formats), packed_tokens=tokens)
             mx.eval(attend(queries, regions, scale=dim**-0.5, mask="causal"))
         costs.append(counters)
     return _cost_of_token(*costs, MANY - FEW)
@@ -87,13 +86,15 @@ def count_mlx(kernel: str, dim: int, groups: int, length: int) -> Cost:
 
 
 @cache
-def _make_cache(dim: int, profile: str) -> Regions:
-    config = PROFILES[profile]
-    key, value = (get_format(name).codec(dim, CodecOptions(), mx.float16) for name in (config.key, config.value))
+def _make_cache(dim: int, formats: str) -> Regions:
+    key, value = (get_format(name).codec(dim, CodecOptions(), mx.float16) for name in formats.split("/"))
     layout = RowLayout(key, value)
     shape = (1, 1, MANY, dim)
     keys, values, means = (mx.random.normal(shape, dtype=mx.float16, key=mx.random.key(seed)) for seed in (2, 3, 4))
-    normalization = KeyNormalization(mx.ones((1, 1, dim)), means[:, :, :2]) if config.normalize else None
+    if layout.learned_bytes:  # dims differ, as in models, so that groups have all widths
+        keys *= mx.exp(1.2 * mx.random.normal((dim,), key=mx.random.key(5))).astype(keys.dtype)
+        layout = layout.fit(keys, values)
+    normalization = KeyNormalization(mx.ones((1, 1, dim)), means[:, :, :2])
     with backend.using("reference"):
         rows = encode(keys, values, layout, normalization).rows
     mx.eval(rows)
@@ -114,12 +115,12 @@ def _cost_of_token(few: list[Counters], many: list[Counters], added: int) -> Cos
 
 
 def count_shape(dim: int, groups: int, length: int) -> dict[str, Any]:
-    """Return the costs of a shape by profile and by kernel of mlx, and which of these runs on which chip."""
+    """Return the costs of a shape by formats and by kernel of mlx, and which of these runs on which chip."""
     kernels = {
         chip: [choose_kernel(dim, groups, length, tokens, large_chip=chip == "large") for tokens in CONTEXTS]
         for chip in ("base", "large")
     }
-    costs = {profile: count_attend(dim, groups, length, profile) for profile in FORMATS}
+    costs = {formats: count_attend(dim, groups, length, formats) for formats in FORMATS}
     run = sorted({name for names in kernels.values() for name in names if name})
     costs |= {name: count_mlx(name, dim, groups, length) for name in run}
     shape = {"dim": dim, "groups": groups, "length": length}

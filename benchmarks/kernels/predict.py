@@ -186,7 +186,7 @@ def mac_rows() -> list[dict[str, Any]]:
     for (name, chip), (shape, (heads, groups, dim)), tokens in product(CHIPS.items(), SHAPES.items(), TOKENS):
         costs = counted[dim, groups]
         times = {"mlx": predict_mlx(chip, costs, heads, groups, dim, tokens)}
-        times |= {pair: predict_cost(chip, costs[profile], heads * tokens) for profile, pair in FORMATS.items()}
+        times |= {pair: predict_cost(chip, costs[pair], heads * tokens) for pair in FORMATS}
         times = {arm: prediction._asdict() for arm, prediction in times.items()}
         rows.append({"chip": name, "shape": f"{shape}/{dim}", "tokens": tokens, **times})
     return rows
