@@ -128,8 +128,8 @@ def test_profiles():
         "off": ("fp16", "fp16"),
         "safe": ("q8", "q8"),
         "balanced": ("q8", "tq4"),
-        "small": ("tq4", "tq4"),
-        "tiny": ("tq4", "tcq3"),
+        "small": ("stcq4", "tq4"),
+        "tiny": ("stcq4", "tcq3"),
         "long": ("q8", "tq4"),
     }
     assert PROFILES["tiny"].normalize

@@ -52,7 +52,7 @@ TOKENS = (4096, 16384, 65536)
 # Loops that wait for each word, as nvcc makes them of a text without TQ_UNROLL_BY: what loading ahead is compared with,
 # and what ran on the H200 of attention_cuda.json.
 ROLLED = (
-    ("TQ_UNROLL_BY(K::VALUES == 1 ? AHEAD : 4)", "TQ_ROLLED"),
+    ("TQ_UNROLL_BY(K::VALUES == 1 && QUERIES <= 4 ? 8 : 4)", "TQ_ROLLED"),
     ("TQ_UNROLL_BY(2)", "TQ_ROLLED"),
     ("TQ_UNROLL_BY(int(SPLIT::UNITS) > 1 ? 1 : AHEAD < TURNS ? AHEAD : TURNS)", ""),
 )

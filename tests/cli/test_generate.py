@@ -42,7 +42,7 @@ def test_answer_alone_is_on_stdout(quick):
         assert quick(*short, *PACKED, *QUIET, "--dtype", "float16", "--temp", temperature).out == "417295\n"
     plan, stats = result.err.split("prompt: ")
     assert has_line(r"layers +keys +values +bytes +float32 cache *", plan)
-    assert has_line(r"0-5 +tq4 +tq4 +[\d.]+ [kM]B +[\d.]+ [kM]B *", plan)
+    assert has_line(r"0-5 +stcq4 +tq4 +[\d.]+ [kM]B +[\d.]+ [kM]B *", plan)
     assert "Full precision (float32): first 16 tokens, last 32, and up to 63 before those\n" in plan
     assert re.match(r"[\d,]+ tokens, [\d.]+ tok/s, first token after [\d.]+ s\n", stats)
     assert has_line(r"generation: \d+ tokens, [\d.]+ tok/s \(stop\)(, \d+ of \d+ drafted tokens accepted)?", stats)
@@ -158,7 +158,7 @@ def test_numbers_are_those_of_the_arrays(quick, exact):
     answer = result.json
     assert set(answer) == {"text", "stats", "plan", "weights", "ran", "recalled", "rescued"}
     assert answer["weights"]["packed_nbytes"] is None  # those of this model are dense
-    assert (answer["text"], answer["plan"]["config"]["key"], len(answer["plan"]["layers"])) == ("417295", "tq4", 6)
+    assert (answer["text"], answer["plan"]["config"]["key"], len(answer["plan"]["layers"])) == ("417295", "stcq4", 6)
     stats, measured = answer["stats"], answer["stats"]["cache"]
     assert stats["finish_reason"] == "stop"
     assert min(stats[name] for name in ("ttft", "prompt_tps", "generation_tps", "peak_memory", "prompt_tokens")) > 0

@@ -191,7 +191,7 @@ def test_the_environment_of_the_process_is_read(cli, monkeypatch, tmp_path):
     monkeypatch.setenv("MLX_TQ_API_KEY", "secret")  # the server's
     monkeypatch.setenv("MLX_TQ_KV_PROFILE", "small")
     ask = ("generate", "-p", "hi", "-m", 2, "--json")
-    assert cli(*ask).json["plan"]["config"]["key"] == "tq4"
+    assert cli(*ask).json["plan"]["config"]["key"] == "stcq4"
     file = tmp_path / "cache.safetensors"
     assert cli("cache_prompt", "-p", "The code is 12.", "--kv-profile", "safe", "--prompt-cache-file", file).code == 0
     assert cli(*ask, "--prompt-cache-file", file).json["plan"]["config"]["key"] == "q8"

@@ -33,7 +33,7 @@ def test_some_arms_evict_and_the_others_do_not():
     off, alone, both = (arm.config for arm in arms(*words))
     assert off.is_off
     assert (alone.key, alone.value, alone.evict.budget, alone.evict.policy.trigger) == ("fp16", "fp16", "90%", 32)
-    assert (both.key, both.evict.budget, both.sinks) == ("tq4", "300", 32)
+    assert (both.key, both.evict.budget, both.sinks) == ("stcq4", "300", 32)
     assert parse_arm("q8/tq3@75%").config.evict == EvictConfig(budget="75%", recall="off")
 
 
@@ -42,7 +42,7 @@ def test_the_default_the_list_and_the_flags():
     listed = arms("--profiles", "small, q8/tq2,small", "--kv-window", "64")
     assert [(arm.name, arm.config.window) for arm in listed] == [("small", 64), ("q8/tq2", 64)]
     (chosen,) = arms("--kv-profile", "small", "--kv-value", "tq2")
-    assert (chosen.name, chosen.config.key, chosen.config.value) == ("tq4/tq2", "tq4", "tq2")
+    assert (chosen.name, chosen.config.key, chosen.config.value) == ("stcq4/tq2", "stcq4", "tq2")
 
 
 @pytest.mark.parametrize(
@@ -63,5 +63,5 @@ def test_invalid_arms_are_refused(words, message):
 
 def test_the_environment_chooses_and_the_list_wins(monkeypatch):
     monkeypatch.setenv("MLX_TQ_KV_PROFILE", "small")
-    assert [arm.name for arm in arms()] == ["tq4/tq4"]
+    assert [arm.name for arm in arms()] == ["stcq4/tq4"]
     assert [arm.name for arm in arms("--profiles", "safe")] == ["safe"]

@@ -114,7 +114,7 @@ def test_a_report_counts_boundary_layers_at_8_bits():
 
 
 @pytest.mark.parametrize(
-    ("config", "per_token"), [(PROFILES["small"], 132), (PROFILES["balanced"], 196), (PROFILES["safe"], 260)]
+    ("config", "per_token"), [(KVConfig("tq4", "tq4"), 132), (PROFILES["balanced"], 196), (PROFILES["safe"], 260)]
 )
 @pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalized"])
 def test_bytes_per_token_at_128(config, per_token, normalize):
