@@ -117,8 +117,8 @@ def test_a_compressed_file_is_decoded_for_mlx_lm(cli, mlx_lm, tmp_path, embedded
 
 
 def test_file_of_mlx_lm_is_compressed(quick, native):
-    words = ("generate", "-p", QUESTION, "-m", 20, "--json", "--prompt-cache-file", native)
-    answer = quick(*words, *PACKED, "--kv-key", "tq4", "--kv-normalize", "off").json  # which keeps less in so short a text
+    words = ("generate", "-p", QUESTION, "-m", 20, "--json", "--prompt-cache-file", native, *PACKED)
+    answer = quick(*words, "--kv-key", "tq4", "--kv-normalize", "off").json  # which keeps less in so short a text
     assert answer["text"] == "417295"
     assert answer["stats"]["cache"]["ratio"] > 1.2
     assert {layer["key"] for layer in answer["plan"]["layers"]} == {"tq4"}

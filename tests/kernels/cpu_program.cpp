@@ -39,16 +39,39 @@ struct Rotated {
   Rotation rotation() const { return {signs.data(), matrix.data(), order, 0}; }
 };
 
+// Groups of sorted keys whose widths differ.
+struct Groups {
+  std::vector<uint16_t> order;
+  std::vector<float> sizes, factors, weights;
+  std::vector<int32_t> widths;
+  Groups(int format, int dim, int64_t heads) {
+    if (format < STCQ4) return;
+    const int mean = BITS_OF[format], count = dim / GROUP;
+    for (int64_t head = 0; head < heads; head++) {
+      for (int d = 0; d < dim; d++) order.push_back(uint16_t((d * 5 + head) % dim));
+      const int more[2][4] = {{1, -1}, {3, 0, -1, -2}};
+      for (int g = 0; g < count; g++) widths.push_back(mean + more[count / 4][g]);
+      for (int g = 0; g < count; g++) sizes.push_back(2.0f / (g + 1));
+      for (int d = 0; d < dim; d++) factors.push_back((d / GROUP + 1) / 2.0f);
+      for (int g = 0; g < count; g++) weights.push_back(4.0f / ((g + 1) * (g + 1)));
+    }
+  }
+  KeyGroups described() const { return order.empty() ? KeyGroups{} : KeyGroups{order.data(), sizes.data(), widths.data()}; }
+};
+
 size_t bytes_of(int format, int dim) { return size_t(dim) * BITS_OF[format] / 8; }
 
 struct Rows {
   int dim, key, value;
   size_t codes, size;
+  Rotated key_rotation, value_rotation;
+  Groups groups;
   std::vector<char> memory;  // exactly as long as the rows: what is read past them, an address sanitizer sees
 };
 
-Rows encode(int dim, int key, int value, int64_t heads, int64_t tokens, const Rotated& rotated, Rule rule) {
-  Rows rows{dim, key, value, bytes_of(key, dim), (bytes_of(key, dim) + bytes_of(value, dim) + 4 + 3) / 4 * 4, {}};
+Rows encode(int dim, int key, int value, int64_t heads, int64_t tokens, Rule rule) {
+  const size_t size = (bytes_of(key, dim) + bytes_of(value, dim) + 4 + 3) / 4 * 4;
+  Rows rows{dim, key, value, bytes_of(key, dim), size, Rotated(key < STCQ4 ? dim : GROUP), Rotated(dim), Groups(key, dim, heads), {}};
   rows.memory.resize(heads * tokens * rows.size);
   Encoding call{};
   std::vector<float> vectors[2] = {floats(heads * tokens * dim), floats(heads * tokens * dim)};
@@ -62,7 +85,7 @@ Rows encode(int dim, int key, int value, int64_t heads, int64_t tokens, const Ro
     part.strides[0] = heads * tokens * dim;
     part.strides[1] = tokens * dim;
     part.strides[2] = dim;
-    part.rotation = rotated.rotation();
+    part.rotation = (i ? rows.value_rotation : rows.key_rotation).rotation();
     part.dim = dim;
     part.format = i ? value : key;
     part.rule = rule;
@@ -75,6 +98,9 @@ Rows encode(int dim, int key, int value, int64_t heads, int64_t tokens, const Ro
   call.parts[0].centers = centers.data();
   call.parts[0].center_index = index.data();
   call.parts[0].center_count = 2;
+  call.parts[0].groups = rows.groups.described();
+  call.parts[0].factors = rows.groups.factors.data();
+  call.parts[0].weights = rows.groups.weights.data();
   call.rows = rows.memory.data();
   call.row_bytes = rows.size;
   for (int i = 0; i < 3; i++) {
@@ -91,7 +117,7 @@ Rows encode(int dim, int key, int value, int64_t heads, int64_t tokens, const Ro
   return rows;
 }
 
-void attend(const Rows& rows, int full, int64_t heads, int64_t tokens, int64_t length, const Rotated& rotated, bool selected) {
+void attend(const Rows& rows, int full, int64_t heads, int64_t tokens, int64_t length, bool selected) {
   const int64_t group = 3, window = 40, dim = rows.dim;
   std::vector<char> keys, values;
   for (auto* memory : {&keys, &values})
@@ -131,7 +157,7 @@ void attend(const Rows& rows, int full, int64_t heads, int64_t tokens, int64_t l
   std::vector<uint16_t> means;
   for (int64_t i = 0; i < heads * (tokens / 128 + 1) * dim; i++) means.push_back((random_bits() & 0x83FF) | 0x3000);
   const int64_t sequences[] = {0, 1};
-  const Cache cache{parts, scale.data(), means.data(), nullptr, (tokens / 128 + 1) * dim, 2, tokens + window, 0};
+  const Cache cache{parts, scale.data(), means.data(), nullptr, rows.groups.described(), (tokens / 128 + 1) * dim, 2, tokens + window, 0};
   std::vector<float> output(heads * group * length * dim), log_sums(heads * group * length);
   Attention call{};
   call.queries = queries.data();
@@ -143,7 +169,8 @@ void attend(const Rows& rows, int full, int64_t heads, int64_t tokens, int64_t l
   call.output = output.data();
   call.log_sums = log_sums.data();
   call.levels = &levels;
-  call.key_rotation = call.value_rotation = rotated.rotation();
+  call.key_rotation = rows.key_rotation.rotation();
+  call.value_rotation = rows.value_rotation.rotation();
   call.batch = 1;
   call.heads = heads;
   call.query_heads = heads * group;
@@ -176,7 +203,7 @@ void attend(const Rows& rows, int full, int64_t heads, int64_t tokens, int64_t l
   for (const auto& array : {output, log_sums}) fwrite(array.data(), 4, array.size(), results);
 }
 
-void score(const Rows& rows, int64_t heads, int64_t tokens, const Rotated& rotated) {
+void score(const Rows& rows, int64_t heads, int64_t tokens) {
   const int64_t group = 2, pairs = rows.dim / 2;
   const std::vector<float> queries = floats(heads * group * rows.dim), weights = floats(heads * group * pairs);
   std::vector<int32_t> pair_dims;
@@ -193,7 +220,8 @@ void score(const Rows& rows, int64_t heads, int64_t tokens, const Rotated& rotat
   call.pair_dims = pair_dims.data();
   call.scores = scores.data();
   call.levels = &levels;
-  call.rotation = rotated.rotation();
+  call.groups = rows.groups.described();
+  call.rotation = rows.key_rotation.rotation();
   call.batch = 1;
   call.heads = heads;
   call.group = group;
@@ -217,6 +245,7 @@ void score(const Rows& rows, int64_t heads, int64_t tokens, const Rotated& rotat
   recall.starts = starts.data();
   recall.maxima = maxima.data();
   recall.log_sums = log_sums.data();
+  recall.groups = rows.groups.described();
   recall.levels = &levels;
   recall.heads = heads;
   recall.rows = group;
@@ -240,19 +269,27 @@ int main(int, char** argv) {
     for (int n = 1; n < count; n++) boundaries[i].push_back((levels.turbo[i][n - 1] + levels.turbo[i][n]) / 2);
     boundaries[i].resize(16, 1e30f);
     coefficients[i] = {2.0f / (count - 1), 0, 0, 0, 0, 0, 0, 0};
-    for (float& level : levels.trellis[i]) level = random_float();
   }
-  const int formats[] = {FP16, Q8, TQ4, TQ3, TQ2, TCQ4, TCQ3, TCQ2};
+  for (int i = 0; i < 7; i++)
+    for (int state = 0; state < STATES; state++) {
+      const Half half = random_float();
+      levels.trellis[i][state] = half;
+      uint16_t bits;
+      memcpy(&bits, &half, 2);
+      levels.halves[i][state] = bits & 255;
+      levels.halves[i][STATES + state] = bits >> 8;
+    }
+  const int formats[] = {FP16, Q8, TQ4, TQ3, TQ2, TCQ4, TCQ3, TCQ2, STCQ4, STCQ3, STCQ2};
   int number = 0;
   for (int dim : {48, 64, 80, 128})
     for (int key : formats)
       for (int offset : {0, 3}) {
         const int value = formats[number++ % 8];
         const int64_t heads = 2, tokens = offset ? 37 : 700, length = number % 3 ? 1 : 33;
-        const Rotated rotated(dim);
-        const Rows rows = encode(dim, key, value, heads, tokens, rotated, Rule(number % 4));
-        attend(rows, number % 3, heads, tokens, length, rotated, number % 4 == 1);
-        if (key >= Q8) score(rows, heads, tokens, rotated);
+        if (key >= STCQ4 && dim % GROUP) continue;
+        const Rows rows = encode(dim, key, value, heads, tokens, Rule(number % 4));
+        attend(rows, number % 3, heads, tokens, length, number % 4 == 1);
+        if (key >= Q8) score(rows, heads, tokens);
       }
   return fclose(codes) | fclose(results);
 }

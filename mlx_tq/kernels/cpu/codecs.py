@@ -77,8 +77,10 @@ def rotation_struct(rotation: Rotation | None) -> RotationStruct:
 @cache
 def _level_tables() -> np.ndarray:
     turbo = [np.resize(levels(bits), 16) for bits in (2, 3, 4)]
-    trellis = np.array(all_levels().astype(mx.float32)).ravel()
-    return np.concatenate([*turbo, trellis]).astype(np.float32)
+    trellis = np.array(all_levels())
+    planes = trellis.view(np.uint8).reshape(len(trellis), -1, 2).swapaxes(1, 2)
+    floats = np.concatenate([*turbo, trellis.ravel()]).astype(np.float32)
+    return np.concatenate([floats.view(np.uint8), planes.ravel()])
 
 
 @cache

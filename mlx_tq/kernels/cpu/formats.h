@@ -3,7 +3,9 @@
 // A format stores a vector of D values in units: the smallest number of 16-bit words that holds whole values. Keys are
 // decoded with a token in each lane, values with a unit in each lane: so scores and outputs are products of matrices.
 #pragma once
+#include <algorithm>
 #include <numeric>
+#include <type_traits>
 
 #include "vectors.h"
 
@@ -18,11 +20,12 @@ constexpr int STATES = 256;  // of a trellis
 constexpr int TILE = 64;     // tokens that are decoded at a time
 static_assert(TILE % LANES == 0, "tiles are whole vectors");
 
-// Levels of the tq formats, each repeated to 16 entries, so that bits above a code change nothing; then those of each
-// trellis state for 1 to 7 bits.
+// Levels of the tq formats, each repeated to 16 entries, so that bits above a code change nothing; those of each trellis
+// state for 1 to 7 bits; and these in half precision: first their low bytes, then their high bytes.
 struct Levels {
   float turbo[3][16];
   float trellis[7][STATES];
+  uint8_t halves[7][2 * STATES];
 };
 
 // Values of a unit of codes.
@@ -50,18 +53,31 @@ inline void decode_units(const Words* words, const Levels& levels, Floats* value
   }
 }
 
+// Levels of `count` states in the words, at most four: of the first one, and of each that begins BITS below it.
+template <int BITS>
+inline void decode_four(const Levels& levels, Words words, int shift, int count, Floats* values) {
+#if defined(__AVX512VBMI__)
+  Floats four[4];
+  look_up_bytes(levels.halves[BITS - 1], words, shift, BITS, four);
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++) values[i] = four[i];
+#else
+  for (int i = 0; i < count; i++) values[i] = gather(levels.trellis[BITS - 1], words >> (shift - BITS * i) & (STATES - 1));
+#endif
+}
+
 // The same for trellis codes; `previous` is the last word of the unit before, in the ring of units.
 template <int FORMAT>
 inline void decode_states(Words previous, const Words* words, const Levels& levels, Floats* values) {
   using F = Format<FORMAT>;
+#pragma GCC unroll 8
   for (int n = 0; n < F::UNIT_WORDS; n++) {
     const Words both = previous << 16 | words[n];
     previous = words[n];
-    for (int i = 0; i < F::UNIT; i++) {
-      const int end = F::BITS * (i + 1);  // of the value's bits, from the first of the unit
-      if (end > 16 * n && end <= 16 * (n + 1))
-        values[i] = gather(levels.trellis[F::BITS - 1], both >> (16 * (n + 1) - end) & (STATES - 1));
-    }
+    const int stop = 16 * (n + 1) / F::BITS;  // after the last value whose bits end in this word
+#pragma GCC unroll 4
+    for (int i = 16 * n / F::BITS; i < stop; i += 4)
+      decode_four<F::BITS>(levels, both, 16 * (n + 1) - F::BITS * (i + 1), std::min(4, stop - i), values + i);
   }
 }
 
@@ -87,66 +103,59 @@ inline void load_square(const char* const* vectors, int first, int count, int wo
   transpose(square);
 }
 
-// Decodes `count` keys to the columns of `tile` [dim, TILE] without their gain; columns after them, up to a whole
-// vector, repeat the last.
+// Decodes keys, from pairs of their 16-bit words with a token in each lane, to columns of a tile [dim, TILE] without
+// their gain.
 template <int FORMAT>
-void decode_keys(const char* const* keys, int count, int dim, const Levels& levels, float* tile) {
+void decode_keys(const Words* pairs, int dim, const Levels& levels, float* column) {
   using F = Format<FORMAT>;
   constexpr int BITS = F::BITS;
-  const int pairs = (dim * BITS / 16 + 1) / 2;  // of 16-bit words
-  for (int first = 0; first < TILE && first < count; first += LANES) {
-    Words transposed[MAX_DIM + LANES];  // pairs of words, a token in each lane
-    for (int pair = 0; pair < pairs; pair += LANES) load_square(keys, first, count, pair, transposed + pair);
-    float* const column = tile + first;
-    const auto word_pair = [&](int pair) { return transposed[pair]; };
-    if constexpr (BITS == 32) {
-      for (int d = 0; d < dim; d++) store(column + d * TILE, word_pair(d));
-    } else if constexpr (BITS == 16) {
-      for (int d = 0; d < dim; d += 2) {
-        const Words pair = word_pair(d / 2);
-        store(column + d * TILE, FORMAT == FP16 ? from_half(pair) : from_bfloat(pair));
-        store(column + (d + 1) * TILE, FORMAT == FP16 ? from_half(pair >> 16) : as_floats(pair & 0xFFFF0000u));
+  if constexpr (BITS == 32) {
+    for (int d = 0; d < dim; d++) store(column + d * TILE, pairs[d]);
+  } else if constexpr (BITS == 16) {
+    for (int d = 0; d < dim; d += 2) {
+      const Words pair = pairs[d / 2];
+      store(column + d * TILE, FORMAT == FP16 ? from_half(pair) : from_bfloat(pair));
+      store(column + (d + 1) * TILE, FORMAT == FP16 ? from_half(pair >> 16) : as_floats(pair & 0xFFFF0000u));
+    }
+  } else if constexpr (BITS == 8) {
+    for (int d = 0; d < dim; d += 4) {
+      const Ints four = (Ints)pairs[d / 4];
+      for (int i = 0; i < 4; i++) store(column + (d + i) * TILE, __builtin_convertvector(four << (24 - 8 * i) >> 24, Floats));
+    }
+  } else {
+    const int units = dim / F::UNIT;
+    // Word number n of a unit, in the lower half.
+    const auto word = [&](int unit, int n) {
+      const int place = n * units + unit;
+      return place % 2 ? pairs[place / 2] >> 16 : pairs[place / 2];
+    };
+    const auto store_unit = [&](int unit, const Floats* values) {
+      for (int i = 0; i < F::UNIT; i++) store(column + (i * units + unit) * TILE, values[i]);
+    };
+    Floats values[F::UNIT];
+    Words words[F::UNIT_WORDS];
+    if constexpr (F::TRELLIS) {
+      Words previous = word(units - 1, F::UNIT_WORDS - 1);
+      for (int unit = 0; unit < units; unit++) {
+        for (int n = 0; n < F::UNIT_WORDS; n++) words[n] = word(unit, n) & 0xFFFFu;
+        decode_states<FORMAT>(previous, words, levels, values);
+        previous = words[F::UNIT_WORDS - 1];
+        store_unit(unit, values);
       }
-    } else if constexpr (BITS == 8) {
-      for (int d = 0; d < dim; d += 4) {
-        const Ints four = (Ints)word_pair(d / 4);
-        for (int i = 0; i < 4; i++) store(column + (d + i) * TILE, __builtin_convertvector(four << (24 - 8 * i) >> 24, Floats));
+    } else if (F::UNIT_WORDS == 1 && units % 2 == 0) {
+      for (int unit = 0; unit < units; unit += 2) {
+        words[0] = pairs[unit / 2];
+        decode_units<FORMAT>(words, levels, values);
+        store_unit(unit, values);
+        words[0] >>= 16;
+        decode_units<FORMAT>(words, levels, values);
+        store_unit(unit + 1, values);
       }
     } else {
-      const int units = dim / F::UNIT;
-      // Word number n of a unit, in the lower half.
-      const auto word = [&](int unit, int n) {
-        const int place = n * units + unit;
-        return place % 2 ? word_pair(place / 2) >> 16 : word_pair(place / 2);
-      };
-      const auto store_unit = [&](int unit, const Floats* values) {
-        for (int i = 0; i < F::UNIT; i++) store(column + (i * units + unit) * TILE, values[i]);
-      };
-      Floats values[F::UNIT];
-      Words words[F::UNIT_WORDS];
-      if constexpr (F::TRELLIS) {
-        Words previous = word(units - 1, F::UNIT_WORDS - 1);
-        for (int unit = 0; unit < units; unit++) {
-          for (int n = 0; n < F::UNIT_WORDS; n++) words[n] = word(unit, n) & 0xFFFFu;
-          decode_states<FORMAT>(previous, words, levels, values);
-          previous = words[F::UNIT_WORDS - 1];
-          store_unit(unit, values);
-        }
-      } else if (F::UNIT_WORDS == 1 && units % 2 == 0) {
-        for (int unit = 0; unit < units; unit += 2) {
-          words[0] = word_pair(unit / 2);
-          decode_units<FORMAT>(words, levels, values);
-          store_unit(unit, values);
-          words[0] >>= 16;
-          decode_units<FORMAT>(words, levels, values);
-          store_unit(unit + 1, values);
-        }
-      } else {
-        for (int unit = 0; unit < units; unit++) {
-          for (int n = 0; n < F::UNIT_WORDS; n++) words[n] = word(unit, n);
-          decode_units<FORMAT>(words, levels, values);
-          store_unit(unit, values);
-        }
+      for (int unit = 0; unit < units; unit++) {
+        for (int n = 0; n < F::UNIT_WORDS; n++) words[n] = word(unit, n);
+        decode_units<FORMAT>(words, levels, values);
+        store_unit(unit, values);
       }
     }
   }
@@ -176,17 +185,17 @@ inline void decode_value(const char* codes, int dim, const Levels& levels, float
       for (int n = 0; n < F::UNIT_WORDS; n++)
         words[n] = __builtin_convertvector(load<Halves>(codes + 2 * (n * units + unit)), Words);
       if constexpr (F::TRELLIS) {
-        const int last = (F::UNIT_WORDS - 1) * units;
-        Halves before;
-        uint16_t wrapped;
-        memcpy(&wrapped, codes + 2 * (last + units - 1), 2);
+        const char* const last = codes + 2 * (F::UNIT_WORDS - 1) * units;  // words of the units
+        Words previous;
         if (unit > 0) {
-          before = load<Halves>(codes + 2 * (last + unit - 1));
+          previous = __builtin_convertvector(load<Halves>(last + 2 * (unit - 1)), Words);
         } else {
-          memcpy((char*)&before + 2, codes + 2 * last, 2 * (LANES - 1));
-          memcpy(&before, &wrapped, 2);
+          previous = turn_lanes<LANES>(words[F::UNIT_WORDS - 1]);
+          uint16_t wrapped;
+          memcpy(&wrapped, last + 2 * (units - 1), 2);
+          previous[0] = wrapped;
         }
-        decode_states<FORMAT>(__builtin_convertvector(before, Words), words, levels, values);
+        decode_states<FORMAT>(previous, words, levels, values);
       } else {
         decode_units<FORMAT>(words, levels, values);
       }
@@ -195,13 +204,50 @@ inline void decode_value(const char* codes, int dim, const Levels& levels, float
   }
 }
 
+// Decodes LANES / UNITS value vectors of UNITS units to rows of `out`, `pitch` apart, without their gains.
+template <int FORMAT, int UNITS>
+inline void decode_together(const char* const* values, const Levels& levels, float* out, int pitch) {
+  using F = Format<FORMAT>;
+  constexpr int COUNT = LANES / UNITS;
+  Words words[F::UNIT_WORDS];
+  Floats decoded[F::UNIT];
+  for (int n = 0; n < F::UNIT_WORDS; n++) {
+    Longs loaded;  // four units in each
+    for (int i = 0; i < LANES / 4; i++) loaded[i] = load<uint64_t>(values[4 * i / UNITS] + 2 * UNITS * n + 8 * i % (2 * UNITS));
+    words[n] = __builtin_convertvector((Halves)loaded, Words);
+  }
+  if constexpr (F::TRELLIS)
+    decode_states<FORMAT>(turn_lanes<UNITS>(words[F::UNIT_WORDS - 1]), words, levels, decoded);
+  else
+    decode_units<FORMAT>(words, levels, decoded);
+  for (int i = 0; i < F::UNIT; i += COUNT) {
+    Words rows[COUNT];
+    for (int t = 0; t < COUNT; t++) rows[t] = (Words)decoded[i + t];
+    transpose<UNITS>(rows);
+    for (int t = 0; t < COUNT; t++) store(out + t * pitch + i * UNITS, rows[t]);
+  }
+}
+
 // Decodes `count` value vectors to rows of `tile`, `pitch` apart, and LANES floats after the last.
 template <int FORMAT>
 void decode_values(const char* const* values, int count, int dim, const Levels& levels, float* tile, int pitch) {
-  for (int t = 0; t < count; t++) decode_value<FORMAT>(values[t], dim, levels, tile + t * pitch);
+  int t = 0;
+  const auto decode_most = [&](auto units) {
+    constexpr int UNITS = decltype(units)::value;
+    if constexpr (UNITS <= LANES)
+      for (; t + LANES / UNITS <= count; t += LANES / UNITS) decode_together<FORMAT, UNITS>(values + t, levels, tile + t * pitch, pitch);
+  };
+  if constexpr (Format<FORMAT>::BITS < 8) {
+    switch (dim / Format<FORMAT>::UNIT) {
+      case 4: decode_most(std::integral_constant<int, 4>()); break;
+      case 8: decode_most(std::integral_constant<int, 8>()); break;
+      case 16: decode_most(std::integral_constant<int, 16>()); break;
+    }
+  }
+  for (; t < count; t++) decode_value<FORMAT>(values[t], dim, levels, tile + t * pitch);
 }
 
-using KeyDecoder = void (*)(const char* const*, int, int, const Levels&, float*);
+using KeyDecoder = void (*)(const Words*, int, const Levels&, float*);
 using ValueDecoder = void (*)(const char* const*, int, int, const Levels&, float*, int);
 
 }  // namespace tq

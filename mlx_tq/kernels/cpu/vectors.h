@@ -30,6 +30,7 @@ typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+typedef uint64_t Longs __attribute__((vector_size(2 * LANES)));
 typedef int8_t Bytes __attribute__((vector_size(LANES)));
 
 template <class Vector>
@@ -150,6 +151,32 @@ inline Floats gather(const float* table, Words index) {
 #endif
 }
 
+#if defined(__AVX512VBMI__)
+// The elements of a table of 256 halves, whose low bytes are before their high bytes, at four bytes of each word: those
+// from bits `shift`, `shift` - `step`, ... on.
+inline void look_up_bytes(const uint8_t* table, Words words, int shift, int step, Floats* values) {
+  alignas(64) static constexpr uint8_t ORDER[64] = {  // of bytes 4 lane + number: 0 and 2 of eight lanes, then 1 and 3
+      0,  4,  8,  12, 16, 20, 24, 28, 2,  6,  10, 14, 18, 22, 26, 30, 32, 36, 40, 44, 48, 52, 56, 60, 34, 38, 42, 46, 50, 54, 58, 62,
+      1,  5,  9,  13, 17, 21, 25, 29, 3,  7,  11, 15, 19, 23, 27, 31, 33, 37, 41, 45, 49, 53, 57, 61, 35, 39, 43, 47, 51, 55, 59, 63};
+  uint64_t offsets = 0;
+  for (int i = 0; i < 4; i++) offsets |= uint64_t(shift - step * i & 31) << 8 * i;
+  offsets |= (offsets | 0x20202020u) << 32;  // of the upper word of two
+  __m512i places = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(offsets), (__m512i)words);
+  places = _mm512_permutexvar_epi8(_mm512_load_si512(ORDER), places);
+  const __mmask64 upper = _mm512_movepi8_mask(places);
+  const auto bytes = [&](const uint8_t* plane) {
+    const auto part = [&](int number) { return _mm512_loadu_si512(plane + 64 * number); };
+    return _mm512_mask_blend_epi8(upper, _mm512_permutex2var_epi8(part(0), places, part(1)), _mm512_permutex2var_epi8(part(2), places, part(3)));
+  };
+  const __m512i low = bytes(table), high = bytes(table + 256);
+  const __m512i pairs[] = {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
+  values[0] = (Floats)_mm512_cvtph_ps(_mm512_castsi512_si256(pairs[0]));
+  values[1] = (Floats)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(pairs[0], 1));
+  values[2] = (Floats)_mm512_cvtph_ps(_mm512_castsi512_si256(pairs[1]));
+  values[3] = (Floats)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(pairs[1], 1));
+}
+#endif
+
 // Lanes of two vectors: that of number n of a where n < LANES, else of number n - LANES of b.
 template <int... NUMBERS>
 inline Words select(Words a, Words b) {
@@ -160,25 +187,37 @@ inline Words select(Words a, Words b) {
 #endif
 }
 
-// Swaps lanes of pairs of rows that are STEP apart, as one step of a transposition.
-template <int STEP, int... LANE>
+// Moves each lane to the next one of COUNT, and the last to the first.
+template <int COUNT, int... LANE>
+inline Words turn_lanes(Words x, std::integer_sequence<int, LANE...>) {
+  return select<(LANE % COUNT ? LANE - 1 : LANE + COUNT - 1)...>(x, x);
+}
+template <int COUNT>
+inline Words turn_lanes(Words x) {
+  return turn_lanes<COUNT>(x, std::make_integer_sequence<int, LANES>{});
+}
+
+// Swaps lanes of pairs of rows that are STEP / UNIT apart, as one step of a transposition.
+template <int STEP, int UNIT, int... LANE>
 inline void swap_lanes(Words* rows, std::integer_sequence<int, LANE...>) {
+  constexpr int APART = STEP / UNIT;
 #pragma GCC unroll 16
-  for (int i = 0; i < LANES; i++)
-    if ((i & STEP) == 0) {
-      const Words a = rows[i], b = rows[i + STEP];
+  for (int i = 0; i < LANES / UNIT; i++)
+    if ((i & APART) == 0) {
+      const Words a = rows[i], b = rows[i + APART];
       rows[i] = select<((LANE & STEP) ? LANES + LANE - STEP : LANE)...>(a, b);
-      rows[i + STEP] = select<((LANE & STEP) ? LANES + LANE : LANE + STEP)...>(a, b);
+      rows[i + APART] = select<((LANE & STEP) ? LANES + LANE : LANE + STEP)...>(a, b);
     }
 }
 
-// Transposes a matrix of LANES rows.
+// Transposes a matrix of LANES / UNIT rows, whose elements are UNIT lanes each.
+template <int UNIT = 1>
 inline void transpose(Words* rows) {
   constexpr std::make_integer_sequence<int, LANES> lanes{};
-  swap_lanes<1>(rows, lanes);
-  swap_lanes<2>(rows, lanes);
-  if constexpr (LANES > 4) swap_lanes<4>(rows, lanes);
-  if constexpr (LANES > 8) swap_lanes<8>(rows, lanes);
+  if constexpr (UNIT <= 1) swap_lanes<1, UNIT>(rows, lanes);
+  if constexpr (UNIT <= 2 && LANES > 2) swap_lanes<2, UNIT>(rows, lanes);
+  if constexpr (UNIT <= 4 && LANES > 4) swap_lanes<4, UNIT>(rows, lanes);
+  if constexpr (UNIT <= 8 && LANES > 8) swap_lanes<8, UNIT>(rows, lanes);
 }
 
 }  // namespace tq
