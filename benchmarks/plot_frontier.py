@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 
 from benchmarks.plots import drawing
 from benchmarks.reports import RESULTS
-from benchmarks.tables import REAL_MODELS, Record, existing, pair, report
+from benchmarks.tables import REAL_MODELS, Record, existing, frontier_results, pair
 from mlx_tq.config import PROFILES
 
 # Of each series: color, line and marker, and for each record its label and the label's place in points from the mark.
@@ -18,8 +18,9 @@ SERIES = {
             pair(PROFILES["safe"]): ("safe", (-16, 6)),
             pair(PROFILES["balanced"]): ("balanced", (-20, 6)),
             pair(PROFILES["small"]): ("small", (-24, 5)),
-            "tq3/tq3": ("tq3/tq3", (-40, 4)),
-            "tq2/tq2": ("tq2/tq2", (-40, 5)),
+            pair(PROFILES["tiny"]): ("tiny", (-24, 5)),
+            "stcq3/tcq3": ("stcq3/tcq3", (-40, 4)),
+            "stcq2/tcq2": ("stcq2/tcq2", (-40, 5)),
         },
     ),
     "mlx_lm --kv-bits": (
@@ -51,7 +52,7 @@ def draw(axis: Axes, results: Record) -> None:
 
 def plot(path: Path) -> None:
     """Write the plot; raise ValueError if a label cannot be read."""
-    models = {label: report(name)["results"] for name, label in existing("frontier_{}.json", REAL_MODELS).items()}
+    models = {label: frontier_results(name) for name, label in existing("frontier_{}.json", REAL_MODELS).items()}
     with drawing(path, 1, len(models), figsize=(9, 3.8), sharey=True) as (figure, axes):
         for axis, (model, results) in zip(axes[0], models.items(), strict=True):
             draw(axis, results)

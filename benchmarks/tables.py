@@ -112,7 +112,7 @@ def cache_gigabytes(bits: float) -> float:
 
 
 def profiles() -> str:
-    measured = {label: report(name)["results"] for name, label in existing("frontier_{}.json", REAL_MODELS).items()}
+    measured = {label: frontier_results(name) for name, label in existing("frontier_{}.json", REAL_MODELS).items()}
     evicted = {label: report(name)["results"] for name, label in existing("long_{}.json", REAL_MODELS).items()}
     rows = []
     for name, config in PROFILES.items():
@@ -150,19 +150,19 @@ def formats() -> str:
 
 def divergence() -> str:
     files = existing("quality_profiles_{}.json")
-    found = [
-        {pair(PROFILES[name]) if name in PROFILES else name: record for name, record in report(file)["results"].items()}
-        for file in files
-    ]
+    found = [report(file)["results"] for file in files]
     rows = []
     for name in found[0]:
+        if name == "off":
+            continue
         cells = [
             (with_error(each[name]["kld"], each[name]["kld_error"], 6), f"{each[name]['top1']:.1f}") for each in found
         ]
-        rows.append([name, *(cell for both in cells for cell in both)])
+        shown = f"{pair(PROFILES[name])} (`{name}`)" if name in PROFILES else name
+        rows.append([shown, *(cell for both in cells for cell in both)])
     columns = ["keys/values", *(f"{label}: {what}" for label in files.values() for what in ("KLD", "top-1 %"))]
     command = (
-        "python -m mlx_tq evaluate divergence --profiles safe,balanced,small,tq3/tq3,tq4/tq3,tq4/tcq3 \\\n"
+        "python -m mlx_tq evaluate divergence --profiles safe,balanced,small,tiny,tq4/tq4,tq3/tq3,tq4/tq3,tq4/tcq3 \\\n"
         f"    --length 2048 --chunks N --text wiki.test.raw {ON_MODEL}"
     )
     return table(list(files), columns, rows, on="three models, default sinks and window", command=command)
@@ -197,6 +197,7 @@ def _scientific(value: float, error: float) -> str:
 
 FRONTIER = (
     *("q8/q8", "q8/tq4", "tq4/tq4", "tq4/tq3", "tq3/tq3", "tq2/tq2", "tcq4/tcq4", "tcq3/tcq3", "tcq2/tcq2"),
+    *("stcq4/tq4", "stcq4/tcq3", "stcq3/tcq3", "stcq2/tcq2"),
     *("4.3bits", "3.4bits", "2.6bits", "affine8_64:plain/affine8_64", "affine4_64:plain/affine4_64"),
     *("affine2_64:plain/affine2_64", "q8_0:plain/q8_0", "q4_0:plain/q4_0", "tq4:plain/tq4"),
 )
@@ -211,9 +212,15 @@ FRONTIER_NAMES = {
 }
 
 
+def frontier_results(name: str) -> Record:
+    """Return the arms of a model, with those that sort keys."""
+    results: Record = report(name)["results"] | report(name.replace("_", "_sorted_"))["results"]
+    return results
+
+
 def frontier() -> str:
     files = existing("frontier_{}.json", REAL_MODELS)
-    found = [report(name)["results"] for name in files]
+    found = [frontier_results(name) for name in files]
     rows = []
     for name in FRONTIER:
         cells = [
@@ -227,7 +234,7 @@ def frontier() -> str:
         rows.append([FRONTIER_NAMES.get(name, name), *(cell for three in cells for cell in three)])
     heads = [f"{label}: {what}" for label in files.values() for what in ("bits", "KLD", "top-1")]
     command = (
-        "python -m benchmarks.quality.frontier ours+trellis+layers+plain+field --length 1024 --step 128 \\\n"
+        "python -m benchmarks.quality.frontier ours+trellis+sorted+layers+plain+field --length 1024 --step 128 \\\n"
         f"    --chunks N {SMALL_CACHE} {ON_MODEL}"
     )
     return table(list(files), ["keys/values", *heads], rows, on="two models, sinks 32, window 64", command=command)

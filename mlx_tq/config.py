@@ -319,7 +319,7 @@ PROFILES: dict[str, KVConfig] = {
     "safe": KVConfig(key="q8", value="q8"),
     "balanced": KVConfig(key="q8", value="tq4"),
     "small": KVConfig(key="stcq4", value="tq4"),
-    # With 3-bit keys, or values coded one by one, more than one next token of 50 would differ.
+    # With 3-bit keys, more than one next token of 50 would differ.
     "tiny": KVConfig(key="stcq4", value="tcq3"),
     "long": KVConfig(evict=EvictConfig(TriAttention())),
 }
