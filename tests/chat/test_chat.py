@@ -106,7 +106,7 @@ def test_flags_that_contradict_a_loaded_conversation_are_refused(talk, capsys):
     for words in ((), evicts, ("--kv-window", "128", "--rescue", "off")):
         assert talk(words=(*load, *words)).out == ""
     for words, says in (
-        (("--kv-profile", "small"), "made with another configuration: key is 'q8', not 'tq4'"),
+        (("--kv-profile", "small"), "made with another configuration: key is 'q8', not 'stcq4'"),
         ((*evicts[:3], "25%"), "made with another configuration: evict is"),
         (("--system-prompt", "Be brief."), "--system-prompt cannot be combined with --load"),
     ):
