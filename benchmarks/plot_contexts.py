@@ -15,8 +15,8 @@ CACHES = {
     "off": ("mlx-lm", INK, "o-"),
     "kv-bits 4": ("mlx_lm --kv-bits 4", "#c4621a", "s-"),
     "balanced": ("mlx_tq balanced", "#2f81f7", "o-"),
-    "small": ("mlx_tq small", "#9a64d8", "^-"),
-    "tiny": ("mlx_tq tiny", "#d0478f", "v-"),
+    "tq4/tq4": ("mlx_tq tq4/tq4", "#9a64d8", "^-"),
+    "tq4/tcq3": ("mlx_tq tq4/tcq3", "#d0478f", "v-"),
 }
 
 

@@ -18,9 +18,9 @@ SERIES = {
             pair(PROFILES["safe"]): ("safe", (-16, 6)),
             pair(PROFILES["balanced"]): ("balanced", (-20, 6)),
             pair(PROFILES["small"]): ("small", (-24, 5)),
-            pair(PROFILES["tiny"]): ("tiny", (-24, 5)),
-            "stcq3/tcq3": ("stcq3/tcq3", (-40, 4)),
-            "stcq2/tcq2": ("stcq2/tcq2", (-40, 5)),
+            pair(PROFILES["tiny"]): ("tiny", (0, -14)),
+            "stcq3/tcq3": ("stcq3/tcq3", (-58, 2)),
+            "stcq2/tcq2": ("stcq2/tcq2", (-58, 0)),
         },
     ),
     "mlx_lm --kv-bits": (

@@ -451,7 +451,7 @@ def llama_cpp() -> str:
 
 
 def one_layer() -> str:
-    name, arms = "decode_attention.json", ("safe", "balanced", "small")
+    name, arms = "decode_attention.json", ("safe", "balanced", "tq4/tq4")
     timings = report(name)["timings"]
     median = {(t["dtype"], t["tokens"], t["arm"]): t["median"] for t in timings}
     rows = []
@@ -659,8 +659,8 @@ def lookup_acceptance() -> str:
         for way in ("lookup", "draft_model"):
             drafted, accepted = (sum(row[way][count] for row in of_profile) for count in ("drafted", "accepted"))
             shares.append(f"{100 * accepted / drafted:.0f} % of {drafted:,}")
-        rows.append((f"`{profile}`", pair(PROFILES[profile]), *shares))
-    columns = ("`--kv-profile`", "keys/values", "prompt lookup", "draft model of 3-bit weights")
+        rows.append((pair(PROFILES[profile]) if profile in PROFILES else profile, *shares))
+    columns = ("keys/values", "prompt lookup", "draft model of 3-bit weights")
     names = " and ".join(dict.fromkeys(row["task"] for row in about["rows"]))
     where = f"{MODELS[about['model']]} in float32, {names}; drafted tokens that were accepted"
     return table(["lookup_acceptance.json"], columns, rows, on=where)
@@ -668,7 +668,7 @@ def lookup_acceptance() -> str:
 
 def streams() -> str:
     name = "server_streams.json"
-    order = {word: place for place, word in enumerate(("cold", "hot", "off", "balanced", "small"))}
+    order = {word: place for place, word in enumerate(("cold", "hot", "off", "balanced"))}
     figures = sorted(
         report(name)["figures"], key=lambda f: (f["model"], order[f["prefix"]], f["streams"], order[f["profile"]])
     )
