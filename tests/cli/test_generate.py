@@ -9,7 +9,6 @@ from models.gguf_files import vocabulary, write_gguf
 from rescue.harness import Server
 
 import mlx_tq
-from mlx_tq.config import KVConfig
 
 from .tools import EMBEDDED, PACKED, facts, float32_model, refused, zoo_model
 
@@ -164,7 +163,7 @@ def test_numbers_are_those_of_the_arrays(quick, exact):
     assert min(stats[name] for name in ("ttft", "prompt_tps", "generation_tps", "peak_memory", "prompt_tokens")) > 0
 
     model, tokenizer = exact
-    cache = mlx_tq.make_prompt_cache(model, KVConfig(key="tq4", value="tq4", sinks=16, window=32))
+    cache = mlx_tq.make_prompt_cache(model, profile="small", sinks=16, window=32)
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": TEXT + QUESTION}], add_generation_prompt=True)
     with mlx_tq.compressed_attention(model):
         last = list(mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=20, prompt_cache=cache))[-1]
