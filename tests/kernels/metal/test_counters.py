@@ -69,7 +69,7 @@ def test_rotated_parts_of_latents_are_not_fetched_and_codes_once():
     with thresholds.using(KernelThresholds(short_tokens=0, min_block=1024)):
         few, many = (count_latents(2, packed) for packed in (FEW, MANY))
     assert (many.fetched["packed_rows_0"] - few.fetched["packed_rows_0"]) / (MANY - FEW) / HEADS == 258
-    assert operations_per_token(few, many, HEADS) == pytest.approx(3981, rel=0.01)
+    assert operations_per_token(few, many, HEADS) == pytest.approx(3725, rel=0.01)
 
 
 def test_a_code_is_decoded_once_for_the_query_rows_of_a_tile(monkeypatch):
@@ -103,12 +103,12 @@ def test_lane_operations(shape):
 MOST = (0.9, 0.7)
 
 
-@pytest.mark.parametrize("profile", ["balanced", "small"])
-def test_attend_takes_few_operations_next_to_the_kernel_of_mlx(profile):
+@pytest.mark.parametrize("formats", ["q8/tq4", "stcq4/tq4"])
+def test_attend_takes_few_operations_next_to_the_kernel_of_mlx(formats):
     """`test_lane_operations` counts what is compared here."""
     shapes = {(row["dim"], row["groups"]): row for row in COUNTED if row["length"] == 1 and row["groups"] >= 4}
     for shape, row in shapes.items():
-        cost, (plain, weighted) = Cost(**row["costs"][profile]), MOST
+        cost, (plain, weighted) = Cost(**row["costs"][formats]), MOST
         for kernel in {name for names in row["kernels"].values() for name in names if name}:
             other = Cost(**row["costs"][kernel])
             assert cost.plain <= plain * other.plain, (shape, kernel)
