@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 
 from benchmarks.plots import drawing
 from benchmarks.reports import RESULTS
-from benchmarks.tables import REAL_MODELS, Record, existing, frontier_results, pair
+from benchmarks.tables import REAL_MODELS, Record, frontier_results, pair
 from mlx_tq.config import PROFILES
 
 # Of each series: color, line and marker, and for each record its label and the label's place in points from the mark.
@@ -52,7 +52,7 @@ def draw(axis: Axes, results: Record) -> None:
 
 def plot(path: Path) -> None:
     """Write the plot; raise ValueError if a label cannot be read."""
-    models = {label: frontier_results(name) for name, label in existing("frontier_{}.json", REAL_MODELS).items()}
+    models = {label: frontier_results(model) for model, label in REAL_MODELS.items()}
     with drawing(path, 1, len(models), figsize=(9, 3.8), sharey=True) as (figure, axes):
         for axis, (model, results) in zip(axes[0], models.items(), strict=True):
             draw(axis, results)

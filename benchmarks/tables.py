@@ -85,6 +85,19 @@ def pair(config: KVConfig) -> str:
     return f"{config.key}/{config.value}"
 
 
+def arm_label(name: str) -> str:
+    """Return the formats of an arm, with its profile if it has one."""
+    return f"{pair(PROFILES[name])} (`{name}`)" if name in PROFILES else name
+
+
+def frontier_results(model: str) -> Record:
+    """Return the arms of a model, those with sorted keys among them."""
+    results: Record = {}
+    for name in (f"frontier_{model}.json", f"frontier_sorted_{model}.json"):
+        results |= report(name)["results"]
+    return results
+
+
 # README and formats
 
 PURPOSES = {
@@ -112,7 +125,7 @@ def cache_gigabytes(bits: float) -> float:
 
 
 def profiles() -> str:
-    measured = {label: frontier_results(name) for name, label in existing("frontier_{}.json", REAL_MODELS).items()}
+    measured = {label: frontier_results(model) for model, label in REAL_MODELS.items()}
     evicted = {label: report(name)["results"] for name, label in existing("long_{}.json", REAL_MODELS).items()}
     rows = []
     for name, config in PROFILES.items():
@@ -158,8 +171,7 @@ def divergence() -> str:
         cells = [
             (with_error(each[name]["kld"], each[name]["kld_error"], 6), f"{each[name]['top1']:.1f}") for each in found
         ]
-        shown = f"{pair(PROFILES[name])} (`{name}`)" if name in PROFILES else name
-        rows.append([shown, *(cell for both in cells for cell in both)])
+        rows.append([arm_label(name), *(cell for both in cells for cell in both)])
     columns = ["keys/values", *(f"{label}: {what}" for label in files.values() for what in ("KLD", "top-1 %"))]
     command = (
         "python -m mlx_tq evaluate divergence --profiles safe,balanced,small,tiny,tq4/tq4,tq3/tq3,tq4/tq3,tq4/tcq3 \\\n"
@@ -212,15 +224,9 @@ FRONTIER_NAMES = {
 }
 
 
-def frontier_results(name: str) -> Record:
-    """Return the arms of a model, with those that sort keys."""
-    results: Record = report(name)["results"] | report(name.replace("_", "_sorted_"))["results"]
-    return results
-
-
 def frontier() -> str:
-    files = existing("frontier_{}.json", REAL_MODELS)
-    found = [frontier_results(name) for name in files]
+    files = existing("frontier_{}.json", REAL_MODELS) | existing("frontier_sorted_{}.json", REAL_MODELS)
+    found = [frontier_results(model) for model in REAL_MODELS]
     rows = []
     for name in FRONTIER:
         cells = [
@@ -232,7 +238,7 @@ def frontier() -> str:
             for each in found
         ]
         rows.append([FRONTIER_NAMES.get(name, name), *(cell for three in cells for cell in three)])
-    heads = [f"{label}: {what}" for label in files.values() for what in ("bits", "KLD", "top-1")]
+    heads = [f"{label}: {what}" for label in REAL_MODELS.values() for what in ("bits", "KLD", "top-1")]
     command = (
         "python -m benchmarks.quality.frontier ours+trellis+sorted+layers+plain+field --length 1024 --step 128 \\\n"
         f"    --chunks N {SMALL_CACHE} {ON_MODEL}"
@@ -248,12 +254,12 @@ UNSORTED = {f"stcq{bits}/tcq{bits}": f"tcq{bits}/tcq{bits}" for bits in (2, 3, 4
 
 def sorted_caches() -> str:
     files = existing("frontier_sorted_{}.json")
-    found = [(report(name)["results"], report(name.replace("sorted_", ""))["results"]) for name in files]
+    found = [frontier_results(model) for model in MODELS]
     rows = []
     for name, plain in UNSORTED.items():
         rows.append([name, plain])
-        for each, others in found:
-            rows[-1] += [with_error(each[name]["kld"], each[name]["kld_error"]), f"{others[plain]['kld']:.5f}"]
+        for each in found:
+            rows[-1] += [with_error(each[name]["kld"], each[name]["kld_error"]), f"{each[plain]['kld']:.5f}"]
     columns = [f"{label}: {what}" for label in files.values() for what in ("KLD", "KLD, unsorted")]
     command = f"python -m benchmarks.quality.frontier sorted --length N --step 128 --chunks N {SMALL_CACHE} {ON_MODEL}"
     on = "three models, sinks 32, window 64"
@@ -659,7 +665,7 @@ def lookup_acceptance() -> str:
         for way in ("lookup", "draft_model"):
             drafted, accepted = (sum(row[way][count] for row in of_profile) for count in ("drafted", "accepted"))
             shares.append(f"{100 * accepted / drafted:.0f} % of {drafted:,}")
-        rows.append((pair(PROFILES[profile]) if profile in PROFILES else profile, *shares))
+        rows.append((arm_label(profile), *shares))
     columns = ("keys/values", "prompt lookup", "draft model of 3-bit weights")
     names = " and ".join(dict.fromkeys(row["task"] for row in about["rows"]))
     where = f"{MODELS[about['model']]} in float32, {names}; drafted tokens that were accepted"

@@ -64,17 +64,27 @@ def test_what_is_compared_over_a_text_was_measured_over_the_same_one():
         assert all(max(each) < 1.0001 * min(each) for each in whole.values()), path.name
 
 
+@pytest.mark.parametrize("name", ["safe", "balanced"])
+def test_a_recommended_profile_diverges_least_of_all_pairs_as_small(name):
+    reports = [
+        json.loads((RESULTS / f"quality_{kind}.json").read_text()) for kind in ("all_formats", "spectral", "mixed")
+    ]
+    rows = {row["name"]: row for report in reports for row in report["results"].values()}
+    chosen = rows[f"{PROFILES[name].key}/{PROFILES[name].value}"]
+    better = [row["name"] for row in rows.values() if row["nbytes"] <= chosen["nbytes"] and row["kld"] < chosen["kld"]]
+    assert not better
+
+
 @pytest.mark.parametrize("name", ["safe", "balanced", "small", "tiny"])
 def test_no_pair_as_small_as_a_profile_diverges_less_on_all_models(name):
     """Trellis codes of values take longer: pairs with them compete only with a profile that has them."""
     chosen, value = tables.pair(PROFILES[name]), PROFILES[name].value
     better = []
-    for file in tables.existing("frontier_{}.json"):
-        rows = {pair: row for pair, row in tables.frontier_results(file).items() if "/" in pair and ":" not in pair}
+    for model in tables.MODELS:
+        rows = {pair: row for pair, row in tables.frontier_results(model).items() if "/" in pair and ":" not in pair}
         pairs = [pair for pair in rows if value.startswith("tcq") or not pair.partition("/")[2].startswith("tcq")]
         least, most = rows[chosen]["ratio"], rows[chosen]["kld"]
         better.append({pair for pair in pairs if rows[pair]["ratio"] >= least and rows[pair]["kld"] < most})
-    assert len(better) == 3
     assert not set.intersection(*better)
 
 

@@ -284,7 +284,7 @@ int main(int, char** argv) {
   for (int dim : {48, 64, 80, 128})
     for (int key : formats)
       for (int offset : {0, 3}) {
-        const int value = formats[number++ % 8];
+        const int value = formats[number++ % 8];  // sorted formats are for keys
         const int64_t heads = 2, tokens = offset ? 37 : 700, length = number % 3 ? 1 : 33;
         if (key >= STCQ4 && dim % GROUP) continue;
         const Rows rows = encode(dim, key, value, heads, tokens, Rule(number % 4));

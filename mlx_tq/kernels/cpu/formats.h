@@ -53,7 +53,7 @@ inline void decode_units(const Words* words, const Levels& levels, Floats* value
   }
 }
 
-// Levels of `count` states in the words, at most four: of the first one, and of each that begins BITS below it.
+// The levels of up to four trellis states in each word: the first begins at bit `shift`, and each next one BITS below it.
 template <int BITS>
 inline void decode_four(const Levels& levels, Words words, int shift, int count, Floats* values) {
 #if defined(__AVX512VBMI__)
@@ -66,7 +66,8 @@ inline void decode_four(const Levels& levels, Words words, int shift, int count,
 #endif
 }
 
-// The same for trellis codes; `previous` is the last word of the unit before, in the ring of units.
+// The values of units of trellis codes, one unit in each lane; `previous` is the last word of the unit before, in the
+// ring of units.
 template <int FORMAT>
 inline void decode_states(Words previous, const Words* words, const Levels& levels, Floats* values) {
   using F = Format<FORMAT>;
@@ -191,9 +192,7 @@ inline void decode_value(const char* codes, int dim, const Levels& levels, float
           previous = __builtin_convertvector(load<Halves>(last + 2 * (unit - 1)), Words);
         } else {
           previous = turn_lanes<LANES>(words[F::UNIT_WORDS - 1]);
-          uint16_t wrapped;
-          memcpy(&wrapped, last + 2 * (units - 1), 2);
-          previous[0] = wrapped;
+          previous[0] = load<uint16_t>(last + 2 * (units - 1));
         }
         decode_states<FORMAT>(previous, words, levels, values);
       } else {

@@ -14,7 +14,7 @@ inline const ValueDecoder VALUE_DECODERS[FORMATS] = {decode_values<FP32>, decode
     decode_values<TQ4>, decode_values<TQ3>, decode_values<TQ2>, decode_values<TCQ4>, decode_values<TCQ3>, decode_values<TCQ2>};
 
 // Decodes `count` keys to the columns of `tile` [dim, TILE] without gain and sizes, and returns how many dims are stored.
-// Columns after them, up to a whole vector, repeat the last.
+// Columns after the last key, up to a whole vector, repeat it.
 inline int decode_tile(const char* const* keys, int count, int format, int dim, const int32_t* widths, const Levels& levels, float* tile) {
   constexpr FormatNumber RINGS[] = {TCQ1, TCQ1, TCQ2, TCQ3, TCQ4, TCQ5, TCQ6, TCQ7};
   const int pairs = (dim * BITS_OF[format] / 16 + 1) / 2;  // of 16-bit words
@@ -23,9 +23,12 @@ inline int decode_tile(const char* const* keys, int count, int format, int dim, 
   for (int first = 0; first < TILE && first < count; first += LANES) {
     Words words[MAX_DIM + LANES];
     for (int pair = 0; pair < pairs; pair += LANES) load_square(keys, first, count, pair, words + pair);
-    if (format < STCQ4) KEY_DECODERS[format](words, dim, levels, tile + first);
+    if (format < STCQ4) {
+      KEY_DECODERS[format](words, dim, levels, tile + first);
+      continue;
+    }
     const Words* ring = words;
-    for (int d = 0; format >= STCQ4 && d < stored; d += GROUP) {
+    for (int d = 0; d < stored; d += GROUP) {
       const int width = widths[d / GROUP];
       KEY_DECODERS[RINGS[width]](ring, GROUP, levels, tile + d * TILE + first);
       ring += GROUP * width / 32;
