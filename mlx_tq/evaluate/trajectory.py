@@ -5,8 +5,7 @@ the uncompressed cache's prediction after the same tokens, which also decodes th
 """
 
 import copy
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +18,14 @@ from mlx_tq.evaluate.inspection import check_evicted, reseed_random
 from mlx_tq.evaluate.results import Advance, Record
 from mlx_tq.evaluate.standard_error import standard_error
 from mlx_tq.evaluate.teacher_forced import check_packed
+from mlx_tq.integration.batch_probe import batch_facts, merge_rows
 from mlx_tq.integration.probe import position_limit
 from mlx_tq.prompt_cache.compressed import compressed_attention
-from mlx_tq.prompt_cache.measurements import kl_divergence, log_probabilities
+from mlx_tq.prompt_cache.layer_group import batch_row, compressed_caches
+from mlx_tq.prompt_cache.measurements import kl_divergence, log_softmax
 from mlx_tq.session.restore import prefill
+
+_TOGETHER = 8  # answers are written in batches, in which a pass costs little more than for one
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,10 @@ class Trajectories:
 
     tokens: np.ndarray  # [S, N]
     kld: np.ndarray  # [S, N], of the uncompressed cache's prediction after the same tokens, in nats
+
+    @classmethod
+    def join(cls, parts: Sequence["Trajectories"]) -> "Trajectories":
+        return cls(np.concatenate([part.tokens for part in parts]), np.concatenate([part.kld for part in parts]))
 
 
 def run_trajectories(
@@ -58,40 +65,53 @@ def run_trajectories(
     check_packed(arms, last, f"answers after {last + 1:,} tokens")
     makers = compared_caches(model, arms, longest + answer)
     is_control = [False, *(arm.config.is_off for arm in arms)]
-    answers: list[list[tuple[list[int], list[float]]]] = [[] for _ in makers]
+    answers: list[list[Trajectories]] = [[] for _ in makers]
     with compressed_attention(model):
-        for number, prompt in enumerate(prompts):
-            keys = mx.random.split(mx.random.key(seed + number), answer)
-            reference = makers[0]()
-            prefill(model, reference, prompt[:-1], step)
+        together = _TOGETHER if all(_can_batch(model, make) for make in makers) else 1
+        for start in range(0, len(prompts), together):
+            batch = prompts[start : start + together]
+            keys = mx.stack([mx.random.split(mx.random.key(seed + start + i), answer) for i in range(len(batch))], 1)
+            reference: list[Any] = []
             for arm, make in enumerate(makers):
-                caches = make()
-                reseed_random(caches, number)
-                alone = int(is_control[arm] and len(prompt) > 2)
-                if alone:
-                    prefill(model, caches, prompt[:1], step)
-                prefill(model, caches, prompt[alone:-1], step)
-                answers[arm].append(_write(model, caches, copy.deepcopy(reference), prompt[-1], keys, temp, advance))
+                rows = [make() for _ in batch]
+                for i, (row, prompt) in enumerate(zip(rows, batch, strict=True)):
+                    reseed_random(row, start + i)
+                    alone = int(is_control[arm] and len(prompt) > 2)
+                    for part in (prompt[:alone], prompt[alone:-1]):
+                        prefill(model, row, part, step)
+                caches = merge_rows(rows) if len(rows) > 1 else rows[0]
+                reference = reference or copy.deepcopy(caches)
+                last_tokens = mx.array([prompt[-1] for prompt in batch])
+                written = _write(model, caches, copy.deepcopy(reference), last_tokens, keys, temp, advance)
+                answers[arm].append(written)
                 if arm:
-                    check_evicted(arms[arm - 1].name, caches)
-    return [Trajectories(*map(np.array, zip(*of_arm, strict=True))) for of_arm in answers]
+                    for i in range(len(batch)):
+                        check_evicted(arms[arm - 1].name, batch_row(caches, i))
+    return [Trajectories.join(of_arm) for of_arm in answers]
+
+
+def _can_batch(model: Any, make: Callable[[], list[Any]]) -> bool:
+    is_compressed = bool(compressed_caches(make()))
+    return not batch_facts(model, make if is_compressed else None).refusal
 
 
 def _write(
-    model: Any, caches: list[Any], reference: list[Any], token: int, keys: mx.array, temp: float, advance: Advance
-) -> tuple[list[int], list[float]]:
-    """Return the answer after `token`, with one key a token, and the divergence at each of its tokens."""
-    tokens, klds = [], []
-    for key in keys:
-        expected, log_p = (log_probabilities(model, [token], cache)[-1] for cache in (reference, caches))
-        drawn = mx.random.categorical(log_p / temp, key=key) if temp else log_p.argmax()
-        token, kld = np.array(drawn).item(), np.array(kl_divergence(expected, log_p)).item()
-        if not math.isfinite(kld):
+    model: Any, caches: list[Any], reference: list[Any], tokens: mx.array, keys: mx.array, temp: float, advance: Advance
+) -> Trajectories:
+    """Return the answers after `tokens` [S] and their divergence; `keys` [N, S] are of random numbers."""
+    written, klds = [], []
+    for of_rows in keys:
+        expected, log_p = (log_softmax(model(tokens[:, None], cache=cache)[:, -1]) for cache in (reference, caches))
+        tokens = log_p.argmax(axis=-1)
+        if temp:
+            draws = [mx.random.categorical(of_row / temp, key=key) for of_row, key in zip(log_p, of_rows, strict=True)]
+            tokens = mx.stack(draws)
+        written.append(np.array(tokens))
+        klds.append(np.array(kl_divergence(expected, log_p)))
+        if not np.isfinite(klds[-1]).all():
             raise NonFiniteError("the model's logits are NaN on this text. Check its weights, or load it in float32.")
-        tokens.append(token)
-        klds.append(kld)
-        advance(1)
-    return tokens, klds
+        advance(len(tokens))
+    return Trajectories(np.stack(written, axis=1), np.stack(klds, axis=1))
 
 
 def compare_trajectories(name: str, answers: Trajectories, reference: Trajectories) -> Record:

@@ -111,7 +111,7 @@ def _probe(model: Any, make: Callable[[], list[Any]]) -> BatchFacts:
     if unmergeable:
         return BatchFacts(f"{title} cannot batch {name}: its {' and '.join(unmergeable)} has no merge")
     try:
-        together = run_for_logits(model, step, _merge(rows))[:, -1]
+        together = run_for_logits(model, step, merge_rows(rows))[:, -1]
         mx.eval(together)
     except Exception as error:  # noqa: BLE001  of any operation in the model
         return BatchFacts(f"{title}'s {name} cannot run a batch ({_first_line(error)})")
@@ -143,7 +143,8 @@ def _counts_keys(model: Any) -> bool:
         return False
 
 
-def _merge(rows: list[list[Any]]) -> list[Any]:
+def merge_rows(rows: list[list[Any]]) -> list[Any]:
+    """Return the batch of several prompt caches, each a list of the layers' caches."""
     return [parts[0].merge(list(parts)) for parts in zip(*rows, strict=True)]
 
 
@@ -156,7 +157,7 @@ def _run_padded(
     tokens = mx.concatenate(
         [mx.pad(prompt, [(0, 0), (0, count)]) for prompt, count in zip(prompts, padding, strict=True)]
     )
-    caches = _merge([make() for _ in prompts])
+    caches = merge_rows([make() for _ in prompts])
     for cache in caches:
         cache.prepare(lengths=lengths, right_padding=padding)
     mx.eval(run_for_logits(model, tokens, caches))

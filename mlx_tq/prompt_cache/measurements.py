@@ -130,7 +130,12 @@ def _shipped(folder: str) -> Path:
 
 def log_probabilities(model: Any, ids: list[int], caches: list[Any]) -> mx.array:
     """Run `ids` over the caches; return the log-probabilities of each next token, fp32 [L, V]."""
-    logits = model(mx.array(ids)[None], cache=caches)[0].astype(mx.float32)
+    return log_softmax(model(mx.array(ids)[None], cache=caches)[0])
+
+
+def log_softmax(logits: mx.array) -> mx.array:
+    """Return the log-probabilities of logits [..., V], in fp32."""
+    logits = logits.astype(mx.float32)
     result: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     return result
 

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
+from zoo import build
 
 from mlx_tq.__main__ import main
 from mlx_tq.cli.inputs import load_text
+from mlx_tq.config import EvictConfig
 from mlx_tq.evaluate.arms import OFF, parse_arm
 from mlx_tq.evaluate.teacher_forced import cut_chunks
 from mlx_tq.evaluate.trajectory import Trajectories, compare_trajectories, run_trajectories
@@ -47,6 +49,24 @@ def test_a_compressed_cache_writes_what_generate_writes(exact, prompts, found):
             options = {"prompt_cache": make_compressed(model, ARMS[2].config), "prefill_step_size": STEP}
             said = generate_step(mx.array(prompt), model, max_tokens=ANSWER, **options)
             assert tokens.tolist() == [token for token, _ in said]
+
+
+def test_models_that_cannot_be_batched_write_one_answer_after_the_other():
+    model, close = build("internlm3"), parse_arm("q8/q8", sinks=4, window=8, normalize=False)
+    prompts = [np.random.default_rng(seed).integers(model.args.vocab_size, size=80).tolist() for seed in range(2)]
+    reference, others = run_trajectories(model, prompts, [close], answer=ANSWER)
+    for prompt, tokens in zip(prompts, reference.tokens, strict=True):
+        assert tokens.tolist() == [token for token, _ in generate_step(mx.array(prompt), model, max_tokens=ANSWER)]
+    assert (others.tokens == reference.tokens).all()
+
+
+def test_each_answer_evicts_by_itself(exact, prompts):
+    arm = parse_arm("q8/q8@50%", evict=EvictConfig("recency:trigger=16:granularity=1"), **REGIONS)
+    _, both = run_trajectories(exact[0], prompts, [arm], answer=ANSWER, step=STEP)
+    for number, prompt in enumerate(prompts):
+        _, alone = run_trajectories(exact[0], [prompt], [arm], answer=ANSWER, step=STEP)
+        assert (both.tokens[number] == alone.tokens[0]).all()
+        assert np.allclose(both.kld[number], alone.kld[0], rtol=1e-3, atol=1e-8)
 
 
 def test_divergence_is_along_the_answer_of_each_cache(exact, prompts, found):
