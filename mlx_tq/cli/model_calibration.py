@@ -31,7 +31,8 @@ from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed_attention, plan_caches, planner
 from mlx_tq.prompt_cache.layer_group import layer_group_of
 from mlx_tq.prompt_cache.measurements import (
-    MEASURED_FORMAT,
+    MEASURED_KEY,
+    MEASURED_VALUE,
     Losses,
     kl_divergence,
     log_probabilities,
@@ -250,9 +251,9 @@ def measure_losses(
     plan = planner(model)
     count = len(plan(KVConfig()).layers)
     arms = [plan(replace(_CONFIG, key=_FINE, value=_FINE))]
-    for side, other in (("key", "value"), ("value", "key")):
+    for side, other, measured in (("key", "value", MEASURED_KEY), ("value", "key", MEASURED_VALUE)):
         for layer in range(count):
-            formats = [MEASURED_FORMAT if number == layer else _FULL for number in range(count)]
+            formats = [measured if number == layer else _FULL for number in range(count)]
             schedule: dict[str, Any] = {side: SCHEDULE.join(formats), other: _FULL}
             arms.append(plan(replace(_CONFIG, **schedule)))
     totals = [0.0] * len(arms)

@@ -18,10 +18,10 @@ from mlx_tq.config import COLD, SCHEDULE, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import ModelFacts, SlotFacts
 from mlx_tq.prompt_cache.layer_bytes import MEAN_BYTES, layer_layout
-from mlx_tq.prompt_cache.measurements import MEASURED_FORMAT, Losses
+from mlx_tq.prompt_cache.measurements import MEASURED_KEY, MEASURED_VALUE, Losses
 
-CHOICES = ("q8", "tq4", "tq3", "tq2")
-_PAIRS = list(product(CHOICES, CHOICES))
+_KEYS = ("q8", "stcq4", "stcq3", "stcq2")
+_VALUES = ("q8", "tq4", "tcq3", "tcq2")
 _PROMOTED = "q8"  # the least format where low-bit keys or values would hurt
 
 
@@ -43,29 +43,31 @@ def allocate(facts: ModelFacts, config: KVConfig, bits: float, losses: Losses) -
             "again with mlx_tq.calibrate --losses."
         )
     plain = replace(config, mean_bits=None)
-    # A plan stores the rotated parts of MLA in no less than the promoted format, also when losses are measured.
-    stored = [promote if slot.latent else str for slot in slots]
-    pairs = [[(key, value_of(value)) for key, value in _PAIRS] for value_of in stored]
+    keys = [key if config.normalize else get_format(key).unsorted or key for key in _KEYS]
+    pairs = [[_stored(slot, *pair) for pair in product(keys, _VALUES)] for slot in slots]
     specs = [
         [CacheSpec.for_layer(plain, slot.index, *pair, latent=slot.latent) for pair in of_layer]
         for slot, of_layer in zip(slots, pairs, strict=True)
     ]
     sizes = np.array([[stored_bits(slot, spec) for spec in row] for slot, row in zip(slots, specs, strict=True)])
+    measured = [_stored(slot, MEASURED_KEY, MEASURED_VALUE) for slot in slots]
     layer_losses = np.array(
         [
             [
-                key * _relative(pair[0], MEASURED_FORMAT, config.key_scale)
-                + value * _relative(pair[1], value_of(MEASURED_FORMAT), config.value_scale)
-                for pair in of_layer
+                loss_of_keys * _relative(key, measured_key, config.key_scale)
+                + loss_of_values * _relative(value, measured_value, config.value_scale)
+                for key, value in of_layer
             ]
-            for key, value, of_layer, value_of in zip(losses.keys, losses.values, pairs, stored, strict=True)
+            for loss_of_keys, loss_of_values, (measured_key, measured_value), of_layer in zip(
+                losses.keys, losses.values, measured, pairs, strict=True
+            )
         ]
     )
     values = sum(slot.heads * (slot.key_dim + slot.value_dim) for slot in slots)
     if sizes.min(axis=1).sum() > bits * values:
         raise ConfigError(
             f"mean_bits is {bits:g}; {facts.model_type} takes {sizes.min(axis=1).sum() / values:.2f} at least, with "
-            f"{CHOICES[-1]} in every layer. Give that or more."
+            f"{keys[-1]}/{_VALUES[-1]} in every layer. Give that or more."
         )
     chosen = solve_knapsack(sizes, layer_losses, int(bits * values))
     key, value = (
@@ -79,6 +81,20 @@ def promote(name: str) -> str:
     """Return a format, or the least one that does not hurt where low bits would."""
     bits = min(get_format(part).bits for part in name.split(COLD))
     return name if bits >= get_format(_PROMOTED).bits else _PROMOTED
+
+
+def without_sorting(slot: SlotFacts, key: str) -> tuple[str, str]:
+    """Return a key format that the layer can store, and why it does not sort dims if the given one does."""
+    first, *cold = key.split(COLD)
+    fmt = get_format(first)
+    if not fmt.unsorted or not (slot.latent or slot.key_dim % fmt.multiple):
+        return key, ""
+    reason = "latents are values too" if slot.latent else f"{slot.key_dim} dims are no multiple of {fmt.multiple}"
+    return COLD.join([fmt.unsorted, *cold]), f"keys not sorted: {reason}"
+
+
+def _stored(slot: SlotFacts, key: str, value: str) -> tuple[str, str]:
+    return without_sorting(slot, key)[0], promote(value) if slot.latent else value
 
 
 def stored_bits(slot: SlotFacts, spec: CacheSpec) -> int:

@@ -19,12 +19,13 @@ from mlx_tq.files import atomic_write, cache_folder
 from mlx_tq.policies.calibration import calibrated_models
 
 _T = TypeVar("_T")
-MEASURED_FORMAT = "tq3"  # its loss is visible in one layer of many, and small enough to grow with the error
+# Their losses are visible in one layer of many, and small enough to grow with the error.
+MEASURED_KEY, MEASURED_VALUE = "stcq3", "tcq3"
 
 
 @dataclass(frozen=True)
 class Losses:
-    """KL divergence in nats, mean over tokens, if one layer alone is stored as MEASURED_FORMAT."""
+    """KL divergence in nats, mean over tokens, if one layer alone is stored as MEASURED_KEY or MEASURED_VALUE."""
 
     keys: tuple[float, ...]  # by layer, if only its keys are
     values: tuple[float, ...]  # by layer, if only its values are

@@ -21,7 +21,7 @@ from mlx_tq.policies.calibration import SKIP, Calibration, QueryStats
 from mlx_tq.policies.heads import Division, Heads, divide_heads
 from mlx_tq.policies.policy import CalibratedPolicy
 from mlx_tq.policies.rope import Rope, find_pairs, learn_rope
-from mlx_tq.prompt_cache.allocation import Allocation, promote
+from mlx_tq.prompt_cache.allocation import Allocation, promote, without_sorting
 from mlx_tq.prompt_cache.layer_bytes import (
     Evicted,
     RegionBytes,
@@ -243,7 +243,7 @@ def make_plan(
     layers = []
     for number, slot in enumerate(facts.slots):
         key, value, *notes = choose_formats(config, number, count, slot.key_norm, typical)
-        key, why = _without_sorting(slot, key)
+        key, why = without_sorting(slot, key)
         notes.append(why)
         if slot.latent:
             value = promote(value)
@@ -297,16 +297,6 @@ def choose_formats(
 def _join(notes: Sequence[str]) -> str:
     """Join notes, of which some may be empty."""
     return "; ".join(filter(None, notes))
-
-
-def _without_sorting(slot: SlotFacts, key: str) -> tuple[str, str]:
-    """Return a key format that the layer can store, and why it does not sort dims if the given one does."""
-    first, *cold = key.split(COLD)
-    fmt = get_format(first)
-    if not fmt.unsorted or not (slot.latent or slot.key_dim % fmt.multiple):
-        return key, ""
-    reason = "latents are values too" if slot.latent else f"{slot.key_dim} dims are no multiple of {fmt.multiple}"
-    return COLD.join([fmt.unsorted, *cold]), f"keys not sorted: {reason}"
 
 
 def _rope_pairs(facts: ModelFacts, slot: SlotFacts) -> tuple[tuple[int, int], ...]:

@@ -82,6 +82,12 @@ def test_the_bits_of_latents_are_those_of_the_plan(bits):
     assert allocation.loss >= 0.2 * len(facts.slots)
 
 
+def test_keys_that_are_not_normalized_are_not_sorted(embedded):
+    key = plan_caches(embedded[0], KVConfig(mean_bits=3, normalize=False)).config.key
+    assert "tcq" in key
+    assert "stcq" not in key
+
+
 def loss_above_rounding(model, tokenizer, key, value):
     """Return the KL divergence of the text's predictions, less that of q8/q8, from log-probabilities in float64."""
     ids = mx.array(tokenizer.encode(load_text())[:MEASURED])
@@ -115,7 +121,7 @@ def test_what_a_layer_loses_is_what_it_costs_alone(embedded):
     """Its values', against log-probabilities in float64; the file inside the package holds what is measured here."""
     model, tokenizer = embedded
     shipped = find_losses(fingerprint(model))
-    value = "+".join("tq3" if layer == 4 else "fp16" for layer in range(6))
+    value = "+".join("tcq3" if layer == 4 else "fp16" for layer in range(6))
     assert loss_above_rounding(model, tokenizer, "fp16", value) == pytest.approx(shipped.values[4], rel=0.05)
     assert shipped.values[4] == max(shipped.values)
 
@@ -126,7 +132,7 @@ def test_losses_of_latents(embedded):
     tokenizer = embedded[1]
     model = build("deepseek_v3", vocab_size=len(tokenizer.get_vocab()) + 8)
     found = measure_losses(model, tokenizer, load_text(), lambda done, total: None)
-    assert loss_above_rounding(model, tokenizer, "tq3+fp16", "fp16") == pytest.approx(found.keys[0], rel=0.01)
+    assert loss_above_rounding(model, tokenizer, "tcq3+fp16", "fp16") == pytest.approx(found.keys[0], rel=0.01)
     assert max(found.keys[1], *found.values) < 0.01 * found.keys[0]
 
 
@@ -155,7 +161,7 @@ def test_a_file_names_the_formats_that_were_chosen(embedded, monkeypatch, tmp_pa
         assert list(session.respond("The code is 4."))
         session.save(talk)
     assert mlx_tq.load_prompt_cache(file, model=model, config=config).config == chosen
-    with pytest.raises(CacheFormatError, match="made with another configuration: key is 'tq3"):
+    with pytest.raises(CacheFormatError, match="made with another configuration: key is 'stcq4"):
         mlx_tq.load_prompt_cache(file, model=model, config=KVConfig(mean_bits=3, sinks=16, window=32))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     kept = losses_path(fingerprint(model))
@@ -172,7 +178,7 @@ def test_what_cannot_be_is_said(embedded, monkeypatch, tmp_path):
     model, tokenizer = embedded
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for settings_, says in (
-        ({"mean_bits": 1.5}, "mean_bits is 1.5; qwen3 takes 2.19 at least, with tq2 in every layer"),
+        ({"mean_bits": 1.5}, "mean_bits is 1.5; qwen3 takes 2.19 at least, with stcq2/tcq2 in every layer"),
         ({"mean_bits": 4.2, "key": "tq3"}, "mean_bits is 4.2 and chooses the formats of all layers; key is 'tq3'"),
         ({"mean_bits": 4.2, "boundary": 1}, "of all layers; boundary is 1 and chooses some too. Drop one of the two"),
         ({"mean_bits": 4.2, "outlier": 0.0}, "of all layers; outlier is 0.0"),
