@@ -59,7 +59,7 @@ def test_a_calibration_is_for_one_compute_type(cli, tmp_path):
     assert narrow["settings"]["dtype"] == "bfloat16"
     refused(cli(*words, "--kv-calibration", path), "was made with another model", code=1)
     wide = cli(*words, "--kv-evict", "triattention:warmup=32:calibration=text").json
-    assert "dtype" not in wide["settings"]
+    assert wide["settings"]["dtype"] == "float32"
     assert wide["results"]["balanced"]["kld"] != narrow["results"]["balanced"]["kld"]
 
 

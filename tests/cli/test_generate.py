@@ -18,7 +18,7 @@ HI = ("generate", "-p", "hi", "-m", 2)
 OFF = ("--kv-profile", "off")
 QUIET = ("--verbose", "F")
 REGIONS = ("--kv-sinks", 16, "--kv-window", 32)
-LONG_TEXT, LONG_QUESTION = facts(28)
+LONG_TEXT, LONG_QUESTION = facts(40)
 DOCUMENT = ("generate", "-p", f"{LONG_TEXT}\n\n{LONG_QUESTION}", "-m", 12, "--kv-evict", "recency", *REGIONS)
 
 

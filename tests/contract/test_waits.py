@@ -184,9 +184,12 @@ def converse(exact, config, rescue="off"):
     model, tokenizer = exact
     ends = mx.zeros(model.args.vocab_size).at[mx.array(list(tokenizer.eos_token_ids))].add(mx.inf)
     mx.eval(ends)  # in this thread; the session computes in another
-    with Session(
-        model, tokenizer, config, rescue=rescue, sampler=lambda logprobs: mx.argmax(logprobs - ends, axis=-1)
-    ) as session:
+    options = {
+        "rescue": rescue,
+        "prompt_lookup": "off",
+        "sampler": lambda logprobs: mx.argmax(logprobs - ends, axis=-1),
+    }
+    with Session(model, tokenizer, config, **options) as session:
         list(session.respond(load_text()[:600], max_tokens=2))
         pieces = session.respond("And what did it say at its beginning?", max_tokens=SKIPPED + COUNTED)
         decoded = decode(pieces, session.cache)
