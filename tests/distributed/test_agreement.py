@@ -215,7 +215,8 @@ def logits(dtype):
     model, tokenizer = load(dtype=dtype, ranks=ranks)
     ids = tokenizer.encode("".join(facts(60)))
     evict = EvictConfig("knorm:trigger=32:granularity=1", "50%", recall="off")
-    caches, found = build_caches(plan_caches(model, replace(CONFIG, sinks=16, evict=evict))), []
+    config = replace(CONFIG, value="q8", sinks=16, evict=evict)  # a code that rounding changes is a small step there
+    caches, found = build_caches(plan_caches(model, config)), []
     with compressed_attention(model):
         for start in range(0, len(ids), 64):
             made = model(mx.array(ids[start : start + 64])[None], cache=caches)
@@ -231,6 +232,6 @@ def test_ranks_differ_from_one_process_by_rounding(tmp_path):
     ours = {dtype: run(tmp_path / f"two {dtype}", 2, logits, dtype) for dtype in ("float32", "bfloat16")}
     for first, second in ours.values():
         assert np.array_equal(first.value, second.value), (first.err, second.err)
-    far = [np.abs(each - exact).max() for each in (ours["float32"][0].value, ours["bfloat16"][0].value, rounded)]
-    assert far[0] < 1e-3
-    assert far[1] < 2 * far[2]
+    one, two, bfloat16 = (each - exact for each in (ours["float32"][0].value, ours["bfloat16"][0].value, rounded))
+    assert np.abs(one).max() < 1e-3
+    assert np.square(two).mean() < 4 * np.square(bfloat16).mean()
