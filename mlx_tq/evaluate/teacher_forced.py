@@ -43,13 +43,13 @@ class TokenScores:
     seconds: float = 0.0  # of the last chunk, where the arms take turns step by step
 
     @classmethod
-    def join(cls, steps: Sequence[np.ndarray], clusters: np.ndarray, **about: Any) -> "TokenScores":
+    def join(cls, steps: Sequence[np.ndarray], clusters: np.ndarray, **measured: Any) -> "TokenScores":
         """Return the scores of all steps, each as `score_step` returns it; raise NonFiniteError if one is NaN."""
         joined = np.concatenate(steps, axis=1)
         if not np.isfinite(joined).all():
             raise NonFiniteError("the model's logits are NaN on this text. Check its weights, or load it in float32.")
         nll, kld, agrees, in_top = joined
-        return cls(nll, kld, agrees.astype(bool), in_top.astype(bool), clusters, **about)
+        return cls(nll, kld, agrees.astype(bool), in_top.astype(bool), clusters, **measured)
 
 
 def cut_chunks(tokenizer: Any, text: str, chunks: int, length: int) -> list[list[int]]:

@@ -25,7 +25,7 @@ from mlx_tq.prompt_cache.layer_group import batch_row, compressed_caches
 from mlx_tq.prompt_cache.measurements import kl_divergence, log_softmax
 from mlx_tq.session.restore import prefill
 
-_TOGETHER = 8  # answers are written in batches, in which a pass costs little more than for one
+_TOGETHER = 8  # answers of a batch, whose passes take about twice as long as those of one answer
 
 
 @dataclass(frozen=True)
