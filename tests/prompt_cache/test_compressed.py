@@ -86,7 +86,7 @@ def test_caches_that_are_passed_in_keep_their_configuration(embedded):
             assert kinds(mlx_lm_cache(model)) == made
             for reply in mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=2, prompt_cache=cache):
                 logits.append(reply.logprobs)
-        assert kinds(cache) == {("tq4", "tq4", 16)}
+        assert kinds(cache) == {("stcq4", "tq4", 16)}
     with compressed_attention(model):
         native = next(mlx_lm.stream_generate(model, tokenizer, PROMPT, prompt_cache=mlx_lm_cache(model))).logprobs
     assert len(logits) == 4
