@@ -326,6 +326,7 @@ def test_a_trim_past_evictions(key, normalize, sinks, window, granularity, share
 
     By mlx-lm's function, which trims layer by layer, also copies that are no sequence again yet.
     """
+    normalize = normalize or bool(get_format(key).unsorted)
     spec = make_spec(key, "tq4", sinks=sinks, window=window, normalize=normalize)
     plain = layers(spec)
     caches = layers(spec, sinks + window + 40, f"random:trigger=8:granularity={granularity}")
