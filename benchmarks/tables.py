@@ -350,29 +350,6 @@ def by_layer() -> str:
 STATES = {"hybrid": "small hybrid, 1.2M tokens of training", "random": "random, head dims of Qwen3.5"}
 
 
-def trajectories() -> str:
-    files = existing("trajectory_{}.json")
-    found = [report(name)["results"] for name in files]
-    rows = []
-    for name in found[0]:
-        row = [FIDELITY_NAMES.get(name, arm_label(name))]
-        for each in found:
-            answers = each[name]
-            row.append(_scientific(answers["kld"], answers["kld_error"]))
-            row.append(with_error(answers["agreement"], answers["agreement_error"], 1))
-            row.append(f"{answers['same_until']:.0f}")
-        rows.append(row)
-    columns = ["keys/values"]
-    columns += [f"{label}: {what}" for label in files.values() for what in ("KLD", "same token %", "same until")]
-    settings = report(next(iter(files)))["settings"]
-    on = f"{settings['chunks']} answers of {settings['answer_tokens']} tokens after {settings['length']}, greedy"
-    command = (
-        f"python -m mlx_tq evaluate trajectory --chunks {settings['chunks']} --length {settings['length']}"
-        f" --answer-tokens {settings['answer_tokens']} \\\n    --profiles {','.join(name for name in found[0] if name != 'off')} --model M"
-    )
-    return table(list(files), columns, rows, on=on, command=command)
-
-
 def states() -> str:
     files = {f"state_formats_{name}.json": label for name, label in STATES.items()}
     rows = [
