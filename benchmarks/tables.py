@@ -341,7 +341,7 @@ def by_layer() -> str:
         for arm, found in report(name)["results"].items()
     ]
     command = (
-        "python -m mlx_tq evaluate divergence --profiles tq4/tq4,4.21bits,... --length 1024 --step 128 --chunks 2 \\\n"
+        "python -m mlx_tq evaluate divergence --profiles stcq4/tq4,4.21bits,... --length 1024 --step 128 --chunks 2 \\\n"
         f"    --text REST {SMALL_CACHE} {ON_MODEL}"
     )
     return table(list(files), ["model", "formats", "KLD", "top-1 %"], rows, on="the models named", command=command)
