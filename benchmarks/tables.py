@@ -341,8 +341,8 @@ def by_layer() -> str:
         for arm, found in report(name)["results"].items()
     ]
     command = (
-        "python -m mlx_tq evaluate divergence --profiles stcq4/tq4,4.21bits,... --length 1024 --step 128 --chunks 2 \\\n"
-        f"    --text REST {SMALL_CACHE} {ON_MODEL}"
+        "python -m mlx_tq evaluate divergence --profiles stcq4/tq4,4.21bits,... --length 1024 --step 128 \\\n"
+        f"    --chunks 2 --text REST {SMALL_CACHE} {ON_MODEL}"
     )
     return table(list(files), ["model", "formats", "KLD", "top-1 %"], rows, on="the models named", command=command)
 
