@@ -339,6 +339,7 @@ def by_layer() -> str:
         [label, arm, with_error(found["kld"], found["kld_error"], 6), f"{found['top1']:.1f}"]
         for name, label in files.items()
         for arm, found in report(name)["results"].items()
+        if arm != "off"
     ]
     command = (
         "python -m mlx_tq evaluate divergence --profiles stcq4/tq4,4.21bits,... --length 1024 --step 128 \\\n"
