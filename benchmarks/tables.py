@@ -235,6 +235,8 @@ def frontier() -> str:
                 with_error(each[name]["kld"], each[name]["kld_error"]),
                 _top1(each, name),
             )
+            if name in each
+            else ("-",) * 3
             for each in found
         ]
         rows.append([FRONTIER_NAMES.get(name, name), *(cell for three in cells for cell in three)])
