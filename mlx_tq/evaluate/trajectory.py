@@ -71,22 +71,20 @@ def run_trajectories(
         for start in range(0, len(prompts), together):
             batch = prompts[start : start + together]
             keys = mx.stack([mx.random.split(mx.random.key(seed + start + i), answer) for i in range(len(batch))], 1)
-            reference: list[Any] = []
+            last_tokens = mx.array([prompt[-1] for prompt in batch])
+            reference: list[Any] = []  # of the first arm, with the prompts alone
             for arm, make in enumerate(makers):
                 rows = [make() for _ in batch]
                 for i, (row, prompt) in enumerate(zip(rows, batch, strict=True)):
                     reseed_random(row, start + i)
                     alone = int(is_control[arm] and len(prompt) > 2)
-                    for part in (prompt[:alone], prompt[alone:-1]):
-                        prefill(model, row, part, step)
+                    prefill(model, row, prompt[:alone], step)
+                    prefill(model, row, prompt[alone:-1], step)
                 caches = merge_rows(rows) if len(rows) > 1 else rows[0]
                 reference = reference or copy.deepcopy(caches)
-                last_tokens = mx.array([prompt[-1] for prompt in batch])
-                written = _write(model, caches, copy.deepcopy(reference), last_tokens, keys, temp, advance)
-                answers[arm].append(written)
-                if arm:
-                    for i in range(len(batch)):
-                        check_evicted(arms[arm - 1].name, batch_row(caches, i))
+                answers[arm].append(_write(model, caches, copy.deepcopy(reference), last_tokens, keys, temp, advance))
+                for i in range(len(batch) if arm else 0):
+                    check_evicted(arms[arm - 1].name, batch_row(caches, i))
     return [Trajectories.join(of_arm) for of_arm in answers]
 
 

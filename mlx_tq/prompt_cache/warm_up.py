@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_tq.config import BLOCK
+from mlx_tq.integration.batch_probe import merge_rows
 from mlx_tq.kernels import backend, execution_record, thresholds
 from mlx_tq.kernels.thresholds import RANGES
 from mlx_tq.prompt_cache.build import build_caches
@@ -36,7 +37,7 @@ def compile_kernels(model: Any, plan: Plan | None, *, lengths: Iterable[int] = (
         for length in lengths:
             _run_both(model, 1, length, sequences[0])
         if batches and all(hasattr(cache, "merge") for cache in sequences[0]):
-            _run_both(model, 2, 1, [rows[0].merge(list(rows)) for rows in zip(*sequences, strict=True)])
+            _run_both(model, 2, 1, merge_rows(sequences))
     execution_record.clear()
 
 

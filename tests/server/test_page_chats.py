@@ -154,9 +154,7 @@ def test_the_last_answer_is_made_again_and_the_last_message_edited(site, open_pa
     editor.fill("Third")
     page.keyboard.press("Shift+Enter")
     page.keyboard.type("line")
-    answer = (
-        "Three, four, five, six, seven, eight, nine, ten."  # its parts do not all arrive at once, so there is a speed
-    )
+    answer = "Three, four, five, six, seven, eight, nine, ten."  # in several parts, so that there is a speed
     site.script(answer)
     with page.expect_request("**/v1/chat/completions") as sent:
         page.keyboard.press("Enter")
