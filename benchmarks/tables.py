@@ -248,6 +248,26 @@ def frontier() -> str:
     return table(list(files), ["keys/values", *heads], rows, on="two models, sinks 32, window 64", command=command)
 
 
+def trajectories() -> str:
+    files = existing("trajectory_{}.json", REAL_MODELS)
+    found = [report(name)["results"] for name in files]
+    rows = []
+    for name in found[0]:
+        rows.append([arm_label(name)])
+        for each in found:
+            rows[-1].append(_scientific(each[name]["kld"], each[name]["kld_error"]))
+            rows[-1].append(with_error(each[name]["agreement"], each[name]["agreement_error"], digits=0))
+            rows[-1].append(f"{each[name]['same_until']:.0f}")
+    heads = [f"{label}: {what}" for label in files.values() for what in ("KLD", "same tokens, %", "same until token")]
+    settings = report(next(iter(files)))["settings"]
+    command = (
+        f"python -m mlx_tq evaluate trajectory --model M --dequantize on --chunks {settings['chunks']} \\\n"
+        f"    --length {settings['length']} --answer-tokens {settings['answer_tokens']} --text wiki.test.raw \\\n"
+        f"    --profiles {','.join(name for name in found[0] if name != 'off')}"
+    )
+    return table(list(files), ["keys/values", *heads], rows, on="two models, default sinks and window", command=command)
+
+
 UNSORTED = {f"stcq{bits}/tcq{bits}": f"tcq{bits}/tcq{bits}" for bits in (2, 3, 4)} | {
     "stcq4/tcq3": "tcq4/tcq3",
     "stcq4/tq4": "tq4/tq4",
@@ -1092,7 +1112,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for function in (
         *(profiles, formats, divergence, fidelity, frontier),
         *(peer_formulas, sorted_ablation, sorted_caches),
-        *(normalization, trellis, states),
+        *(normalization, trellis, trajectories, states),
         *(by_layer, answers),
         *(whole_models, long_contexts, llama_cpp, one_layer, kernels, attention_counts, verify_counts, gpu_attention),
         *(machine_code, h100_predicted, macs_predicted, prediction_checks),

@@ -55,15 +55,15 @@ def rows_of(caches):
 IDS = st.lists(st.integers(0, 2), min_size=1, max_size=7)
 
 
-@given(st.lists(st.tuples(IDS, st.booleans()), max_size=6), IDS, st.integers(0, 7))
-def test_the_longest_prefix_is_found(stored, ids, most):
+@given(st.lists(IDS, max_size=6), st.sets(st.integers(1, 7)), IDS, st.integers(0, 7))
+def test_the_longest_prefix_is_found(stored, untrimmable_lengths, ids, most):
     memory, most = PromptMemory(UNLIMITED), min(most, len(ids))
-    for prompt, trimmable in stored:
-        memory.insert(prompt, plain(prompt, trimmable))
+    for prompt in stored:
+        memory.insert(prompt, plain(prompt, len(prompt) not in untrimmable_lengths))
     lengths = [0]
-    for prompt, trimmable in {tuple(prompt): trimmable for prompt, trimmable in stored}.items():
+    for prompt in stored:
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, ids, strict=False)))
-        if trimmable or len(prompt) <= min(common, most):
+        if len(prompt) not in untrimmable_lengths or len(prompt) <= min(common, most):
             lengths.append(min(common, most))
     caches, length = memory.find(ids, most)
     assert length == max(lengths)
