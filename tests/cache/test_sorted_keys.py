@@ -66,7 +66,7 @@ def test_groups_are_those_of_the_first_normalized_keys():
     assert not np.array_equal(order[0], order[1])
 
 
-@pytest.mark.parametrize("key", ["stcq2", "stcq3~tq2"])
+@pytest.mark.parametrize("key", [pytest.param("stcq2", marks=pytest.mark.full), "stcq3~tq2"])
 def test_groups_go_with_a_state_a_file_a_fork_and_a_batch(key, tmp_path):
     """Also of a cache that has not learned them, and of one that may have to forget them."""
     shared = {"sinks": PREFIX, "window": WINDOW, "recent": 64}

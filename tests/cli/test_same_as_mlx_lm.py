@@ -48,7 +48,8 @@ SAME = ("plain", "4 bits", "8 bits, late", "draft", "no-ops here")
 # Flags that another case has, too.
 SIMILAR = (
     *("long option", "plain", "few tokens", "another seed", "hot", "min p", "xtc", "template config"),
-    *("extra eos, by number", "prefill steps", "2 bits", "8 bits, late", "no-ops here"),
+    *("extra eos, by number", "prefill steps", "2 bits", "8 bits", "8 bits, late", "no-ops here"),
+    *("top k", "min p, but some", "xtc, lower"),
 )
 PLAIN = ("generate", "--verbose", "F")
 OFF = (*PLAIN, "--kv-profile", "off")

@@ -105,7 +105,12 @@ def check_off(model, plain):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("llama", mx.float16), ("gemma3_text", mx.bfloat16), ("stablelm", mx.bfloat16)]
+    ("name", "dtype"),
+    [
+        ("llama", mx.float16),
+        ("stablelm", mx.bfloat16),
+        pytest.param("gemma3_text", mx.bfloat16, marks=pytest.mark.full),
+    ],
 )
 def test_fp16_bodies_in_half_precision(name, dtype):
     """Both runs round differently; each is as far from float32 as the other."""

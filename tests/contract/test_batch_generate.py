@@ -94,7 +94,10 @@ def test_rows_join_and_leave_while_others_generate(exact, prompts, alone):
     assert all(cache.offset == len(tokens) for cache in caches)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "gpt_oss", "gemma4_text", "falcon_h1"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_next", "gemma4_text", *(pytest.param(name, marks=pytest.mark.full) for name in ("gpt_oss", "falcon_h1"))],
+)
 def test_hybrid_and_sliding_models(name):
     """Compressed layers batch beside mlx-lm's own batches of recurrent and sliding layers."""
     model, tokenizer, alone = build(name), SimpleNamespace(eos_token_ids=[], decode=str), []

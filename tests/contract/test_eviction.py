@@ -19,7 +19,7 @@ from mlx_tq.prompt_cache.layer_group import compressed_caches, layer_group_of
 # A bias on queries, a hybrid of linear attention with partial RoPE, sinks and YaRN, sliding layers, interleaved pairs,
 # caches in a list, Llama-3's RoPE, layers without RoPE.
 NAMED = ["qwen2", "qwen3_next", "gpt_oss", "gemma3_text", "glm4", "falcon_h1", "llama3_rope", "smollm3"]
-SIMILAR = ("glm4", "llama3_rope", "smollm3")  # to qwen2
+SIMILAR = ("glm4", "llama3_rope", "smollm3", "falcon_h1")  # to qwen2 or qwen3_next
 CHUNKS = [70, 33, 40, 1, 1, 5, 1, 8, 64, 1, 40, 1, 1]
 TOKENS = np.random.default_rng(5).integers(0, 160, sum(CHUNKS)).tolist()
 EVICT = EvictConfig("triattention:warmup=64:trigger=8:granularity=1", budget=80)

@@ -152,7 +152,7 @@ def test_the_loop_of_mlx_lm_waits_once_a_token(plain):
 @pytest.mark.parametrize(
     "config",
     [
-        PACKED,
+        pytest.param(PACKED, marks=pytest.mark.full),
         evicting(10_000, "triattention"),
         pytest.param(evicting(10_000, "triattention:warmup=1024"), marks=pytest.mark.full),
         pytest.param(evicting(10_000, "recency"), marks=pytest.mark.full),

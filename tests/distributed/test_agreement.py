@@ -159,7 +159,7 @@ def choosing(number, differs):
     ("size", "needed"), [(2, 40), *(pytest.param(size, 1000, marks=pytest.mark.full) for size in (2, 3, 4))]
 )
 def test_ranks_evict_the_same_and_one_that_differs_is_detected_in_that_round(tmp_path, size, needed):
-    differing = list(range(0, 9, 1 if needed == 1000 else 3))
+    differing = list(range(0, 9, 1 if needed == 1000 else 8))
     done = run(tmp_path, size, rounds, needed, size, differing)
     assert all(each.value for each in done), [each.err for each in done]
     found, caught = done[0].value

@@ -18,7 +18,7 @@ from mlx_tq.evaluate.trajectory import Trajectories, compare_trajectories, run_t
 from mlx_tq.prompt_cache.compressed import compressed_attention
 from mlx_tq.prompt_cache.compressed import make_prompt_cache as make_compressed
 
-LENGTH, ANSWER, STEP = 200, 12, 80
+LENGTH, ANSWER, STEP = 160, 8, 80
 REGIONS = {"sinks": 4, "window": 16}
 ARMS = [OFF, *(parse_arm(name, **REGIONS) for name in ("q8/q8", "tq2/tq2"))]
 

@@ -41,12 +41,11 @@ PARAMETERS = {
     "packed": (1, 31, 64, 65, 150),
 }
 SORTED_DIMS = (64, 96, 128, 192, 256)
-CASES = [  # two of five have every value once, and most pairs
-    pytest.param(number, case, id=case_id(case), marks=[pytest.mark.full] if number % 5 > 1 else [])
-    for number, case in enumerate(covering(PARAMETERS))
-] + [
-    pytest.param(number, case, id=case_id(case), marks=[pytest.mark.full] if number % 4 else [])
-    for number, case in enumerate(covering({**PARAMETERS, "key": SORTED, "dim": SORTED_DIMS}))
+SORTED_KEYS = {**PARAMETERS, "key": SORTED, "dim": SORTED_DIMS}
+CASES = [  # with every value, and with every pair of values
+    pytest.param(number, case, id=f"{case_id(case)}-{ways}", marks=[pytest.mark.full] * (ways - 1))
+    for ways in (1, 2)
+    for number, case in enumerate(covering(PARAMETERS, ways) + covering(SORTED_KEYS, ways))
 ]
 numbered = pytest.mark.parametrize(("number", "case"), CASES)
 ROUNDING = 2.0**-24  # of fp32, relative

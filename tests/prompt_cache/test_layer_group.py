@@ -55,7 +55,7 @@ BEFORE, AFTER = 40, 125  # the first round
 @pytest.mark.parametrize(
     ("policy", "length"),
     [
-        (POLICIES[0], AFTER),
+        pytest.param(POLICIES[0], AFTER, marks=pytest.mark.full),
         (POLICIES[1], BEFORE),
         pytest.param(POLICIES[0], BEFORE, marks=pytest.mark.full),
         pytest.param(POLICIES[1], AFTER, marks=pytest.mark.full),

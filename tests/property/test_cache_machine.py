@@ -415,7 +415,7 @@ def test_a_trim_past_a_round_is_refused_and_changes_nothing(kind, normalize):
 
 
 @pytest.mark.parametrize("normalize", [pytest.param(False, marks=pytest.mark.full), True])
-@pytest.mark.parametrize("kind", RECALLS[2:])
+@pytest.mark.parametrize("kind", [*RECALLS[2:4], pytest.param(RECALLS[4], marks=pytest.mark.full)])
 def test_what_comes_back_is_trimmed_copied_saved_and_leaves_again(kind, normalize):
     state = CacheMachine()
     state.start(key="tq4", kind=kind, value="tq4", sinks=1, window=31, normalize=normalize)

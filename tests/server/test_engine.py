@@ -49,17 +49,17 @@ def test_a_batch_attends_to_packed_rows(loaded, monkeypatch):
     gauges = engine.metrics.running, engine.metrics.kv_bytes, engine.metrics.kv_native_bytes
     running, compressed, native = (record_gauge(monkeypatch, gauge) for gauge in gauges)
     watch_passes(monkeypatch, loaded[0], lambda layers: sizes.append([len(rows) for rows in layers]))
-    for events in serve(engine, [make_job(280 + 5 * n, seed=n, max_tokens=40) for n in range(5)]):
+    for events in serve(engine, [make_job(280 + 5 * n, seed=n, max_tokens=32) for n in range(4)]):
         assert isinstance(events[0], Started)
-        assert sum(isinstance(event, Piece) for event in events) == 40 or events[-1].finish_reason == "stop"
+        assert sum(isinstance(event, Piece) for event in events) == 32 or events[-1].finish_reason == "stop"
     layers = len(loaded[0].layers)
-    assert [5] * layers in sizes
+    assert [4] * layers in sizes
     assert calls["materialize"] == 0
-    assert calls["attend"] + calls["attend_batch"] >= 3 * 5 * layers
-    assert calls["prefill"] >= 5 * layers
-    assert max(running) == 5
-    assert max(compressed) <= 5 * plan.cache_peak_nbytes(340)
-    assert max(native) == 5 * plan.native_nbytes(340) > 1.2 * max(compressed)
+    assert calls["attend"] + calls["attend_batch"] >= 3 * 4 * layers
+    assert calls["prefill"] >= 4 * layers
+    assert max(running) == 4
+    assert max(compressed) <= 4 * plan.cache_peak_nbytes(340)
+    assert max(native) == 4 * plan.native_nbytes(340) > 1.2 * max(compressed)
     assert [running[-1], compressed[-1], native[-1]] == [0, 0, 0]
 
 
@@ -68,7 +68,7 @@ def test_a_batch_generates_what_each_job_generates_alone(loaded):
         return [text_of(events) for events in serve(make_engine(loaded, prompt_cache_bytes=0), jobs)]
 
     def jobs():
-        return [make_job(40 + 70 * n, max_tokens=12, seed=n) for n in range(3)]
+        return [make_job(40 + 70 * n, max_tokens=8, seed=n) for n in range(3)]
 
     together = texts(jobs())
     assert len(set(together)) > 1
@@ -145,7 +145,7 @@ def test_a_model_failure_ends_only_its_batch(loaded, folder, monkeypatch):
 @pytest.mark.parametrize("fails_at", [pytest.param((3,), marks=pytest.mark.full), (9, 10)])
 def test_a_memory_error_loses_no_answer(loaded, monkeypatch, fails_at):
     """In a prefill, and while decoding, twice. A job that does not even fit alone fails."""
-    lengths = {20: 40, 90: 25, 200: 30}  # tokens of prompts, and of their answers
+    lengths = {20: 20, 90: 12, 200: 15}  # tokens of prompts, and of their answers
 
     def jobs():
         return [make_job(size, seed=size, max_tokens=count) for size, count in lengths.items()]
@@ -226,11 +226,11 @@ def test_sliding_windows_in_a_batch(name, tmp_path, monkeypatch):
     watch_passes(monkeypatch, loaded[0], lambda layers: mx.clear_cache())
 
     async def two_turns():
-        first = [make_job(count, seed=count, max_tokens=30, logprobs=0) for count in (10, 90, 200)]
+        first = [make_job(count, seed=count, max_tokens=12, logprobs=0) for count in (10, 90, 200)]
         engine.submit(*first)
         prompts = [[*job.prompt.ids, *tokens_of(await outcome(job)), *random_ids(9, seed=5)] for job in first]
         prompts += [random_ids(count, seed=count)[1:] for count in (12, 150)]
-        jobs = [job_of(ids, max_tokens=12) for ids in prompts]
+        jobs = [job_of(ids, max_tokens=6) for ids in prompts]
         engine.submit(*jobs)
         return prompts, [await outcome(job) for job in jobs]
 
@@ -239,7 +239,7 @@ def test_sliding_windows_in_a_batch(name, tmp_path, monkeypatch):
     assert [events[0].cached_tokens for events in answers] == [*(len(ids) - 9 for ids in prompts[:3]), 0, 0]
     assert all(len(lengths) == 1 for lengths in offsets)
     for ids, events in zip(prompts, answers, strict=True):
-        (alone,) = serve(make_engine(loaded), [job_of(ids, max_tokens=12)])
+        (alone,) = serve(make_engine(loaded), [job_of(ids, max_tokens=6)])
         assert text_of(events) == text_of(alone)
 
 

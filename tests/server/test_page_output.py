@@ -131,6 +131,7 @@ def test_attributes_hosts_and_invisible_characters(site, open_page):
     expect(page.get_by_role("log", name="Conversation").get_by_role("list").get_by_role("listitem")).to_have_count(2)
 
 
+@pytest.mark.full
 def test_hostile_output_is_text_and_nothing_leaves_the_machine(site, browser, tmp_path):
     """Chromium's own log would have every request and every name that it looked up."""
     with launch(browser.browser_type, f"--log-net-log={tmp_path / 'net.json'}") as logging:
@@ -215,6 +216,7 @@ def test_pathological_markdown_is_shown(site, open_page):
         assert len(marks) > len(text) / 2 or set(text) == set("> ") or set(text) == set("- "), text[:9]
 
 
+@pytest.mark.full
 def test_it_fits_a_phone_and_has_contrast_in_both_themes(site, open_page):
     wide = f"```\n{'x' * 400}\n```\n\n|{'head|' * 40}\n|{'-|' * 40}\n\n{'y' * 400} `{'z' * 99}`"
     page = open_page(site, viewport={"width": 360, "height": 700})

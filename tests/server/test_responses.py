@@ -82,7 +82,7 @@ def test_an_error_names_the_argument_as_it_was_sent(create):
     assert (str(partial), partial.param) == ("text.format cannot be combined with that", "text.format")
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(7, marks=pytest.mark.full), 1000])
+@pytest.mark.parametrize("size", [1, *(pytest.param(size, marks=pytest.mark.full) for size in (7, 1000))])
 def test_reasoning_content_and_calls_are_items(tokenizer, size):  # noqa: F811
     """Every event is valid for the openai client, which can send the items back."""
     request = parse(ResponseRequest, json.dumps({"input": "hi", "tools": [FUNCTION]}).encode())

@@ -71,7 +71,7 @@ def penalties():
         (CONFIG, {"sampler": make_sampler(0.7, top_p=0.9)}),
         pytest.param(None, {"sampler": make_sampler(0.7)}, marks=pytest.mark.full),
         pytest.param(CONFIG, {"logits_processors": penalties()}, marks=pytest.mark.full),
-        (None, {"kv_bits": 8, "quantized_kv_start": 20}),
+        pytest.param(None, {"kv_bits": 8, "quantized_kv_start": 20}, marks=pytest.mark.full),
     ],
     ids=["greedy", "sampled", "mlx-lm's cache", "penalties", "quantized"],
 )
