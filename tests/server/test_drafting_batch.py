@@ -31,7 +31,7 @@ from server.engines import (
 )
 
 LINE = "The access code for Victor is 0707. "
-TOKENS = 20
+TOKENS = 30
 
 
 def engine_with(loaded, mode, config=CONFIG):
