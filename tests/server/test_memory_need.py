@@ -13,7 +13,7 @@ from mlx_tq.prompt_cache.memory import other_bytes
 
 from .engines import CONFIG, make_engine, make_job, outcome, record_gauge, serve, watch_passes
 
-TOKENS, ANSWER, STEP = 200, 4, 128
+TOKENS, ANSWER, STEP = 300, 6, 192
 AMPLE = 2**40
 
 
