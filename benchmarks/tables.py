@@ -253,7 +253,7 @@ def trajectories() -> str:
     found = [report(name)["results"] for name in files]
     rows = []
     for name in found[0]:
-        rows.append([arm_label(name)])
+        rows.append([FIDELITY_NAMES.get(name, arm_label(name))])
         for each in found:
             rows[-1].append(_scientific(each[name]["kld"], each[name]["kld_error"]))
             rows[-1].append(with_error(each[name]["agreement"], each[name]["agreement_error"], digits=0))
