@@ -38,12 +38,14 @@ postgres: $(VENV)/dev
 	$(BIN)/python tests/postgres_server.py
 
 # Without mx.compile, and what tests it: mlx's CPU calls a C++ compiler for every graph.
+quick_tests = MLX_DISABLE_COMPILE=1 $(fast_blas) $(one_thread) $(pytest) -m "not full"
 test: $(VENV)/dev
-	MLX_DISABLE_COMPILE=1 $(fast_blas) $(one_thread) $(pytest) -m "not full" tests --ignore $(simulated) $(addprefix --ignore ,$(compiled))
+	$(quick_tests) tests --ignore tests/kernels $(addprefix --ignore ,$(compiled))
 
-# The simulator of Metal, and on it every GPU kernel and the mistakes that were put into each on purpose, and what runs
-# compiled. Their errors are measured against mlx's own BLAS.
+# The kernels of CPUs; the simulator of Metal, and on it every GPU kernel and the mistakes that were put into each on
+# purpose, and what runs compiled. The errors of these are measured against mlx's own BLAS.
 test-kernels: $(VENV)/dev
+	$(quick_tests) tests/kernels --ignore $(simulated)
 	$(pytest) -m "not full" metal_sim $(simulated) $(compiled)
 
 # Models of mlx-vlm, which brings OpenCV, pandas and pyarrow, in an environment of its own: 1.2 GB.

@@ -139,6 +139,7 @@ def test_a_prompt_continues_from_a_prompt_that_continued(tmp_path):
     assert blocks == 4 + (5 - 3) + (6 - 5)
 
 
+@pytest.mark.full
 def test_an_entry_of_another_process_is_found(tmp_path):
     prefix_cache = open_cache(Folder(tmp_path))
     assert CachedPrompt(prefix_cache, PROMPT).find() == 0
@@ -353,10 +354,10 @@ CHANGED = {
 @pytest.mark.parametrize(
     "name",
     [
-        "qwen3_next",
+        "llama",
         *(
             pytest.param(name, marks=pytest.mark.full)
-            for name in ("llama", "gemma3_text", "falcon_h1", "minimax_m3_vl")
+            for name in ("qwen3_next", "gemma3_text", "falcon_h1", "minimax_m3_vl")
         ),
     ],
 )

@@ -96,7 +96,8 @@ def test_states_are_set_back_when_a_draft_is_rejected(exact, config):
     assert metric(engine, "drafted_tokens_total") > metric(engine, "accepted_tokens_total") > 4
 
 
-@pytest.mark.parametrize("config", [CONFIG, pytest.param(KVConfig.from_profile("off"), marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("config", [CONFIG, KVConfig.from_profile("off")])
 def test_drafts_go_on_when_a_sliding_window_is_full(exact, config, monkeypatch):
     """Another answer joins in the middle, and a later turn continues from the stored windows."""
     loaded = build("gemma3_text"), exact[1]

@@ -191,6 +191,7 @@ def test_a_model_that_answers_is_not_unloaded(narrow):
     assert answers == 4 * ["beta"] + 4 * ["alpha"]
 
 
+@pytest.mark.full
 def test_a_session_starts_again_when_its_model_was_unloaded(narrow):
     turns = [{"role": "user", "content": QUESTION}]
 

@@ -239,6 +239,7 @@ TEXTS = """id => {
 }"""
 
 
+@pytest.mark.full
 def test_the_progress_of_prefill_and_the_share_of_the_context(site, open_page):
     page = open_page(site)
     page.evaluate(TEXTS, "activity-text")

@@ -171,6 +171,7 @@ def test_only_scripts_of_the_page_are_served(site):
         assert httpx.get(f"{site.url}/page/{name}").status_code == 404
 
 
+@pytest.mark.full
 def test_a_link_opens_only_on_a_click(site, open_page):
     page = open_page(site)
     ask(site, page, f"[one]({site.url}/health) [two](mailto:a@b.test)")

@@ -157,6 +157,7 @@ def test_a_large_session_gets_one_index(postgres, opening, monkeypatch):
     assert postgres.sql(f"{valid}'nearest_{session.id}'", url) == [(True,)]
 
 
+@pytest.mark.full
 def test_a_restored_dump_equals_the_store(postgres, tmp_path, monkeypatch):
     url = postgres.database()
     service = LocalService(tmp_path, store=url)
