@@ -69,7 +69,7 @@ def test_a_model_whose_steps_take_more_than_computed_makes_later_jobs_wait(loade
     jobs = [make_job(TOKENS, max_tokens=ANSWER, seed=n) for n in range(3)]
     assert serve(engine, jobs, then)[1] == (3, 1)
     assert engine.memory_need.step_nbytes(TOKENS + ANSWER) >= 0.9 * extra  # what caches grew by meanwhile is theirs
-    with pytest.raises(ConfigError, match=r"in prefill steps of 256, \S+ MB for a moment; \S+ MB are available"):
+    with pytest.raises(ConfigError, match=rf"in prefill steps of {STEP}, \S+ MB for a moment; \S+ MB are available"):
         engine.memory_need.check(TOKENS, TOKENS + ANSWER)
 
 
