@@ -41,6 +41,11 @@ class _Stored:
     arrays: dict[int, mx.array] = field(default_factory=dict)  # of caches and states, by their ids
 
     @property
+    def is_trimmable(self) -> bool:
+        """Whether the prompt can be cut to any of its tokens."""
+        return can_trim_prompt_cache(self.caches) and not has_evicted(self.caches)
+
+    @property
     def keeps_states(self) -> bool:
         """Whether the prompt can be cut to tokens whose states are stored, and to no others."""
         is_trimmable = can_trim_prompt_cache(self.caches)
@@ -99,11 +104,11 @@ class PromptMemory:
         caches = pack_states(caches, self._state_format)
         release_capacity(caches)
         tokens = np.array(ids, np.int64)
-        is_trimmable = can_trim_prompt_cache(caches) and not has_evicted(caches)
         new = _Stored(tokens, caches, self._next_use())
         for other in self._prompts[:]:
             common, extends_states = common_prefix(other.ids, tokens), new.keeps_states and other.keeps_states
-            if common < len(other.ids) or not (is_trimmable or extends_states or common == len(tokens)):
+            is_replaced = common == len(tokens) and not other.is_trimmable
+            if common < len(other.ids) or not (new.is_trimmable or extends_states or is_replaced):
                 continue
             self._remove(other)  # which these caches can become
             if extends_states:

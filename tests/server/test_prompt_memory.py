@@ -7,7 +7,7 @@ from itertools import takewhile
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache, trim_prompt_cache
 from prefix_cache.runs import digest
@@ -55,15 +55,16 @@ def rows_of(caches):
 IDS = st.lists(st.integers(0, 2), min_size=1, max_size=7)
 
 
-@given(st.lists(IDS, max_size=6), st.sets(st.integers(1, 7)), IDS, st.integers(0, 7))
-def test_the_longest_prefix_is_found(stored, untrimmable_lengths, ids, most):
+@given(st.lists(st.tuples(IDS, st.booleans()), max_size=6), IDS, st.integers(0, 7))
+@example([([0], False), ([0, 0], True), ([0, 0], False)], [0], 1)
+def test_the_longest_prefix_is_found(stored, ids, most):
     memory, most = PromptMemory(UNLIMITED), min(most, len(ids))
-    for prompt in stored:
-        memory.insert(prompt, plain(prompt, len(prompt) not in untrimmable_lengths))
+    for prompt, trimmable in stored:
+        memory.insert(prompt, plain(prompt, trimmable))
     lengths = [0]
-    for prompt in stored:
+    for prompt, trimmable in stored:
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, ids, strict=False)))
-        if len(prompt) not in untrimmable_lengths or len(prompt) <= min(common, most):
+        if trimmable or len(prompt) <= min(common, most):
             lengths.append(min(common, most))
     caches, length = memory.find(ids, most)
     assert length == max(lengths)
