@@ -42,8 +42,8 @@ quick_tests = MLX_DISABLE_COMPILE=1 $(fast_blas) $(one_thread) $(pytest) -m "not
 test: $(VENV)/dev
 	$(quick_tests) tests --ignore tests/kernels $(addprefix --ignore ,$(compiled))
 
-# The kernels of CPUs; the simulator of Metal, and on it every GPU kernel and the mistakes that were put into each on
-# purpose, and what runs compiled. The errors of these are measured against mlx's own BLAS.
+# First the kernels of CPUs. Then the simulator of Metal, on it every GPU kernel and the mistakes that were put into each
+# on purpose, and what runs compiled: their errors are measured against mlx's own BLAS.
 test-kernels: $(VENV)/dev
 	$(quick_tests) tests/kernels --ignore $(simulated)
 	$(pytest) -m "not full" metal_sim $(simulated) $(compiled)

@@ -49,17 +49,17 @@ def test_a_batch_attends_to_packed_rows(loaded, monkeypatch):
     gauges = engine.metrics.running, engine.metrics.kv_bytes, engine.metrics.kv_native_bytes
     running, compressed, native = (record_gauge(monkeypatch, gauge) for gauge in gauges)
     watch_passes(monkeypatch, loaded[0], lambda layers: sizes.append([len(rows) for rows in layers]))
-    for events in serve(engine, [make_job(280 + 5 * n, seed=n, max_tokens=32) for n in range(4)]):
+    for events in serve(engine, [make_job(280 + 5 * n, seed=n, max_tokens=40) for n in range(5)]):
         assert isinstance(events[0], Started)
-        assert sum(isinstance(event, Piece) for event in events) == 32 or events[-1].finish_reason == "stop"
+        assert sum(isinstance(event, Piece) for event in events) == 40 or events[-1].finish_reason == "stop"
     layers = len(loaded[0].layers)
-    assert [4] * layers in sizes
+    assert [5] * layers in sizes
     assert calls["materialize"] == 0
-    assert calls["attend"] + calls["attend_batch"] >= 3 * 4 * layers
-    assert calls["prefill"] >= 4 * layers
-    assert max(running) == 4
-    assert max(compressed) <= 4 * plan.cache_peak_nbytes(340)
-    assert max(native) == 4 * plan.native_nbytes(340) > 1.2 * max(compressed)
+    assert calls["attend"] + calls["attend_batch"] >= 3 * 5 * layers
+    assert calls["prefill"] >= 5 * layers
+    assert max(running) == 5
+    assert max(compressed) <= 5 * plan.cache_peak_nbytes(340)
+    assert max(native) == 5 * plan.native_nbytes(340) > 1.2 * max(compressed)
     assert [running[-1], compressed[-1], native[-1]] == [0, 0, 0]
 
 

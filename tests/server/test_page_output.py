@@ -131,7 +131,6 @@ def test_attributes_hosts_and_invisible_characters(site, open_page):
     expect(page.get_by_role("log", name="Conversation").get_by_role("list").get_by_role("listitem")).to_have_count(2)
 
 
-@pytest.mark.full
 def test_hostile_output_is_text_and_nothing_leaves_the_machine(site, browser, tmp_path):
     """Chromium's own log would have every request and every name that it looked up."""
     with launch(browser.browser_type, f"--log-net-log={tmp_path / 'net.json'}") as logging:

@@ -67,7 +67,7 @@ def test_the_least_work_goes_first_with_what_fits_into_the_same_step():
 def test_a_short_prompt_overtakes_a_long_one_and_a_long_one_does_not_starve(loaded):
     """Steps are counted by the progress of the long prompt; each takes 32 tokens."""
     engine = make_engine(loaded, decode_share=0.0, concurrency=4, prefill_step_size=32)
-    long, short = job_of(random_ids(32 * 20), max_tokens=4), job_of(random_ids(32 * 3, seed=2)[1:], max_tokens=60)
+    long, short = job_of(random_ids(32 * 30), max_tokens=4), job_of(random_ids(32 * 3, seed=2)[1:], max_tokens=60)
 
     async def progress(job):
         while not isinstance(event := await job.events.get(), PrefillProgress):
@@ -96,7 +96,7 @@ def test_a_short_prompt_overtakes_a_long_one_and_a_long_one_does_not_starve(load
 
     overtaken, others = serve(engine, [], then)[1]
     assert overtaken <= 4, "it was running a step when the short one came, and got every fourth one"
-    assert others > 3, "and the short ones did not wait for it"
+    assert others > 5, "and the short ones did not wait for it"
 
 
 @pytest.mark.full
