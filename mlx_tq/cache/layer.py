@@ -657,3 +657,8 @@ def _drop_none(fields: dict[str, Any]) -> dict[str, Any]:
 def cache_parts(caches: Sequence[Any]) -> list[Any]:
     """Return the caches of a prompt cache, with those inside a CacheList one by one."""
     return [part for cache in caches for part in (cache.caches if isinstance(cache, CacheList) else [cache])]
+
+
+def can_trim(caches: Sequence[Any]) -> bool:
+    """Return whether caches can be cut to any length; chunked ones cannot once they dropped their first rows."""
+    return all(part.is_trimmable() and not getattr(part, "start_position", 0) for part in cache_parts(caches))

@@ -51,8 +51,8 @@ def language_model(model: Any) -> Any:
 
 
 def model_arguments(model: Any) -> Any:
-    """Return the configuration of a model, or None; some of mlx-vlm's have no `args`."""
-    return getattr(model, "args", None) or (getattr(model, "config", None) if family_of(model) is MLX_VLM else None)
+    """Return the configuration of a model, or None; some models have no `args`."""
+    return getattr(model, "args", None) or getattr(model, "config", None)
 
 
 def run_for_logits(model: Any, tokens: mx.array, caches: list[Any]) -> mx.array:

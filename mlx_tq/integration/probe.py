@@ -40,7 +40,7 @@ from mlx_tq.integration.patches import (
 from mlx_tq.kernels.gpu import gpu_backend
 from mlx_tq.kernels.mlx_attention import probe_vector_queries
 from mlx_tq.kernels.regions import Mask
-from mlx_tq.models import config_value, is_outline, loaded_name, ranks_of
+from mlx_tq.models import config_value, context_length, is_outline, loaded_name, ranks_of, recorded_length
 from mlx_tq.policies.rope import Rope, find_pairs
 
 _TOKENS = 64
@@ -127,7 +127,7 @@ def native_caches(model: Any) -> list[Any]:
 
 def position_limit(model: Any) -> int | None:
     """Return how many tokens the model was made for, if its configuration says."""
-    return config_value(model_arguments(model), "max_position_embeddings")  # type: ignore[no-any-return]
+    return recorded_length(model) or context_length(model_arguments(model))
 
 
 def check_token_ids(model: Any, ids: Sequence[int]) -> None:

@@ -1,12 +1,13 @@
 """Load models and their tokenizers, tell one model from another, and divide a model among ranks."""
 
 from mlx_tq.models.dense import DenseWeights, dense_weights, free_ram
-from mlx_tq.models.fingerprint import exact_fingerprint, fingerprint
+from mlx_tq.models.fingerprint import exact_fingerprint, fingerprint, weights_fingerprint
 from mlx_tq.models.load import (
     DTYPES,
     EMBEDDED,
     GENERATION_CONFIG,
     config_value,
+    context_length,
     embedded_path,
     find_source,
     is_outline,
@@ -21,7 +22,7 @@ from mlx_tq.models.load import (
     short_name,
     source_name,
 )
-from mlx_tq.models.source import ModelSource, source_of
+from mlx_tq.models.source import ModelSource, recorded_length, source_of
 
 __all__ = [
     "DTYPES",
@@ -30,6 +31,7 @@ __all__ = [
     "DenseWeights",
     "ModelSource",
     "config_value",
+    "context_length",
     "dense_weights",
     "embedded_path",
     "exact_fingerprint",
@@ -45,7 +47,9 @@ __all__ = [
     "read_architecture",
     "read_config",
     "read_generation_config",
+    "recorded_length",
     "short_name",
     "source_name",
     "source_of",
+    "weights_fingerprint",
 ]

@@ -27,11 +27,20 @@ def fingerprint(model: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def exact_fingerprint(model: Any) -> str:
-    """Return 64 hex digits that differ between models which compute differently, such as two finetunes of one.
+def weights_fingerprint(model: Any) -> str:
+    """Return 64 hex digits that differ between models of different weights, such as two finetunes of one.
 
-    It covers every bit of every array and the settings of every module, and reads all weights once.
+    It covers every bit of every array, and reads all weights once.
     """
+    digest = hashlib.sha256()
+    weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
+    for name, weight in sorted(weights.items()):
+        _add_array(digest, name, weight)
+    return digest.hexdigest()
+
+
+def exact_fingerprint(model: Any) -> str:
+    """Return 64 hex digits of all weights, as `weights_fingerprint` does, and of the settings of every module."""
     digest = hashlib.sha256()
     for name, module in sorted(model.named_modules()):
         settings = {
@@ -43,13 +52,17 @@ def exact_fingerprint(model: Any) -> str:
         digest.update(f"{name} {type(module).__module__}.{type(module).__qualname__} {settings}".encode())
         for key, value in sorted(module.items()):
             if isinstance(value, mx.array):
-                digest.update(f"{key} {value.shape} {value.dtype}".encode())
-                flat = value.flatten()
-                if value.ndim < 2 or flat.nbytes % (4 * value.shape[0]):
-                    parts = [flat.view(mx.uint8)]
-                else:  # of a large array, the sums of its 32-bit words by column and by row
-                    words = flat.view(mx.uint32).reshape(value.shape[0], -1)
-                    parts = [words.sum(axis=0), words.sum(axis=1)]
-                for part in parts:
-                    digest.update(np.array(part).tobytes())
+                _add_array(digest, key, value)
     return digest.hexdigest()
+
+
+def _add_array(digest: "hashlib._Hash", name: str, array: mx.array) -> None:
+    digest.update(f"{name} {array.shape} {array.dtype}".encode())
+    flat = array.flatten()
+    if array.ndim < 2 or flat.nbytes % (4 * array.shape[0]):
+        parts = [flat.view(mx.uint8)]
+    else:  # of a large array, the sums of its 32-bit words by column and by row
+        words = flat.view(mx.uint32).reshape(array.shape[0], -1)
+        parts = [words.sum(axis=0), words.sum(axis=1)]
+    for part in parts:
+        digest.update(np.array(part).tobytes())

@@ -26,7 +26,7 @@ from mlx_tq.models.fingerprint import WHOLE, fingerprint
 from mlx_tq.models.gguf import load_gguf, make_config, outline_gguf
 from mlx_tq.models.gguf_file import read_gguf
 from mlx_tq.models.hub_headers import download_headers, find_cached
-from mlx_tq.models.source import ModelSource, record_source, source_of
+from mlx_tq.models.source import ModelSource, record_length, record_source, source_of
 from mlx_tq.models.tokenizer_limits import limit_tokenizer, report_panics
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -110,6 +110,7 @@ def load(
     adapter = None if adapter is None else str(Path(adapter).resolve())
     architecture = _architecture_of(config)
     record_source(loaded, ModelSource(source_name(model), _dtype_of(loaded), dequantize, adapter, architecture))
+    record_length(loaded, context_length(config))
     if not ranks.is_alone:
         divide(loaded, ranks)
     limit_tokenizer(tokenizer)
@@ -447,6 +448,13 @@ def config_value(config: Any, name: str) -> Any:
         return part.get(field) if isinstance(part, dict) else getattr(part, field, None)
 
     return read(config, name) or read(read(config, "text_config"), name)
+
+
+def context_length(config: Any) -> int | None:
+    """Return how many tokens a model was made for, if its configuration says; Cohere's says two lengths."""
+    names = ("model_max_length", "max_position_embeddings", "n_positions")
+    lengths = (config_value(config, name) for name in names)
+    return next((length for length in lengths if isinstance(length, int)), None)
 
 
 def _with_text_config(config: dict[str, Any]) -> dict[str, Any]:

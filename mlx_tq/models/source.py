@@ -1,9 +1,9 @@
-"""How a model was loaded, which files of its caches name."""
+"""What `load` knows of a model: its source, which files of its caches name, and its context length."""
 
 from dataclasses import dataclass
 from typing import Any
 
-_SOURCE = "_mlx_tq_source"  # the attribute of a model
+_SOURCE, _LENGTH = "_mlx_tq_source", "_mlx_tq_context_length"  # attributes of a model
 
 
 @dataclass(frozen=True)
@@ -39,3 +39,13 @@ def source_of(model: Any) -> ModelSource | None:
     """Return how a model was loaded; None if not by `load`."""
     source: ModelSource | None = getattr(model, _SOURCE, None)
     return source
+
+
+def record_length(model: Any, length: int | None) -> None:
+    setattr(model, _LENGTH, length)
+
+
+def recorded_length(model: Any) -> int | None:
+    """Return the context length in the model's files, which mlx-lm does not read for all architectures."""
+    length: int | None = getattr(model, _LENGTH, None)
+    return length

@@ -17,9 +17,9 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import ArraysCache, CacheList, can_trim_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList
 
-from mlx_tq.cache.layer import CompressedKVCache
+from mlx_tq.cache.layer import CompressedKVCache, can_trim
 from mlx_tq.cache.packed_rows import BLOCK_ROWS
 from mlx_tq.cache.recurrent_states import EXACT, PackedState, is_state, pack_state, unpack_state
 from mlx_tq.codec.formats.base import dtype_name, dtype_of
@@ -69,7 +69,7 @@ class Checkpoint:
         grow = [cache for cache in compressed if cache.growing_state and not cache.evicts]
         self._sinks = compressed[0].spec.sinks if compressed else 0
         self._has_prefixes = len(grow) == len(layers) and len({cache.spec.sinks for cache in grow}) == 1
-        self._slack = BLOCK if can_trim_prompt_cache(caches) else 0
+        self._slack = BLOCK if can_trim(caches) else 0
         self._packed_states: dict[str, str] = {}  # their types before, by the names of their arrays
         if state_format != EXACT:
             self._pack_states(layers)

@@ -29,7 +29,7 @@ from mlx_tq.config import SCHEDULE, KVConfig
 from mlx_tq.errors import CacheFormatError, UnsupportedModelError, is_out_of_memory, one_line
 from mlx_tq.files import atomic_write, check_kind
 from mlx_tq.integration.probe import model_facts, native_caches
-from mlx_tq.models import ModelSource, fingerprint, ranks_of, source_of
+from mlx_tq.models import ModelSource, ranks_of, source_of, weights_fingerprint
 from mlx_tq.policies.policy import CalibratedPolicy
 from mlx_tq.prompt_cache.compressed import compressed_attention, plan_caches
 from mlx_tq.prompt_cache.layer_group import (
@@ -101,13 +101,18 @@ def save_prompt_cache(
         key, value = (SCHEDULE.join(getattr(spec, side) for spec in specs) for side in ("key", "value"))
         config = replace(config, key=key, value=value, mean_bits=None, outlier=0.0)
     metadata = metadata or {}
+    for part in cache_parts(caches):
+        if getattr(native, type(part).__name__, None) is not type(part):
+            raise UnsupportedModelError(
+                f"{path} is not written: mlx-lm cannot load a {type(part).__name__} of {type(part).__module__} again."
+            )
     check_replaceable(path, conversation=CONVERSATION in metadata)
     classes, scalars, arrays = split_caches(caches)
     source = source_of(model)
     header = {
         "format": _FORMAT,
         "version": VERSION,
-        "model": fingerprint(model),
+        "model": weights_fingerprint(model),
         "source": json.dumps(source and asdict(source)),
         "config": json.dumps(config.to_dict()),
         "classes": json.dumps(classes),
@@ -179,7 +184,7 @@ def _read(path: Path, model: Any) -> LoadedCache:
         raise CacheFormatError(f"{path} is damaged (its checksum differs). {_REMEDY}")
     with refuse_damaged(path):
         made, this = _parse_source(header), source_of(model)
-    if header.get("model") != fingerprint(model):
+    if header.get("model") != weights_fingerprint(model):
         other = "another model than this one"
         if made is not None:
             other = f"{made}, whose weights are not those of this model{f' ({this})' if this else ''}"

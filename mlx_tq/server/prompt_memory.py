@@ -18,8 +18,9 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import trim_prompt_cache
 
+from mlx_tq.cache.layer import can_trim
 from mlx_tq.cache.recurrent_states import EXACT, pack_states, replace_states, states_of, unpack_states, without_states
 from mlx_tq.errors import CacheFormatError
 from mlx_tq.prefix_cache.prefix_cache import common_prefix
@@ -43,17 +44,17 @@ class _Stored:
     @property
     def is_trimmable(self) -> bool:
         """Whether the prompt can be cut to any of its tokens."""
-        return can_trim_prompt_cache(self.caches) and not has_evicted(self.caches)
+        return can_trim(self.caches) and not has_evicted(self.caches)
 
     @property
     def keeps_states(self) -> bool:
         """Whether the prompt can be cut to tokens whose states are stored, and to no others."""
-        is_trimmable = can_trim_prompt_cache(self.caches)
-        return not is_trimmable and can_trim_prompt_cache(without_states(self.caches)) and not has_evicted(self.caches)
+        is_trimmable = can_trim(self.caches)
+        return not is_trimmable and can_trim(without_states(self.caches)) and not has_evicted(self.caches)
 
     def reachable(self, most: int) -> int:
         """Return to how many tokens, `most` at most, the caches can be cut."""
-        if most == len(self.ids) or can_trim_prompt_cache(self.caches):
+        if most == len(self.ids) or can_trim(self.caches):
             return most
         return max((length for length in [*self.states] if length <= most), default=0)
 
@@ -68,7 +69,7 @@ class _Stored:
 
 def copy_prefix(caches: list[Any], count: int, length: int) -> list[Any] | None:
     """Return a copy of the first `count` tokens of caches that hold `length`; None if they cannot be cut to them."""
-    if count == 0 or (count < length and not can_trim_prompt_cache(caches)):
+    if count == 0 or (count < length and not can_trim(caches)):
         return None
     copied = copy.deepcopy(caches)
     try:

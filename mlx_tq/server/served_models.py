@@ -7,7 +7,7 @@ from mlx_tq.cli.loading import needs_one_model
 from mlx_tq.cli.options import Request
 from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import ConfigError, MlxTqError
-from mlx_tq.models import config_value, local_path, read_config, short_name
+from mlx_tq.models import context_length, local_path, read_config, short_name
 from mlx_tq.models.gguf_file import part_files
 from mlx_tq.policies import CalibratedPolicy
 
@@ -98,7 +98,4 @@ def _inspect(name: str, path: str) -> ServedModel:
         config = read_config(str(local))
     except MlxTqError:  # a damaged file; requests for the model get an error
         config = {}
-    positions = config_value(config, "max_position_embeddings")
-    return ServedModel(
-        name, path, sum(file.stat().st_size for file in files), positions if isinstance(positions, int) else None
-    )
+    return ServedModel(name, path, sum(file.stat().st_size for file in files), context_length(config))

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from mlx_lm.models.cache import can_trim_prompt_cache
 
+from mlx_tq.cache.layer import can_trim
 from mlx_tq.cache.recurrent_states import EXACT
 from mlx_tq.prefix_cache.prefix_cache import CachedPrompt, PrefixCache, common_prefix
 from mlx_tq.server.job import Job, SessionCaches
@@ -83,7 +83,7 @@ class StoredPrompts:
             (other, common)
             for other in ([] if self._sessions is None else self._sessions.all_caches())
             if (common := common_prefix(other.tokens, tokens))
-            and (common == len(other.tokens) or can_trim_prompt_cache(other))
+            and (common == len(other.tokens) or can_trim(other))
             and not has_evicted(other)
         ]
         return max(lengths, key=lambda pair: pair[1], default=None)

@@ -10,9 +10,8 @@ from typing import Any, Self
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import stream_generate
-from mlx_lm.models.cache import can_trim_prompt_cache
 
-from mlx_tq.cache.layer import CompressedKVCache, cache_parts
+from mlx_tq.cache.layer import CompressedKVCache, cache_parts, can_trim
 from mlx_tq.cache.recurrent_states import EXACT, has_states, without_states
 from mlx_tq.errors import CacheFormatError, NonFiniteError
 from mlx_tq.models import ranks_of
@@ -311,8 +310,8 @@ def trim_caches(caches: list[Any], length: int) -> bool:
 def roll_back(caches: list[Any], length: int, history: StateHistory) -> bool:
     """Trim caches to `length` tokens, with the states that `history` keeps; return whether that is possible."""
     if not has_states(caches):
-        return can_trim_prompt_cache(caches) and trim_caches(caches, length)
-    can_restore = history.holds(caches, length) and can_trim_prompt_cache(without_states(caches))
+        return can_trim(caches) and trim_caches(caches, length)
+    can_restore = history.holds(caches, length) and can_trim(without_states(caches))
     if not (can_restore and trim_caches(caches, length)):
         return False
     history.restore(length)

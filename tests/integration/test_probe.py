@@ -1,10 +1,12 @@
 """The probe refuses unsupported models by name and runs once per model."""
 
 import gc
+import json
 import weakref
 
 import mlx.core as mx
 import pytest
+from cli.tools import zoo_model
 from mlx_lm.models import cache as native
 from mlx_lm.models import llama, llama4
 from mlx_lm.models.llama import Model as Llama
@@ -12,8 +14,9 @@ from zoo import ARCHITECTURES, build
 
 from mlx_tq import compressed, compressed_attention, load_prompt_cache, make_prompt_cache, save_prompt_cache
 from mlx_tq.config import PROFILES, EvictConfig, KVConfig
-from mlx_tq.errors import UnsupportedModelError
-from mlx_tq.integration.probe import model_facts, position_limit
+from mlx_tq.errors import ConfigError, UnsupportedModelError
+from mlx_tq.integration.probe import check_token_ids, model_facts, position_limit
+from mlx_tq.models import load
 from mlx_tq.prompt_cache.compressed import plan_caches
 
 COMPUTES = (
@@ -112,6 +115,26 @@ def test_reading_fetched_keys_is_refused_with_the_attribute():
     with pytest.raises(UnsupportedModelError, match=r"the model reads \.transpose of the keys or values .*profile off"):
         key.transpose(0, 2, 1, 3)
     assert not hasattr(key, "__array__")
+
+
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [
+        ("gpt2", {"n_positions": 512}),  # positions beyond these have no embeddings
+        ("plamo3", {"max_position_embeddings": 512}),  # has `config` in place of `args`
+        ("gpt_oss", {"max_position_embeddings": 512}),  # does not read it
+        ("cohere", {"max_position_embeddings": 256, "model_max_length": 512}),
+    ],
+)
+def test_the_context_length_is_that_of_the_files(tmp_path, name, length):
+    folder = zoo_model(tmp_path / "model", name, **length)
+    if name == "gpt2":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": None}))
+    model = load(str(folder))[0]
+    assert position_limit(model) == 512
+    with pytest.raises(ConfigError, match="has the token 9,999,999"):
+        check_token_ids(model, [5, 9_999_999])
 
 
 def test_a_configuration_of_text_that_is_a_class(tmp_path):

@@ -13,7 +13,7 @@ from mlx_lm.models import cache as native
 from zoo import build
 
 from mlx_tq.config import PROFILES, KVConfig
-from mlx_tq.errors import CacheFormatError
+from mlx_tq.errors import CacheFormatError, UnsupportedModelError
 from mlx_tq.prompt_cache import cache_file
 from mlx_tq.prompt_cache.cache_file import load_prompt_cache, read_header, save_prompt_cache
 from mlx_tq.prompt_cache.compressed import compressed_attention, make_prompt_cache
@@ -116,11 +116,20 @@ def refuse(path, match, **changes):
 
 
 def test_another_model(saved):
-    refuse(
-        saved[0],
-        r"was made with another model than this one\. Load that model\.",
-        model=build("llama", seed=1),
-    )
+    """Another finetune, too, which differs in one matrix."""
+    finetune = build("llama")
+    finetune.model.layers[1].mlp.up_proj.weight[3, 5] += 1e-3
+    for model in (build("llama", seed=1), finetune):
+        refuse(saved[0], r"was made with another model than this one\. Load that model\.", model=model)
+
+
+def test_what_mlx_lm_cannot_load_is_not_written(tmp_path):
+    model, config = build("deepseek_v41"), PROFILES["off"]
+    caches = make_prompt_cache(model, config)
+    model(mx.array([TOKENS[:20]]), cache=caches)
+    with pytest.raises(UnsupportedModelError, match=r"is not written: mlx-lm cannot load a LayerCache .* again"):
+        save_prompt_cache(tmp_path / "cache.safetensors", caches, model=model, config=config)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_another_configuration_names_every_field(saved):

@@ -230,3 +230,17 @@ def test_a_prompt_keeps_the_states_of_those_it_extends():
     assert (memory.nbytes, memory.longest(PROMPT, 1500), memory.longest(PROMPT, 1499)) == (alone.nbytes, 1500, 0)
     memory.trim_to(0)
     assert (memory.nbytes, len(memory)) == (0, 0)
+
+
+def test_chunked_caches_that_dropped_rows_are_used_whole_or_not_at_all():
+    """Llama 4 has chunks of 16 tokens here; a prompt of 12 has all of its rows."""
+    memory, model = PromptMemory(UNLIMITED), build("llama4")
+    memory.insert(PROMPT[:40], prefilled(PROMPT[:40], model))
+    memory.insert(PROMPT[:100], prefilled(PROMPT[:100], model, step=10))
+    assert (memory.longest(PROMPT, 120), memory.longest(PROMPT, 99), memory.longest(PROMPT, 39)) == (100, 40, 39)
+    found, length = memory.find(PROMPT[:70], 70)
+    follow, whole = PROMPT[length:70], prefilled(PROMPT[:length], model)
+    with api.compressed_attention(model):
+        logits = [model(mx.array([follow]), cache=caches) for caches in (found, whole)]
+    assert length == 40
+    assert mx.array_equal(*logits)
