@@ -3,12 +3,13 @@
 import argparse
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 from mlx_lm.models.cache import load_prompt_cache as load_native_cache
 from mlx_lm.models.cache import make_prompt_cache as make_native_cache
 
@@ -23,7 +24,8 @@ from mlx_tq.cli.screen import human_bytes, logged_progress, note, stderr, warn
 from mlx_tq.config import KVConfig
 from mlx_tq.distributed.group import ALONE, Ranks, join
 from mlx_tq.distributed.launch import is_launched
-from mlx_tq.errors import CacheFormatError, ConfigError
+from mlx_tq.errors import CacheFormatError, ConfigError, UnsupportedModelError
+from mlx_tq.integration.probe import model_facts
 from mlx_tq.kernels.gpu import gpu_backend, usable_memory
 from mlx_tq.models import (
     EMBEDDED,
@@ -278,6 +280,11 @@ class PromptCache(NamedTuple):
 def make_caches(model: Any, config: KVConfig, max_kv_size: int | None = None) -> PromptCache:
     """Make empty caches; `max_kv_size` is for mlx-lm's own."""
     if config.is_off:
+        if max_kv_size is not None and hasattr(model, "make_cache"):
+            raise ConfigError(
+                f"--max-kv-size {max_kv_size} has no effect on this model, which makes its own caches. Drop it; "
+                "--kv-evict and --kv-budget limit a cache."
+            )
         return PromptCache(make_native_cache(model, max_kv_size), None, config)
     plan = plan_caches(model, config)
     return PromptCache(build_caches(plan), plan, plan.config)
@@ -285,6 +292,25 @@ def make_caches(model: Any, config: KVConfig, max_kv_size: int | None = None) ->
 
 def open_caches(model: Any, request: Request) -> PromptCache:
     """Make the caches of a request, or load those of its --prompt-cache-file, which mlx-lm may have written."""
+    opened = _open(model, request)
+    if opened.plan is None and request.args.kv_bits is not None:
+        _check_quantizable(model, opened.caches)
+    return opened
+
+
+def _check_quantizable(model: Any, caches: list[Any]) -> None:
+    """Raise ConfigError for --kv-bits with caches that mlx-lm cannot quantize, or would leave as they are."""
+    others = {type(cache) for cache in caches} - {KVCache, QuantizedKVCache, ArraysCache}
+    reason = f"a {min(cls.__name__ for cls in others)}" if others else ""
+    with suppress(UnsupportedModelError):  # of a model that only runs on its own caches
+        reason = "latents" if any(slot.latent for slot in model_facts(model).slots) else reason
+    if reason:
+        raise ConfigError(
+            f"mlx-lm cannot quantize the caches of this model ({reason}), as --kv-bits says. Use --kv-profile instead."
+        )
+
+
+def _open(model: Any, request: Request) -> PromptCache:
     args, config = request.args, request.config
     path = args.prompt_cache_file
     if path is None:

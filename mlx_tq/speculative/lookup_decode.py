@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationResponse, generation_stream, maybe_quantize_kv_cache, wired_limit
+from mlx_lm.models.cache import KVCache
 from mlx_lm.sample_utils import greedy_sampler
 
 from mlx_tq.integration.rollback import VerifyPass, rollback_windows
+from mlx_tq.speculative.draft_gate import MAX_ROWS
 from mlx_tq.speculative.prompt_lookup import PromptLookup
 from mlx_tq.speculative.stopwatch import Stopwatch
 
@@ -61,7 +63,8 @@ class LookupDecoder:
             drawn, is_plain = self._begin_step(self._prefill(prompt.astype(mx.uint32))), False
             while self._count < self._max_tokens:
                 # Without a draft in sight, the next pass begins before the last token is known.
-                following = None if lookup.draft() else self._begin_step(drawn.token)
+                drafts = lookup.draft() and not self._is_quantized_soon()
+                following = None if drafts else self._begin_step(drawn.token)
                 token: Any = drawn.token.item()
                 if self._count == 0:
                     self._progress(prompt.size, prompt.size)
@@ -78,6 +81,13 @@ class LookupDecoder:
                     drawn = following
                 else:
                     drawn = yield from self._verify(drawn, [token, *draft])
+
+    def _is_quantized_soon(self) -> bool:
+        """Return whether a verify pass could read rows unquantized that plain steps would have quantized before."""
+        start, _, bits = self._quantization
+        return bits is not None and any(
+            type(cache) is KVCache and cache.offset + MAX_ROWS >= start for cache in self._caches
+        )
 
     def _verify(self, drawn: Drawn, ids: list[int]) -> Generator[tuple[int, mx.array, bool], None, Drawn]:
         """Run the last token and a draft; yield the token and what is accepted, and return the draw after that."""

@@ -151,6 +151,19 @@ def test_max_kv_size_says_that_its_cache_is_not_compressed(cli):
     refused(cli(*HI, *sized, "--kv-profile", "small"), "--max-kv-size cannot be combined with --kv-profile")
 
 
+@pytest.mark.parametrize(
+    ("name", "flags", "says"),
+    [
+        ("llama", ("--max-kv-size", 64), "--max-kv-size 64 has no effect on this model, which makes its own caches"),
+        ("gemma3_text", ("--kv-bits", 4), "cannot quantize the caches of this model (a RotatingKVCache)"),
+        ("deepseek_v3", ("--kv-bits", 4), "cannot quantize the caches of this model (latents)"),
+        ("deepseek_v32", ("--kv-bits", 4), "cannot quantize the caches of this model ("),
+    ],
+)
+def test_mlx_lms_flags_that_would_do_nothing_are_refused(quick, tmp_path, name, flags, says):
+    refused(quick(*HI, "--model", zoo_model(tmp_path / name, name), *flags, *QUIET), says)
+
+
 def test_numbers_are_those_of_the_arrays(quick, exact):
     result = quick(*ASK, *PACKED, "--json", *QUIET)
     assert (result.code, result.err, result.out.count("\n")) == (0, "", 1)

@@ -72,8 +72,9 @@ def penalties():
         pytest.param(None, {"sampler": make_sampler(0.7)}, marks=pytest.mark.full),
         pytest.param(CONFIG, {"logits_processors": penalties()}, marks=pytest.mark.full),
         pytest.param(None, {"kv_bits": 8, "quantized_kv_start": 20}, marks=pytest.mark.full),
+        (None, {"kv_bits": 2, "quantized_kv_start": 110}),
     ],
-    ids=["greedy", "sampled", "mlx-lm's cache", "penalties", "quantized"],
+    ids=["greedy", "sampled", "mlx-lm's cache", "penalties", "quantized", "quantized while it answers"],
 )
 def test_same_answer_and_same_random_numbers_as_without(exact, config, options):
     model, tokenizer = exact
