@@ -12,6 +12,7 @@ import numpy as np
 
 from mlx_tq.cli.model_calibration import PacedPrefill
 from mlx_tq.cli.screen import note, prefill_progress
+from mlx_tq.errors import ConfigError
 from mlx_tq.kernels.mlx_attention import attend_in_full_precision
 from mlx_tq.models import fingerprint, ranks_of
 from mlx_tq.prompt_cache.compressed import compressed_attention
@@ -64,6 +65,8 @@ def watch_repetition(
       by the summed squares of the outputs of this layer and all before it
     """
     ids = list(tokenizer.encode(text, add_special_tokens=False, verbose=False))[:tokens]
+    if len(ids) < tokens:
+        raise ConfigError(f"heads are measured on {tokens} tokens; the text has {len(ids)}. Give a longer --text.")
     repeat = repetition(model, tokenizer, ids)
     weights: dict[int, mx.array] = {}
     squares: dict[int, mx.array] = {}  # [2, H]: of changes and of outputs, summed over queries

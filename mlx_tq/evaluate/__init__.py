@@ -1,6 +1,7 @@
 """`mlx_tq.evaluate`: measure what a compressed KV cache costs in quality."""
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,18 @@ _MEASUREMENTS = {
     "lm-eval": ("tasks of lm-eval through mlx-lm's evaluation, on a compressed cache", None),
 }
 _IN_FLOAT32 = ("divergence", "trajectory", "formats")  # in half precision, rounding diverges more than q8
-# What a published protocol sets where no flag does.
+# What `divergence` measures, and with a published protocol, where flags do not say.
+_PIECES = {"--chunks": 3, "--length": 2048}
 PROTOCOLS = {"fidelity": {"--chunks": 100, "--length": 512, "--kv-sinks": 0, "--kv-window": 0}}
 _STEP = (512, "tokens per prefill step")
 _LENGTHS: dict[str, Any] = {"default": "1000,2000", "metavar": "N,...", "help": "tokens of the prompts"}
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.measurement == "divergence":
+        for flag, value in PROTOCOLS.get(args.protocol, _PIECES).items():
+            if getattr(args, name_of(flag)) is None:
+                setattr(args, name_of(flag), value)
     request = Request.from_args(args)
     if args.json not in (None, STDOUT):
         check_writable("--json", args.json, "file")
@@ -73,8 +79,10 @@ def build_parser() -> CommandParser:
         if arms is not None:
             add_arm_arguments(parsers[name], arms)
         add_cache_arguments(parsers[name])
-    for name in ("perplexity", "divergence", "formats"):
+    for name in ("perplexity", "formats"):
         _add_numbers(parsers[name], chunks=(3, "pieces of the text"), length=(2048, "tokens per piece"), step=_STEP)
+    chunks, length = (None, "pieces of the text (default: 3)"), (None, "tokens per piece (default: 2048)")
+    _add_numbers(parsers["divergence"], chunks=chunks, length=length, step=_STEP)
     _add_protocol(parsers["divergence"])
     text = "write a record of each cache into this folder, for mlx-kld compare and mlx-kld plot (default: none)"
     parsers["divergence"].add_argument("--records", metavar="FOLDER", help=text)
@@ -104,25 +112,17 @@ def build_parser() -> CommandParser:
 def _add_protocol(parser: argparse.ArgumentParser) -> None:
     flags = " ".join(f"{flag} {value}" for flag, value in PROTOCOLS["fidelity"].items())
     text = "a published protocol; fidelity is that of mlx-quant-fidelity, which packs each token before attention "
-    text += f"reads it, and sets {flags}, which flags after it change (default: none)"
-    parser.add_argument("--protocol", choices=tuple(PROTOCOLS), action=_Protocol, help=text)
-
-
-class _Protocol(argparse.Action):
-    """Sets the flags of a protocol; those that are typed change them."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        setattr(namespace, self.dest, values)
-        for flag, value in PROTOCOLS[values].items():
-            name = name_of(flag)
-            if getattr(namespace, name) == parser.get_default(name):
-                setattr(namespace, name, value)
+    text += f"reads it, and sets {flags} unless they are given (default: none)"
+    parser.add_argument("--protocol", choices=tuple(PROTOCOLS), help=text)
 
 
 def _check_folder(flag: str, name: str) -> None:
     folder = Path(name)
-    if not (folder if folder.exists() else folder.resolve().parent).is_dir():
+    parent = folder if folder.exists() else folder.resolve().parent
+    if not parent.is_dir():
         raise ConfigError(f"{flag} {name} is neither a folder nor in one. Name a folder, which is made if it is new.")
+    if not os.access(parent, os.W_OK):
+        raise ConfigError(f"{flag} {name} cannot be written: {parent} allows no new files. Name another folder.")
 
 
 def add_arm_arguments(parser: argparse.ArgumentParser, default: str) -> None:
@@ -136,7 +136,7 @@ def add_arm_arguments(parser: argparse.ArgumentParser, default: str) -> None:
     parser.set_defaults(default_profiles=default)
 
 
-def _add_numbers(parser: argparse.ArgumentParser, **numbers: tuple[int, str]) -> None:
+def _add_numbers(parser: argparse.ArgumentParser, **numbers: tuple[int | None, str]) -> None:
     """Add whole numbers by name, each with its default and its help."""
     for name, (default, text) in numbers.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, metavar="N", help=text)

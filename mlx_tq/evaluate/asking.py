@@ -79,7 +79,7 @@ def ask_samples(
     they prefill the question, so that the live tokens of the needle are counted. Random numbers are the same for every
     arm.
     """
-    _check_positions(model, max(len(sample.ids) for sample in samples), max_tokens)
+    check_positions(model, samples, max_tokens)
     sampler, records, void = make_sampler(temp), [], set()
     for arm in (OFF, *(arm for arm in arms if not arm.config.is_off)):
         prefilled = prefill_with(arm) if prefill_with else _fresh_caches(model, arm, step)
@@ -113,8 +113,9 @@ def ask_samples(
     return records
 
 
-def _check_positions(model: Any, longest: int, max_tokens: int) -> None:
-    limit = position_limit(model)
+def check_positions(model: Any, samples: Sequence[Sample], max_tokens: int) -> None:
+    """Raise ConfigError if a prompt and its answer exceed the model's positions."""
+    limit, longest = position_limit(model), max(len(sample.ids) for sample in samples)
     if limit is not None and longest + max_tokens > limit:
         raise ConfigError(
             f"a prompt and an answer of {max_tokens:,} tokens exceed the model's {limit:,} positions: they take "

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,7 @@ def _student(model: Any, name: str, arm: Arm, score: TokenScores, length: int, s
             "kv_value": config.value,
             "sinks": config.sinks,
             "window": config.window,
+            "evict": config.to_dict()["evict"],
             "step": step,
             "packed": score.packed,
             "effective_bpw": "stored bits per value of keys and values, not of weights",
@@ -115,7 +117,7 @@ def _student(model: Any, name: str, arm: Arm, score: TokenScores, length: int, s
 
 def _stored_bits(model: Any, arm: Arm, length: int) -> float:
     """Return the bits of a packed value, with its scales and means."""
-    plan = plan_caches(model, arm.config)
+    plan = plan_caches(model, replace(arm.config, evict=None))
     nbytes = sum(region.packed for region in plan.layers_at(length))
     values = sum(
         layer.slot.heads

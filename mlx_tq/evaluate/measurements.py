@@ -14,7 +14,7 @@ from mlx_tq.cli.options import Request
 from mlx_tq.cli.screen import progress_bar
 from mlx_tq.evaluate.all_packed import score_all_packed
 from mlx_tq.evaluate.arms import OFF, Arm, with_control
-from mlx_tq.evaluate.asking import PASS, VOID, Sample, ask_samples, compare_answers
+from mlx_tq.evaluate.asking import PASS, VOID, Sample, ask_samples, check_positions, compare_answers
 from mlx_tq.evaluate.flag_values import parse_depths, whole_numbers
 from mlx_tq.evaluate.formats import TOGETHER, measure_formats
 from mlx_tq.evaluate.kld_records import write_records
@@ -28,6 +28,8 @@ from mlx_tq.evaluate.tools import tool_samples
 from mlx_tq.evaluate.trajectory import compare_trajectories, run_trajectories
 from mlx_tq.models import EMBEDDED
 from mlx_tq.models.load import short_name
+
+_NEEDLE_TOKENS = 64  # of an answer
 
 
 @dataclass
@@ -75,12 +77,13 @@ def run_measurement(request: Request, arms: list[Arm], text: str) -> int:
 
 
 def settings_of(args: argparse.Namespace, names: tuple[str, ...], arms: list[Arm]) -> Record:
-    """Return what must be equal for results to be resumed; a text file may change, so its hash is included."""
+    """Return what must be equal for results to be resumed; a file may change, so its hash is included."""
     settings: Record = {"model": args.model or EMBEDDED}
     if hasattr(args, "text"):
         settings |= {"text": args.text or "embedded"}
-        if args.text:
-            settings |= {"text_sha256": hashlib.sha256(Path(args.text).read_bytes()).hexdigest()}
+    for name in ("text", "data"):
+        if getattr(args, name, None):
+            settings |= {f"{name}_sha256": hashlib.sha256(Path(getattr(args, name)).read_bytes()).hexdigest()}
     settings |= {name: getattr(args, name) for name in names}
     settings |= {} if args.dtype is None else {"dtype": args.dtype}
     return settings | {"arms": {arm.name: arm.config.to_dict() for arm in arms}}
@@ -129,18 +132,27 @@ def _trajectory(run: Run) -> list[Record]:
 
 def _formats(run: Run) -> list[Record]:
     args, results, (model, tokenizer), arms = run.args, run.results, run.model, with_control(run.arms)
+    seeds = range(args.needles)
+    samples = {
+        arm.name: needle_samples(tokenizer, run.text, [arm], [args.needle_length], seeds=seeds)
+        for arm in arms
+        if args.needles and not arm.config.is_off
+    }
+    for of_arm in samples.values():  # before the measurement, not after it
+        check_positions(model, of_arm, _NEEDLE_TOKENS)
     missing = [arm for arm in arms if arm.name not in results.rows]
     passes = len(missing) + -(-len(missing) // TOGETHER)
     with progress_bar("formats", passes * args.chunks * (args.length - 1)) as advance:
         for record in measure_formats(model, run.chunks, missing, args.step, advance):
             results.add(record["name"], record)
-    missing = [arm for arm in arms if not arm.config.is_off and not results.rows[arm.name].get("asked")]
     answers = Results(None, "needles", {})  # the uncompressed cache answers once for all pairs
-    for arm in missing if args.needles else []:
-        samples = needle_samples(tokenizer, run.text, [arm], [args.needle_length], seeds=range(args.needles))
-        records = ask_samples(model, tokenizer, samples, [arm], answers, max_tokens=64, step=args.step)
+    for arm in arms:
+        if arm.name not in samples or results.rows[arm.name].get("needles") == args.needles:
+            continue
+        options = {"max_tokens": _NEEDLE_TOKENS, "step": args.step}
+        records = ask_samples(model, tokenizer, samples[arm.name], [arm], answers, **options)
         verdicts = [record["verdict"] for record in records if record["name"] == arm.name]
-        counts = {"found": verdicts.count(PASS), "asked": len(verdicts) - verdicts.count(VOID)}
+        counts = {"found": verdicts.count(PASS), "asked": len(verdicts) - verdicts.count(VOID), "needles": args.needles}
         results.add(arm.name, results.rows[arm.name] | counts)
     rows = [results.rows[arm.name] for arm in arms]
     return sorted(rows, key=lambda row: (row["nbytes"], row["name"]))

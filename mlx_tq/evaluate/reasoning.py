@@ -30,7 +30,7 @@ class Problem(NamedTuple):
 
 def read_problems(path: str) -> list[Problem]:
     problems = []
-    for number, line in enumerate(read_file("problems", path).splitlines(), start=1):
+    for number, line in enumerate(read_file("problems", path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -70,7 +70,7 @@ def without_thoughts(tokenizer: Any, prompt: str, text: str) -> str | None:
 def problem_samples(
     tokenizer: Any, problems: Sequence[Problem], *, shots: int, count: int, seeds: int, chat: bool
 ) -> list[Sample]:
-    """Return the `count` problems after the first `shots`, once for each seed, which shuffles the shots."""
+    """Return the `count` problems after the first `shots`, as one group for each seed, which shuffles the shots."""
     worked, questions = problems[:shots], problems[shots : shots + count]
     if not questions:
         raise ConfigError(
@@ -84,7 +84,7 @@ def problem_samples(
             key, text = f"{seed} {number}", _prompt(tokenizer, shuffled, problem.question, chat)
             ids = list(tokenizer.encode(text, add_special_tokens=not chat))
             judge = partial(_judge, tokenizer, text, problem.number)
-            fields = {"group": f"{shots}-shot"}
+            fields = {"group": f"{shots}-shot" if seeds == 1 else f"{shots}-shot, order {seed + 1}"}
             of_seed.append(Sample(key, ids, str(problem.number), judge, fields, stop="" if chat else "\nQuestion:"))
         samples += share_prefixes(of_seed)
     return samples

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,11 @@ from mlx_tq.files import atomic_write
 Record = dict[str, Any]  # one row of results, as JSON
 Columns = Mapping[str, Callable[[Record], str]]  # how a table shows a record, by title
 Advance = Callable[[int], None]  # receives the number of units of work done
+
+
+def _without_infinity(row: Record) -> Record:
+    """Return a row with null for numbers that JSON lacks, such as an error over one answer."""
+    return {name: None if isinstance(value, float) and not isfinite(value) else value for name, value in row.items()}
 
 
 class Results:
@@ -44,12 +50,13 @@ class Results:
             return
         try:
             saved = json.loads(self._file.read_text(encoding="utf-8"))
-            same = all(saved[name] == self._head[name] for name in ("command", "settings"))
+            compared = ("command", "settings", "versions")
+            different = [name for name in compared if saved[name] != self._head[name]]
             self.rows = dict(saved["results"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{target} holds no results to resume ({error!r}). Remove it or name another.") from error
-        if not same:
-            raise ConfigError(f"{target} holds results of other settings. Remove it or name another file.")
+        if different:
+            raise ConfigError(f"{target} holds results of other {different[-1]}. Remove it or name another file.")
 
     def add(self, key: str, row: Record) -> None:
         self.rows[key] = row
@@ -63,7 +70,7 @@ class Results:
 
     def dumps(self) -> str:
         head = json.dumps(self._head, indent=1).removesuffix("\n}")
-        lines = [f"  {json.dumps(key)}: {json.dumps(row)}" for key, row in self.rows.items()]
+        lines = [f"  {json.dumps(key)}: {json.dumps(_without_infinity(row))}" for key, row in self.rows.items()]
         return head + ',\n "results": {\n' + ",\n".join(lines) + "\n }\n}\n"
 
     def show(self, title: str, columns: Columns, rows: Sequence[Record], note: str = "") -> None:

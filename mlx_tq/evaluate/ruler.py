@@ -74,6 +74,8 @@ def _planted(
 def _common(tokenizer: Any, text: str, length: int, rng: random.Random) -> Task:
     """List words, a few of them five times as often as the others."""
     vocabulary = sorted(set(re.findall(r"\b[a-z]{4,8}\b", text)))
+    if len(vocabulary) <= _COMMON:
+        raise ConfigError(f"the text has only {len(vocabulary)} words of 4 to 8 letters a-z. Give another --text.")
     rng.shuffle(vocabulary)
     common, others = vocabulary[:_COMMON], vocabulary[_COMMON:]
     question = f"Which {_COMMON} words are most common in the list above? Name all of them."
@@ -118,6 +120,11 @@ def _listed(
     while low < high:  # find the largest count whose prompt fits into the length
         middle = (low + high + 1) // 2
         low, high = (middle, high) if len(prompt(middle)) <= length else (low, middle - 1)
+    if low == limit:
+        raise ConfigError(
+            f"the text has words for {len(prompt(low))} tokens of this task, not for {length}. Give a longer --text, "
+            "or shorter --lengths."
+        )
     return prompt(low)
 
 

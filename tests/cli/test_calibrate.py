@@ -229,10 +229,11 @@ def test_scores_of_heads_are_as_in_float64(tmp_path):
     assert np.ravel(measured.scores).tolist() == np.mean(ranks, axis=0).tolist()
 
 
-def test_losses_are_measured_on_the_text_that_is_named(cli, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("flag", "least"), [("--losses", 512), ("--heads", 1024)])
+def test_losses_and_heads_are_measured_on_the_text_that_is_named(cli, tmp_path, monkeypatch, flag, least):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "text").write_text("two words", encoding="utf-8")
-    refused(cli("calibrate", "--losses", "--text", tmp_path / "text"), "measured on 512 tokens; the text has ")
+    refused(cli("calibrate", flag, "--text", tmp_path / "text"), f"measured on {least} tokens; the text has ")
 
 
 @pytest.mark.parametrize("dtype", [None, *(pytest.param(x, marks=pytest.mark.full) for x in ("float32", "float16"))])

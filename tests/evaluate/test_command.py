@@ -44,14 +44,12 @@ def test_what_reports_a_divergence_computes_in_float32_unless_told_otherwise():
     assert build_parser().parse_args(["divergence", "--dtype", "bfloat16"]).dtype == "bfloat16"
 
 
-def test_a_protocol_sets_what_no_flag_does():
-    def sizes(*words):
-        args = build_parser().parse_args(["divergence", *words])
-        return args.chunks, args.length, args.step, args.kv_sinks, args.kv_window
-
-    assert sizes("--protocol", "fidelity") == (100, 512, 512, 0, 0)
-    assert sizes("--chunks", "20", "--protocol", "fidelity", "--kv-window", "64") == (20, 512, 512, 0, 64)
-    assert sizes() == (3, 2048, 512, None, None)
+def test_a_protocol_sets_what_no_flag_does(capsys):
+    words = shlex.split("--chunks 3 --protocol fidelity --length 136 --profiles tq2/tq2 --json -")
+    assert main(["evaluate", "divergence", *words]) == 0
+    settings = json.loads(capsys.readouterr().out)["settings"]
+    arm = settings["arms"]["tq2/tq2"]
+    assert (settings["chunks"], settings["length"], arm["sinks"], arm["window"]) == (3, 136, 0, 0)
 
 
 def test_the_note_names_what_is_not_above_the_floor():
@@ -104,6 +102,8 @@ def test_formats_ask_for_needles_once(tmp_path, capsys):
     target.write_text(json.dumps(found))
     assert main(words) == 0
     assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[-4:-2]] == ["1/3", "-"]
+    assert main([*words, "--needles", "2"]) == 0
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[-4:-2]] == ["6/6", "-"]
 
 
 @pytest.mark.full

@@ -67,6 +67,15 @@ def test_only_a_compressed_cache_is_plotted_at_its_stored_bits(records):
     assert bits == pytest.approx([32, 8.3, 2.3], abs=0.2)
 
 
+def test_eviction_is_named_and_changes_no_bits(tmp_path):
+    words = shlex.split("--profiles tq2/tq2 --kv-evict recency --kv-budget 50% --kv-sinks 16 --kv-window 16")
+    words += shlex.split("--chunks 1 --length 1024 --step 256")
+    assert main(["evaluate", "divergence", *words, "--records", str(tmp_path)]) == 0
+    (record,) = (json.loads(path.read_text()) for path in (tmp_path / "needle").glob("needle-tq2*.json"))
+    assert record["student"]["provenance"]["evict"]["budget"] == "50%"
+    assert record["student"]["effective_bpw"] == pytest.approx(2.3, abs=0.2)
+
+
 def test_a_folder_that_cannot_be_is_refused(capsys, tmp_path):
     (tmp_path / "file").touch()
     assert main(["evaluate", "divergence", *READ, "--records", str(tmp_path / "file")]) == 2

@@ -60,11 +60,18 @@ def test_a_prompt_has_worked_problems_before_the_question(problems, embedded):
     assert text.rstrip().endswith("What is 5 and 5?\nAnswer:")
     assert samples[0].shared == samples[1].shared > 0
     assert samples[0].ids[: samples[0].shared] != samples[3].ids[: samples[0].shared]  # another order of the shots
+    assert [sample.fields["group"] for sample in samples] == ["5-shot, order 1"] * 3 + ["5-shot, order 2"] * 3
     assert [samples[0].judge(answer)[1] for answer in ("5 and 5 is 10.", "11")] == [1, 0]
     chat = problem_samples(tokenizer, found, **{**options, "chat": True})
     assert "Question:" not in tokenizer.decode(chat[0].ids)
     with pytest.raises(ConfigError, match="none is left"):
         problem_samples(tokenizer, found, shots=9, count=1, seeds=1, chat=False)
+
+
+def test_a_line_ends_only_where_json_lines_end(tmp_path):
+    path = tmp_path / "one.jsonl"
+    path.write_text('{"question": "a\u2028b", "answer": "#### 1"}\n', encoding="utf-8")
+    assert [problem.question for problem in read_problems(str(path))] == ["a\u2028b"]
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"question": "a"}', '{"question": "a", "answer": "7"}'])
@@ -92,3 +99,10 @@ def test_the_command_compares_and_resumes(problems, tmp_path, capsys):
     assert ["5-shot", "tq2/tq2", "0/2", "0.0", "0.0-65.8", "0.0", "1", "0", "1.000"] in lines
     assert main([*words, "--samples", "0"]) == 2
     assert "--samples is 0" in capsys.readouterr().err
+    target.write_text(json.dumps(found | {"versions": {**found["versions"], "mlx": "0.1"}}))
+    assert main(words) == 2
+    assert "holds results of other versions" in capsys.readouterr().err
+    target.write_text(json.dumps(found))
+    problems.write_text(problems.read_text().replace("What is 5 and 5", "How much is 5 and 5"))
+    assert main(words) == 2
+    assert "holds results of other settings" in capsys.readouterr().err

@@ -60,3 +60,7 @@ def test_unknown_tasks_and_short_lengths_are_refused(embedded):
         ruler_samples(embedded[1], load_text(), ["qa"], [LENGTH], 1)
     with pytest.raises(ConfigError, match="too few for this task"):
         ruler_samples(embedded[1], load_text(), ["common"], [60], 1)
+    with pytest.raises(ConfigError, match=r"words for \d+ tokens of this task, not for 1000"):
+        ruler_samples(embedded[1], load_text()[:1500], ["common"], [1000], 1)
+    with pytest.raises(ConfigError, match="only 0 words of 4 to 8 letters"):
+        ruler_samples(embedded[1], "Это русский текст.", ["common"], [1000], 1)
