@@ -5,6 +5,7 @@ A page holds a table between `<!-- table: NAME -->` and `<!-- end -->`.
 
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -383,7 +384,7 @@ def states() -> str:
             f"{row['kld_99']:.1e}",
             f"{row['top1']:.2f}",
             f"{row['equal_answers']} of {about['prompts']}",
-            f"{sorted(row['agreed_tokens'])[len(row['agreed_tokens']) // 2]}",
+            f"{statistics.median(row['agreed_tokens']):.0f}",
         ]
         for name, label in files.items()
         for about in [report(name)]

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.quality import peers
 from benchmarks.quality.frontier import FORMATS
-from benchmarks.quality.ratios import compare, interpolate
+from benchmarks.quality.ratios import clusters_of_blocks, compare, interpolate
 from benchmarks.quality.rounded_cache import BLOCK, SINKS, STEP, WINDOW, Formula, LayerRows, Reader
 from benchmarks.quality.sorted_pairs import (
     LayerStatistics,
@@ -167,7 +167,7 @@ def make_record(reader: Reader, formula: Formula, length: int, blocks: np.ndarra
         "bits_of_text": (bits * (length - whole) + 16 * whole) / length,
         "texts": texts,
         "kld": float(blocks[0].mean()),
-        "kld_error": standard_error(blocks[0]),
+        "kld_error": standard_error(blocks[0], clusters_of_blocks(texts, blocks.shape[1])),
         "top1": 100 * float(blocks[1].mean()),
         "blocks": [float(f"{mean:.6g}") for mean in blocks[0]],
         "agreement": [round(float(mean), 4) for mean in blocks[1]],

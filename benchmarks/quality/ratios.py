@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mlx_tq.evaluate.results import Record
-from mlx_tq.evaluate.standard_error import standard_error
+from mlx_tq.evaluate.standard_error import CLUSTERS, standard_error
 
 
 def compare(row: Record, other: Record) -> tuple[float, float]:
@@ -14,7 +14,14 @@ def compare(row: Record, other: Record) -> tuple[float, float]:
     shared = min(len(row["blocks"]), len(other["blocks"]))
     above, below = np.array(row["blocks"][:shared]), np.array(other["blocks"][:shared])
     ratio = above.mean() / below.mean()
-    return float(ratio), standard_error(above - ratio * below) / float(below.mean())
+    clusters = clusters_of_blocks(min(row["texts"], other["texts"]), shared)
+    return float(ratio), standard_error(above - ratio * below, clusters) / float(below.mean())
+
+
+def clusters_of_blocks(texts: int, blocks: int) -> np.ndarray:
+    """Return the cluster of each block of texts of equal length: 16 parts in all, within which blocks are dependent."""
+    parts = min(blocks, texts * max(1, CLUSTERS // texts))
+    return np.arange(blocks) * parts // blocks
 
 
 def interpolate(rows: Sequence[Record], bits: float) -> float:
