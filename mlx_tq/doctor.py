@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 from dataclasses import asdict
 
@@ -64,17 +63,15 @@ def _show_capacity(args: argparse.Namespace) -> int:
 
     check_model(args)
 
-    import mlx.core as mx  # likewise
-
     from mlx_tq.cli.loading import outline_model  # likewise
     from mlx_tq.cli.screen import human_bytes, stdout, table  # likewise
     from mlx_tq.config import PROFILES  # likewise
     from mlx_tq.integration.probe import model_facts  # likewise
+    from mlx_tq.kernels.gpu import usable_memory  # likewise
     from mlx_tq.prompt_cache.memory import PREFILL_STEP, capacities, context_limit, weights_nbytes  # likewise
 
     model = outline_model(args)
-    recommended = mx.device_info().get("max_recommended_working_set_size")  # what the GPU of a Mac may use
-    memory = int(args.memory or recommended or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    memory = int(args.memory or usable_memory())
     weights, limit = weights_nbytes(model), context_limit(model)
     dtype = model_facts(model).slots[0].dtype
     if weights >= memory:

@@ -14,6 +14,8 @@ from mlx_tq.cli.runner import DONE, command_main
 from mlx_tq.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mlx_tq.prefix_cache.folder import Folder
 
 _ACTIONS = {
@@ -35,10 +37,10 @@ def build_parser() -> CommandParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from mlx_tq.prefix_cache.folder import open_folder
+    from mlx_tq.prefix_cache.folder import RANK, Folder, open_folder
 
     name = read_options(args, os.environ)["--prefix-cache"] or AUTO
-    if name not in (AUTO, OFF) and not Path(name).is_dir():
+    if name not in (AUTO, OFF) and not Path(name).expanduser().is_dir():
         raise ConfigError(f"--prefix-cache: no such folder: {name}. Name a folder, or auto.")
     folder = open_folder(name)
     if folder is None:
@@ -46,13 +48,14 @@ def run(args: argparse.Namespace) -> int:
 
     from mlx_tq.cli.screen import human_bytes, stdout, table
 
+    folders = [folder, *(Folder(path) for path in sorted(folder.path.glob(f"{RANK}*-of-*")) if path.is_dir())]
     if args.action == "list":
-        report = _list(folder)
+        report = _list(folders)
     elif args.action == "check":
-        entries, damaged = folder.check()
+        entries, damaged = map(sum, zip(*(each.check() for each in folders), strict=True))
         report = {"entries": entries, "damaged_and_removed": damaged}
     else:
-        report = {"bytes_removed": folder.clear()}
+        report = {"bytes_removed": sum(each.clear() for each in folders)}
     if args.json:
         sys.stdout.write(json.dumps(report) + "\n")
     elif args.action == "list":
@@ -70,10 +73,12 @@ def run(args: argparse.Namespace) -> int:
     return DONE
 
 
-def _list(folder: "Folder") -> dict[str, Any]:
+def _list(folders: "Sequence[Folder]") -> dict[str, Any]:
+    """Return what the first folder has, and those of ranks inside it."""
     from mlx_tq.prefix_cache.folder import BLOCKS  # loads mlx, which --help does without
 
-    records, summaries = folder.records(), folder.checkpoints()
+    records = sorted(record for folder in folders for record in folder.records())
+    summaries = {key: summary for folder in folders for key, summary in folder.checkpoints().items()}
     checkpoints = []
     for record in reversed(records):
         if (summary := summaries.get(record.path.name)) is not None:
@@ -82,7 +87,7 @@ def _list(folder: "Folder") -> dict[str, Any]:
             checkpoints.append({**entry, "tokens": len(summary.tokens), "blocks": len(summary.block_keys)})
     blocks = sum(record.path.parent.name == BLOCKS for record in records)
     nbytes = sum(record.size for record in records)
-    return {"folder": str(folder.path), "nbytes": nbytes, "blocks": blocks, "checkpoints": checkpoints}
+    return {"folder": str(folders[0].path), "nbytes": nbytes, "blocks": blocks, "checkpoints": checkpoints}
 
 
 main = command_main(build_parser, run)

@@ -16,7 +16,15 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"profiles {sorted(unknown)} are unknown; valid are {', '.join(PROFILES)}.")
     if set(args.dtypes or ()) - set(DTYPES):
         raise ConfigError(f"types {args.dtypes} are not all known; valid are {', '.join(DTYPES)}.")
-    counts = [*(args.tokens or ()), *args.batches, args.rounds, args.kv_heads, args.step]
+    counts = [
+        *(args.tokens or ()),
+        *args.batches,
+        args.rounds,
+        args.query_heads,
+        args.kv_heads,
+        args.head_dim,
+        args.step,
+    ]
     counts += [] if args.prefill_rounds is None else [args.prefill_rounds]
     if min(counts) < 1 or args.query_heads % args.kv_heads:
         raise ConfigError(

@@ -37,6 +37,9 @@ class Timing(NamedTuple):
     difference: float | None  # from the reference implementation, relative to the largest value
 
 
+UNSTEADY = " (unsteady: this machine's speed changed meanwhile)"
+
+
 class CellTimings(NamedTuple):
     timings: list[Timing]
     skipped_arms: dict[str, str]  # reason by arm

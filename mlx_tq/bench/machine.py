@@ -31,7 +31,8 @@ def swap_growth(before: dict[str, Any], after: dict[str, Any]) -> int | str:
 
 def hide_home(text: str) -> str:
     """Replace the user's home folder, whose name is often that of the user, by ~."""
-    return text.replace(str(Path.home()), "~")
+    home = str(Path.home()).rstrip("/")
+    return text.replace(f"{home}/", "~/") if home else text
 
 
 def _linux_swap() -> int | str:

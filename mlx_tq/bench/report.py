@@ -7,6 +7,7 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
+from mlx_tq.bench.layer import UNSTEADY
 from mlx_tq.bench.model import Figure
 from mlx_tq.cli.diagnostics import Check, environment
 from mlx_tq.cli.screen import human_bytes
@@ -103,7 +104,7 @@ def layer_parts(layers: dict[str, Any]) -> list[str]:
     ]
     for cell in layers["cells"]:
         queries, heads, dim = cell["shape"]
-        title = f"{queries}/{heads} heads of {dim}, {cell['tokens']:,} tokens"
+        title = f"{queries}/{heads} heads of {dim}, {cell['tokens']:,} tokens{'' if cell['steady'] else UNSTEADY}"
         parts += [_markdown_table(title, *layer_table(cell["timings"])), _list(cell["skipped_arms"])]
     return parts
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from mlx_lm.models.cache import KVCache
 
-from mlx_tq.bench.layer import CellTimings, measure_cell
+from mlx_tq.bench.layer import UNSTEADY, CellTimings, measure_cell
 from mlx_tq.bench.layer_caches import Cell, LayerArm, LayerShape
 from mlx_tq.bench.machine import hide_home, machine_state, swap_growth
 from mlx_tq.bench.model import BenchedCache, Figure, measure_model
@@ -76,7 +76,9 @@ def _measure_layers(args: argparse.Namespace) -> None:
             measured = _measure_layer(args, shape, tokens, dtype)
             timings += (timed := [timing._asdict() for timing in measured.timings])
             columns, rows = layer_table(timed)
-            shown = table(f"decode attention, {dtype}, {tokens:,} tokens", *columns)
+            shown = table(
+                f"decode attention, {dtype}, {tokens:,} tokens{'' if measured.steady else UNSTEADY}", *columns
+            )
             for row in rows:
                 shown.add_row(*row)
             _screen(args).print(shown)
@@ -136,8 +138,9 @@ def _measure_figures(
     skipped: dict[str, str] = {}
     text, name = load_text(), short_name(args.model)
     for number, dtype in enumerate(args.dtypes or [None]):
-        options = {"trust_remote_code": args.trust_remote_code}
-        model, tokenizer = load(args.model, dtype=dtype, dequantize=args.dequantize, tokenizer_config=options)
+        trust = {"trust_remote_code": args.trust_remote_code}
+        options = {"dequantize": args.dequantize, "tokenizer_config": trust, **trust}
+        model, tokenizer = load(args.model, dtype=dtype, **options)
         facts = model_facts(model)
         caches, unsupported = _without_unsupported(_caches_to_compare(args), model)
         calibrate_model(

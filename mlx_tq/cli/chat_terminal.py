@@ -1,6 +1,7 @@
 """Run `mlx_tq.chat`: read a message, stream the answer to stdout, and show on stderr what the cache holds."""
 
 import io
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -36,7 +37,7 @@ from mlx_tq.cli.screen import (
 from mlx_tq.cli.terminal_text import readable, write_answer
 from mlx_tq.config import RescueConfig
 from mlx_tq.distributed.group import Ranks
-from mlx_tq.errors import CacheFormatError, ConfigError, one_line, unknown_name
+from mlx_tq.errors import ConfigError, MlxTqError, RankError, one_line, unknown_name
 from mlx_tq.prompt_cache.cache_file import check_config, with_formats
 from mlx_tq.prompt_cache.run_summary import RunSummary
 from mlx_tq.prompt_cache.warm_up import compile_kernels
@@ -165,7 +166,12 @@ class Chat:
                 continue
             if message is None or message[0].strip() in ("/quit", "/exit"):
                 return DONE
-            self._handle(*message)
+            try:
+                self._handle(*message)
+            except KeyboardInterrupt:
+                if not (self._is_terminal and self._ranks.is_alone):
+                    raise
+                stderr.print("\nInterrupted", style="dim")
 
     def _next_message(self) -> tuple[str, bool] | None:
         """Return the next message and whether it is a command; None at the end of the input."""
@@ -184,7 +190,7 @@ class Chat:
             return None
         self._remember(message)
         name = message.strip().partition(" ")[0]
-        is_path = "/" in name[1:] or Path(name).exists()
+        is_path = "/" in name[1:] or os.path.exists(name)  # noqa: PTH110  Path.exists raises for long names
         return message, message.startswith("/") and "\n" not in message and not is_path
 
     def _handle(self, message: str, is_command: bool) -> None:
@@ -199,7 +205,9 @@ class Chat:
                 self._commands[name](argument.strip())
             elif message.strip():
                 self._answer(message)
-        except (ConfigError, CacheFormatError) as error:
+        except RankError:
+            raise
+        except MlxTqError as error:
             warn(str(error))
         while self._warnings:
             warn(self._warnings.pop(0))

@@ -14,6 +14,7 @@ from typing import Any
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import ConfigError
+from mlx_tq.session.text import render_messages
 
 NEEDLE = "The secret code word is {answer}."
 QUESTION = "What is the secret code word mentioned earlier? Answer with just the code word and number, nothing else:"
@@ -150,7 +151,7 @@ def _frame(tokenizer: Any, chat: bool | None, question: str) -> tuple[list[int],
     if not chat:
         return list(tokenizer.encode("")), _encode(tokenizer, "\n\n" + question)  # with a start token, if any
     turn = [{"role": "user", "content": question}]
-    rendered = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    rendered = render_messages(tokenizer, turn, add_generation_prompt=True)
     before, _, after = rendered.partition(question)
     return _encode(tokenizer, before), _encode(tokenizer, "\n\n" + question + after)
 

@@ -357,7 +357,11 @@ def _check_native_flags(path: str, model: Any, caches: list[Any], args: argparse
     made_with = None
     for cache, usual in zip(cache_parts(caches), cache_parts(make_native_cache(model)), strict=True):
         if isinstance(cache, QuantizedKVCache):
-            made_with = f"--kv-bits {cache.bits}"
+            made_with, size = f"--kv-bits {cache.bits}", args.kv_group_size
+            if "--kv-group-size" in args.typed and cache.group_size != size:
+                raise ConfigError(
+                    f"{path} has groups of {cache.group_size}, not --kv-group-size {size}. Drop that flag."
+                )
         elif isinstance(cache, RotatingKVCache) and not isinstance(usual, RotatingKVCache):
             made_with = f"--max-kv-size {cache.max_size}"
     sizes = {"--kv-bits": args.kv_bits, "--max-kv-size": args.max_kv_size}

@@ -46,6 +46,8 @@ def fit_memory(request: Request) -> Request:
     if getattr(request.args, "verbose", True):
         note(f"Memory {fit.memory}, weights {human_bytes(fit.weights)}: {line}")
     changes: dict[str, Any] = {"dequantize": fit.dequantize}
+    if request.args.dequantize is None and fit.dequantize:
+        changes["dtype"] = request.args.dtype or "float32"  # as dense weights were counted
     if need.fits:
         changes["kv_memory_limit"] = fit.available - need.transient
         if need.step < fit.largest_step:  # else a server's is measured

@@ -8,7 +8,7 @@ import numpy as np
 from mlx_lm.processors import load_processor
 
 from mlx_tq.errors import ConfigError
-from mlx_tq.session.text import TEMPLATE_ERRORS, PromptLengthLimit
+from mlx_tq.session.text import TEMPLATE_ERRORS, PromptLengthLimit, render_messages
 
 _PLACEHOLDER = "<the-prompt-goes-here>"
 
@@ -57,7 +57,7 @@ def encode_document(tokenizer: Any, text: str, limit: int | None) -> list[int]:
         return list(tokenizer.encode(text))
     messages = [{"role": "user", "content": text}]
     options = {"add_generation_prompt": False, "continue_final_message": True}
-    rendered = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    rendered = render_messages(tokenizer, messages, **options)
     return list(tokenizer.encode(rendered, add_special_tokens=False))
 
 

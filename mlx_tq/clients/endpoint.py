@@ -37,7 +37,9 @@ def find_endpoint(url: str, model: str | None, key: str | None) -> Endpoint:
     """Ask the server at `url` for `model`, by default its first, and for the context length."""
     url = url.rstrip("/").removesuffix("/v1")
     entries = {entry["id"]: entry for entry in _list_models(url, key) if "max_model_len" in entry}  # no embedders
-    name = model or next(iter(entries), "")
+    if not entries:
+        raise ConfigError(f"{url} names no model with its context length, as mlx_tq.server does. Name another --url.")
+    name = model or next(iter(entries))
     if name not in entries:
         raise unknown_name("--model", name, entries)
     context = entries[name]["max_model_len"]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from mlx_tq.cli.inputs import read_file
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.asking import Sample, share_prefixes
+from mlx_tq.session.text import render_messages
 
 _NUMBER = r"-?\$?\d[\d,]*(?:\.\d+)?"
 _MARKED = re.compile(rf"####\s*({_NUMBER})")
@@ -100,7 +101,7 @@ def _prompt(tokenizer: Any, worked: Sequence[Problem], question: str, chat: bool
         for role, content in (("user", example.question), ("assistant", example.worked_answer))
     ]
     turns.append({"role": "user", "content": question})
-    return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+    return render_messages(tokenizer, turns, add_generation_prompt=True)
 
 
 def _judge(tokenizer: Any, prompt: str, expected: Decimal, text: str) -> tuple[str, float]:

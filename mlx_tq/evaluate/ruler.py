@@ -14,6 +14,7 @@ from typing import Any
 from mlx_tq.cli.haystack import Fact, build_scene
 from mlx_tq.errors import ConfigError, unknown_name
 from mlx_tq.evaluate.asking import Sample
+from mlx_tq.session.text import render_messages
 
 _NAMES = ("Alice", "Bob", "Carol", "David", "Emma", "Frank", "Grace", "Henry")
 _FACTS, _HOPS = 4, 4
@@ -111,7 +112,7 @@ def _listed(
         if not tokenizer.has_chat_template:
             return list(tokenizer.encode(content))
         turn = [{"role": "user", "content": content}]
-        rendered = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        rendered = render_messages(tokenizer, turn, add_generation_prompt=True)
         return list(tokenizer.encode(rendered, add_special_tokens=False))
 
     if (least := len(prompt(0))) > length:

@@ -98,9 +98,9 @@ class Constraint:
         self._read(tokens)
         if self._ended or self._awaited or self._is_next_free or self.error is not None:
             return logits
-        grammar, started = self._grammar, time.perf_counter()
+        grammar, started = self._grammar, time.thread_time()  # which other work does not change
         mask = self._matcher.compute_bitmask()
-        grammar.mask_seconds += time.perf_counter() - started
+        grammar.mask_seconds += time.thread_time() - started
         grammar.mask_budget += _BUDGET_PER_TOKEN_S
         self._take_error()
         if self.error is None and grammar.mask_seconds > grammar.mask_budget:

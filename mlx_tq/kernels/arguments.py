@@ -140,11 +140,13 @@ def pad_input(array: mx.array) -> mx.array:
     return mx.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, MIN_SIZE - array.size)])
 
 
-@lru_cache(maxsize=1024)
 def sign_flips(rotation: Rotation | None) -> mx.array:
     """Return the bits of sign flips in the layout of metal/rotation.h, uint32 [at least 8]; zeros for no rotation."""
-    if isinstance(rotation, GroupedRotation):  # all parts are alike
-        return sign_flips(rotation.parts[0])
+    return _sign_flips(rotation.parts[0] if isinstance(rotation, GroupedRotation) else rotation)  # all parts are alike
+
+
+@lru_cache(maxsize=1024)
+def _sign_flips(rotation: Rotation | None) -> mx.array:
     words: list[int] = []
     if isinstance(rotation, WalshHadamard):
         signs: list[float] = rotation.signs.tolist()  # type: ignore[assignment]

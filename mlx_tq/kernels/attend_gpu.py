@@ -199,8 +199,10 @@ class _Call:
         """Attend in one kernel up to the threshold of tokens, else in two: [B, Hq, L, Dv]."""
         if max(regions.tokens for regions in self.batch) > self._limits.short_tokens:
             return self.merge(self.attend_blocks())
-        # Levels of all widths leave less memory for sorted keys.
-        limit = _SHORT_DIM // 2 if isinstance(self.batch[0].layout.key, SortedCodec) else _SHORT_DIM
+        key, value = self.batch[0].layout.key, self.batch[0].layout.value
+        # Levels of all widths, and of bytes of four 2-bit codes, leave less memory.
+        has_large_tables = isinstance(key, SortedCodec) or any(_has_table(c) and c.bits == 2 for c in (key, value))
+        limit = _SHORT_DIM // 2 if has_large_tables else _SHORT_DIM
         halves = 1 if self.queries.shape[3] <= limit else 2
         rows = _SHORT_QUERIES // halves
         return fit_simdgroups(_SHORT_SIMDGROUPS // halves, lambda simdgroups: self._attend_short(simdgroups, rows))

@@ -133,6 +133,7 @@ def dispatch(
             try:
                 return run_kernel(*args, **kwargs)
             except TracedArrayError:
+                record(f"reference {name}")
                 return reference(*args, **kwargs)
             except KernelUnavailableError as error:
                 # On a CPU the reference implementation runs on the same device.

@@ -9,7 +9,11 @@ from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 from mlx.utils import tree_flatten
 
 _PARTS = 2  # dense weights may take one of these parts of the memory: caches and prefill need the rest
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+# Files with the limit of a container and with its statistics, and what these call the memory that is not cache.
+_CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.stat", "anon"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.stat", "total_rss"),
+)
 _WEIGHTS = "_mlx_tq_dense_weights"  # the attribute of a model
 
 
@@ -87,5 +91,14 @@ def free_ram() -> int | None:
     meminfo = Path("/proc/meminfo")
     lines = meminfo.read_text().splitlines() if meminfo.exists() else []
     free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    limits = [Path(path).read_text().strip() for path in _CGROUP_LIMITS if Path(path).exists()]
-    return min([*free, *(int(limit) for limit in limits if limit.isdecimal())]) if free else None
+    return min([*free, *(rest for cgroup in _CGROUPS if (rest := _container_rest(*cgroup)) is not None)], default=None)
+
+
+def _container_rest(limit: str, statistics: str, used: str) -> int | None:
+    """Return the bytes that a container has left, or None if it has no limit."""
+    try:
+        most, lines = Path(limit).read_text().strip(), Path(statistics).read_text().splitlines()
+    except OSError:
+        return None
+    taken = dict(line.split(maxsplit=1) for line in lines if " " in line)
+    return max(0, int(most) - int(taken.get(used, 0))) if most.isdecimal() else None

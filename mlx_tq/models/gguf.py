@@ -172,6 +172,9 @@ def _rope_scaling(file: GgufFile, config: Config) -> Config | None:
     prefix = f"{file.architecture}.rope.scaling."
     scaling = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
     kind = scaling.get("type", "none")
+    older = file.number("rope.scale_linear", 1.0)  # the name of the factor in files before 2024
+    if not scaling and older != 1:
+        return {"type": "linear", "factor": older}
     if (
         not isinstance(kind, str)
         or kind not in _SCALING_KEYS

@@ -392,7 +392,7 @@ def _make_dense(
         if refusal is not None:
             warnings.warn(refusal, stacklevel=3)
     elif dequantize:
-        make_dense(model)
+        make_dense(model, None if dtype is None else dtype_of(dtype))
     return bool(dequantize)
 
 

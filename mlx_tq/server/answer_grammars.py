@@ -16,7 +16,7 @@ from mlx_tq.grammar.call_grammar import CallForm, Tool, ToolError, write_grammar
 from mlx_tq.grammar.constraint import CompiledGrammar
 from mlx_tq.grammar.grammar_source import GrammarError, GrammarSource, Syntax
 from mlx_tq.grammar.sandbox import GrammarLimitError
-from mlx_tq.server.api_errors import ApiError, InvalidRequestError
+from mlx_tq.server.api_errors import ApiError, InvalidRequestError, QueueFullError
 from mlx_tq.server.grammar_queue import GrammarQueue
 from mlx_tq.server.schemas import ChatRequest, GrammarFormat, ObjectFormat, SchemaFormat, TextFormat
 from mlx_tq.server.tool_choice import ToolChoice
@@ -132,6 +132,8 @@ class AnswerGrammars:
             if self._failed.get(hash(source), 0.0) > time.monotonic():
                 return None
             return await self._compile_tools(source, tools, client)
+        except QueueFullError:
+            raise
         except (ApiError, RuntimeError) as error:  # the latter if the sandbox does not start
             reason = str(error)
         if reason not in self._logged and len(self._logged) < _MAX_FAILED:

@@ -333,7 +333,8 @@ class Answer:
 
     def _logprob_object(self, logprob: TokenLogprob) -> Object:
         text = self._decode([logprob.token])
-        return {"token": text, "logprob": logprob.logprob, "bytes": list(text.encode())}
+        is_partial = "\ufffd" in text  # the token is a part of a character
+        return {"token": text, "logprob": logprob.logprob, "bytes": None if is_partial else list(text.encode())}
 
     @property
     def is_complete(self) -> bool:

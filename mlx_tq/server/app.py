@@ -344,11 +344,13 @@ class Api:
             session_name = request.headers.get(HEADER)
             grammar = session = finishing = None
             if session_name is not None:
+                service.check_turn(body)
+            if isinstance(body, ChatRequest):
+                client = request.client.host if request.client else ""
+                grammar = await _run_until_disconnect(request, service.answer_grammars.compile(body, client))
+            if session_name is not None:  # last, because a new session may take another's place
                 session = await _run_until_disconnect(request, service.sessions.enter(session_name))
             try:
-                if isinstance(body, ChatRequest):
-                    client = request.client.host if request.client else ""
-                    grammar = await _run_until_disconnect(request, service.answer_grammars.compile(body, client))
                 preparation = (service.prepare, body, make_answer, session, grammar)
                 work = self._large_requests.run(request.state.nbytes, *preparation)
                 jobs, answer, turn = await _run_until_disconnect(request, work)

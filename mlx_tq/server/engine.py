@@ -386,14 +386,15 @@ class Engine:
             self._blocked_reason = "an answer waits to go on after a memory error" if self._suspended else None
             while self._waiting and not self._suspended:
                 job = self._waiting[0]
+                if job.cancelled.is_set():
+                    self._emit(job, SessionResult())
+                    self._waiting.popleft()
+                    continue
                 with self._fail_on_admission_error(job):
                     self._blocked_reason = self._admission.blocked_reason(job, remaining, joining)
                     if self._blocked_reason is not None:
                         break
-                    if job.cancelled.is_set():
-                        self._emit(job, SessionResult())
-                    else:
-                        joining.append(job)
+                    joining.append(job)
                 self._waiting.popleft()
             self.metrics.waiting.set(len(self._waiting))
             is_cleared = bool(self._clear_requests)

@@ -14,7 +14,7 @@ _MAX_THOUGHTS, _MAX_CHARACTERS = 4096, 2**26
 
 
 class KeptThoughts:
-    """Reasoning by question and first call; the least recently used leaves first. Any thread may call."""
+    """Reasoning by conversation and first call; the least recently used leaves first. Any thread may call."""
 
     def __init__(self) -> None:
         self._texts: OrderedDict[str, str] = OrderedDict()
@@ -35,11 +35,20 @@ class KeptThoughts:
             return self._texts.get(key)
 
 
-def thoughts_key(question: str, call_id: str, name: str, arguments: Mapping[str, Any]) -> str:
-    """Return the key of the reasoning about a question before a call.
+def thoughts_key(told: str, call_id: str, name: str, arguments: Mapping[str, Any]) -> str:
+    """Return the key of the reasoning before a call in a conversation of which `told` is a digest.
 
     The id alone is not enough, because some models number the calls of each answer from 0: another client's reasoning
     would be found.
     """
-    parts = json.dumps([question, call_id, name, arguments], sort_keys=True)
-    return hashlib.sha256(parts.encode(errors="surrogatepass")).hexdigest()
+    return _digest(told, call_id, name, arguments)
+
+
+def tell(told: str, message: Mapping[str, Any]) -> str:
+    """Return the digest of a conversation and one more message; answers and results of tools do not change it."""
+    is_result = message["role"] in ("assistant", "tool")
+    return told if is_result else _digest(told, message["role"], message["content"])
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode(errors="surrogatepass")).hexdigest()

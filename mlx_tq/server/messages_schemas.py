@@ -22,7 +22,8 @@ from mlx_tq.server.system_messages import join_leading
 
 # Claude Code's first system line. It differs in each conversation, so with it no two of them would share a prefix.
 _BILLING_LINE = "x-anthropic-billing-header:"
-_COUNTER = re.compile(r"\s*<total_tokens>[\w ,.]{1,40}</total_tokens>\s*\Z")
+_COUNTER = "<total_tokens>", "</total_tokens>"
+_COUNT = re.compile(r"[\w ,.]{1,40}")
 
 Message = dict[str, Any]  # of a chat
 
@@ -81,13 +82,20 @@ def _blocks(content: "str | Sequence[Any]") -> Sequence[Any]:
 
 
 def _texts(content: "str | Sequence[Any]") -> list[str]:
-    """Return the texts of blocks without the counters of remaining tokens, which clients move from turn to turn."""
     texts = []
     for block in _blocks(content):
-        text = _COUNTER.sub("", block.text)
+        text = _without_counter(block.text)
         if text or text == block.text:
             texts.append(text)
     return texts
+
+
+def _without_counter(text: str) -> str:
+    """Return a text without the counter of remaining tokens at its end, which clients move from turn to turn."""
+    start, end = _COUNTER
+    before, found, count = text.rstrip().removesuffix(end).rpartition(start)
+    is_counter = found and text.rstrip().endswith(end) and _COUNT.fullmatch(count)
+    return before.rstrip() if is_counter else text
 
 
 def _system_text(content: "str | Sequence[Any]") -> str:

@@ -103,6 +103,16 @@ class ModelService:
         self.sessions.close()
         self._grammars.close()
 
+    @staticmethod
+    def check_turn(request: AnyRequest) -> None:
+        """Refuse requests after whose answer a session could not continue."""
+        if not isinstance(request, ChatRequest):
+            raise InvalidRequestError(f"sessions are for /v1/chat/completions; leave {HEADER} out", HEADER)
+        if (request.n or 1) > 1:
+            raise InvalidRequestError(f"a session has one answer per turn; leave n or {HEADER} out", "n")
+        if request.prefill is not None:
+            raise InvalidRequestError(f"a session cannot continue a partial answer; leave {HEADER} out", "messages")
+
     def prepare(
         self,
         request: AnyRequest,
@@ -111,7 +121,7 @@ class ModelService:
         grammar: AnswerGrammar | None = None,
     ) -> tuple[list[Job], Answer, SessionTurn | None]:
         """Return a job for each prompt, their answer, still empty, and the turn of the session."""
-        turn = None if session is None else self._begin_turn(session, request)
+        turn = self._begin_turn(session, request) if session is not None and isinstance(request, ChatRequest) else None
         start, quotation = (None, 0) if turn is None else (turn.start, turn.start.max_quotation)
         count, constraint, logprobs, thinking = request.n or 1, None, None, None
         make_choice: Callable[[], Choice] = Choice
@@ -129,6 +139,8 @@ class ModelService:
                     param=grammar.param,
                 )
         else:
+            if len(request.prompts) > (most := self.engine.limits.queue):
+                raise InvalidRequestError(f"prompt has {len(request.prompts)} texts, of at most {most}", "prompt")
             prompts = [self._prompt_builder.completion_prompt(prompt) for prompt in request.prompts]
         self._check_token_ids(prompts)
         events: asyncio.Queue[Event] = asyncio.Queue()  # of all jobs
@@ -209,17 +221,8 @@ class ModelService:
         self._answer_tokens(len(ids), request)  # refuses what does not fit
         return Job(Prompt(ids, [ids]), 1, greedy_sampler, [], only_prefills=True)
 
-    def _begin_turn(self, session: ServerSession, request: AnyRequest) -> SessionTurn:
-        """Continue the session, or start it again if too few positions remain.
-
-        Requests after whose answer a session could not continue are refused.
-        """
-        if not isinstance(request, ChatRequest):
-            raise InvalidRequestError(f"sessions are for /v1/chat/completions; leave {HEADER} out", HEADER)
-        if (request.n or 1) > 1:
-            raise InvalidRequestError(f"a session has one answer per turn; leave n or {HEADER} out", "n")
-        if request.prefill is not None:
-            raise InvalidRequestError(f"a session cannot continue a partial answer; leave {HEADER} out", "messages")
+    def _begin_turn(self, session: ServerSession, request: ChatRequest) -> SessionTurn:
+        """Continue the session, or start it again if too few positions remain."""
         turn = self.sessions.begin(session, request)
         try:
             tokens = self._answer_tokens(len(turn.prompt.ids) + turn.start.max_quotation, request)

@@ -13,6 +13,8 @@ from mlx_tq.cli.sampling_settings import make_processors
 from mlx_tq.server.api_errors import InvalidRequestError
 from mlx_tq.server.schemas import GenerationRequest
 
+_LEAST_TOP_P = 1e-6
+
 Sampler = Callable[[mx.array], mx.array]  # log-probabilities [B, V] -> tokens [B]
 
 
@@ -46,8 +48,8 @@ class Sampling:
 
 def _random_sampler(sampling: Sampling, vocabulary: int, seed: int | None = None) -> Sampler:
     filters: list[Sampler] = []
-    if 0 < sampling.top_p < 1:
-        filters.append(partial(apply_top_p, top_p=sampling.top_p))
+    if sampling.top_p < 1:  # mlx-lm takes 0 for all tokens, clients for the likeliest
+        filters.append(partial(apply_top_p, top_p=max(sampling.top_p, _LEAST_TOP_P)))
     if sampling.min_p > 0:
         filters.append(partial(apply_min_p, min_p=sampling.min_p))
     if 0 < sampling.top_k < vocabulary:

@@ -269,6 +269,16 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: FailFastDict[str | int | float | bool | None] | None = None
     thinking_budget: Count | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_effort(cls, value: Any) -> Any:
+        """Apply OpenAI's field for reasoning, also where other fields are refused."""
+        if not isinstance(value, dict) or not isinstance(value.get("reasoning_effort"), str):
+            return value
+        given = value.get("chat_template_kwargs") or {}
+        options = template_options({"reasoning_effort": value["reasoning_effort"]})
+        return {**value, "chat_template_kwargs": {**options, **given}} if isinstance(given, dict) else value
+
     @property
     def answer_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens

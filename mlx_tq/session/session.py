@@ -1,12 +1,15 @@
 """`Session`: a conversation over one cache, in which evicted context is recalled when a turn needs it."""
 
+import os
 import secrets
 import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from typing import Any, Self
 
 import mlx.core as mx
@@ -136,7 +139,8 @@ class Session:
         self._plain, self._template_options = PlainText(tokenizer), template
         self._template = self._make_template(system_prompt)
         self._keeps_text = session_id is not None  # at the service, when the session is closed
-        self._is_busy = self._is_stopping = self._is_closed = False
+        self._lock = Lock()  # of whoever changes the conversation
+        self._is_stopping = self._is_closed = False
         self._warned: set[str] = set()
         # Compute what is still lazy in the caller's thread, such as a change of the model's dtype.
         mx.eval([value for module in model.modules() for value in module.values() if isinstance(value, mx.array)])
@@ -150,9 +154,9 @@ class Session:
         self._prefix_cache: PrefixCache | None = None
         self._states = StateStorage(state_format, state_step)
         self._worker.run(lambda: choose_state_storage(self.model, self._states))  # refuses a format that saves nothing
-        self.client = open_client(self.rescue.service)
         caches = self._worker.run(self._make_caches)
         self.lookup_mode.check(model, caches)
+        self.client = open_client(self.rescue.service)  # last: it may start a process
         self._begin(session_id or uuid.uuid4().hex, caches)
 
     def _make_template(self, system_prompt: str | None) -> TurnTemplate:
@@ -204,13 +208,10 @@ class Session:
         self._length_limit.check(len(text), "message", used=used)
         max_tokens = self.max_tokens if max_tokens is None else max_tokens
         check_max_tokens(max_tokens)
-        self._check_idle()
-        self._is_busy, self._is_stopping = True, False
-        answer = self._answer(text, max_tokens, progress or (lambda done, total: None))
-        try:
+        with self._alone():
+            self._is_stopping = False
+            answer = self._answer(text, max_tokens, progress or (lambda done, total: None))
             yield from self._worker.iterate(answer, self.stop)
-        finally:
-            self._is_busy = False
         self._warn_after_turn()
 
     def _answer(self, text: str, max_tokens: int, progress: ProgressCallback) -> Generator[str]:
@@ -232,7 +233,7 @@ class Session:
             self.cache,
             transcript,
             self.prefill_step_size,
-            prefix_cache=None if start else self._open_prefix_cache(),
+            prefix_cache=None if start or transcript.removed else self._open_prefix_cache(),
             shadow=self.shadow,
             lookup_mode=self.lookup_mode,
             history=self._history,
@@ -344,9 +345,15 @@ class Session:
     def _live_positions(self) -> np.ndarray:
         return live_positions(self.cache, len(self._transcript.ids))
 
-    def _check_idle(self) -> None:
-        if self._is_busy:
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other threads from changing the conversation; raise ConfigError if one does already."""
+        if not self._lock.acquire(blocking=False):
             raise ConfigError("a turn is in progress; read its answer to the end, or close it, before anything else.")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _warn_after_turn(self) -> None:
         tokens = len(self._transcript.ids)
@@ -441,19 +448,17 @@ class Session:
             ConfigError: there is no turn, a turn is in progress, the session has a shadow, or `stop` was called before
                 the end; then nothing has changed.
         """
-        self._check_idle()
-        self._check_no_shadow()
-        exchange = self.last_exchange
-        if exchange is None:
-            raise ConfigError("there is nothing to undo; say something first.")
-        self._is_busy, self._is_stopping = True, False
-        try:
-            self._worker.run(lambda: self._undo(progress))
-        except StoppedError as error:
-            raise ConfigError("interrupted: nothing was undone.") from error
-        finally:
-            self._is_busy = False
-        return exchange[0]
+        with self._alone():
+            self._check_no_shadow()
+            exchange = self.last_exchange
+            if exchange is None:
+                raise ConfigError("there is nothing to undo; say something first.")
+            self._is_stopping = False
+            try:
+                self._worker.run(lambda: self._undo(progress))
+            except StoppedError as error:
+                raise ConfigError("interrupted: nothing was undone.") from error
+            return exchange[0]
 
     def _undo(self, progress: ProgressCallback | None) -> None:
         length = self._transcript.turn_ranges[-1].start
@@ -475,21 +480,19 @@ class Session:
             ConfigError: what `compact_prompt_cache` raises; there is nothing to compact, a turn is in progress, the
                 session has a shadow, or `stop` was called before the end; then nothing has changed.
         """
-        self._check_idle()
-        self._check_no_shadow()
-        if not self._transcript.ids:
-            raise ConfigError("there is nothing to compact; say something first.")
-        self._is_busy, self._is_stopping = True, False
-        ids, report = self._transcript.ids, self._stoppable(progress)
-        try:
-            compacted = self._worker.run(
-                lambda: compact_prompt_cache(self.model, self.tokenizer, self.cache, ids, share, progress=report)
-            )
-            self._use_caches(compacted)
-        except StoppedError as error:
-            raise ConfigError("interrupted: nothing was compacted.") from error
-        finally:
-            self._is_busy = False
+        with self._alone():
+            self._check_no_shadow()
+            if not self._transcript.ids:
+                raise ConfigError("there is nothing to compact; say something first.")
+            self._is_stopping = False
+            ids, report = self._transcript.ids, self._stoppable(progress)
+            try:
+                compacted = self._worker.run(
+                    lambda: compact_prompt_cache(self.model, self.tokenizer, self.cache, ids, share, progress=report)
+                )
+                self._use_caches(compacted)
+            except StoppedError as error:
+                raise ConfigError("interrupted: nothing was compacted.") from error
 
     def reset(self, system_prompt: str | None = None) -> None:
         """Start a new conversation without a name. The service deletes this one unless it was saved or has a name.
@@ -500,13 +503,13 @@ class Session:
         Raises:
             ConfigError: a turn is in progress, or the system prompt cannot be used; then nothing has changed.
         """
-        self._check_idle()
-        if system_prompt is not None:
-            check_text(system_prompt, "system prompt")
-            self._template = self._make_template(system_prompt)
-        self._forget()
-        self.turns, self._keeps_text = [], False
-        self._begin(uuid.uuid4().hex, self._worker.run(self._make_caches))
+        with self._alone():
+            if system_prompt is not None:
+                check_text(system_prompt, "system prompt")
+                self._template = self._make_template(system_prompt)
+            self._forget()
+            self.turns, self._keeps_text = [], False
+            self._begin(uuid.uuid4().hex, self._worker.run(self._make_caches))
 
     def save(self, path: str | Path) -> None:
         """Write the conversation to a .safetensors file: a prompt cache with the tokens in its metadata.
@@ -515,24 +518,24 @@ class Session:
             ConfigError: there is nothing to save, a turn is in progress, or the session has a shadow.
             CacheFormatError: the file cannot be written, or exists and is no conversation.
         """
-        self._check_idle()
-        if not self._transcript.ids:
-            raise ConfigError("there is nothing to save; say something first.")
-        self._check_no_shadow()
-        transcript = self._transcript
-        conversation = SavedConversation(
-            id=self.session_id,
-            ids=transcript.ids,
-            quoted=transcript.quoted,
-            rescue=self.rescue,
-            turn_ranges=transcript.turn_ranges,
-            opening=transcript.opening,
-            removed=transcript.removed,
-        )
-        metadata = {CONVERSATION: conversation.to_json()}
-        model, config = self.model, self.config
-        self._worker.run(lambda: save_prompt_cache(path, self.cache, model=model, config=config, metadata=metadata))
-        self._keeps_text = True
+        with self._alone():
+            if not self._transcript.ids:
+                raise ConfigError("there is nothing to save; say something first.")
+            self._check_no_shadow()
+            transcript = self._transcript
+            conversation = SavedConversation(
+                id=self.session_id,
+                ids=transcript.ids,
+                quoted=transcript.quoted,
+                rescue=self.rescue,
+                turn_ranges=transcript.turn_ranges,
+                opening=transcript.opening,
+                removed=transcript.removed,
+            )
+            metadata = {CONVERSATION: conversation.to_json()}
+            model, config = self.model, self.config
+            self._worker.run(lambda: save_prompt_cache(path, self.cache, model=model, config=config, metadata=metadata))
+            self._keeps_text = True
 
     def load(self, path: str | Path) -> None:
         """Continue a conversation that `save` wrote, even in another process, with the configuration that it had.
@@ -543,42 +546,42 @@ class Session:
             CacheFormatError: the file is damaged, or holds no conversation with this model.
             ConfigError: a turn is in progress, or the session has a shadow.
         """
-        self._check_idle()
-        self._check_no_shadow()
-        if not Path(path).is_file():
-            raise CacheFormatError(f"there is no saved conversation {path}. Make one with /save in mlx_tq.chat.")
-        loaded = self._worker.run(lambda: load_prompt_cache(path, model=self.model))
-        if CONVERSATION not in loaded.metadata:
-            raise CacheFormatError(
-                f"{path} is a prompt cache, not a conversation. Use it with mlx_tq.generate --prompt-cache-file."
-            )
-        with refuse_damaged(path):
-            saved = SavedConversation.from_json(loaded.metadata[CONVERSATION])
-        ids, rescue = saved.ids, saved.rescue
-        lengths = set(cache_offsets(loaded.caches))
-        if lengths - {len(ids)}:
-            raise CacheFormatError(f"{path} holds {len(ids)} tokens and a cache of {lengths}; it is damaged.")
-        plan = self._worker.run(lambda: self._make_plan(loaded.config))
-        self._forget()
-        # No file may choose a service on another machine.
-        if self._may_take_rescue and self.client is None and rescue.service == AUTO:
-            self.rescue, self.client = rescue, open_client(rescue.service)
-        elif self._may_take_rescue and self.client is None and rescue.service != OFF:
-            self._warn_once(
-                f"the conversation used the rescue service {rescue.service}; a file cannot select one. Give --rescue "
-                f"{rescue.service} to use it."
-            )
-        self.turns, self.config, self.plan, self._keeps_text = [], loaded.config, plan, True
-        self._begin(saved.id, loaded.caches)
-        transcript = self._transcript
-        transcript.ids, transcript.quoted, transcript.turn_ranges = ids, saved.quoted, saved.turn_ranges
-        transcript.opening, transcript.removed = saved.opening, saved.removed
-        transcript.send_evicted(np.setdiff1d(np.arange(-len(saved.removed), len(ids)), self._live_positions()))
-        if self._transcript.has_sent and self.client is not None and not self.client.flush(_FLUSH_S):
-            self._warn_once(
-                f"the rescue service has not taken all of the evicted text within {_FLUSH_S:g} s; until it has, "
-                "answers may miss some of it."
-            )
+        with self._alone():
+            self._check_no_shadow()
+            if not os.path.isfile(path):  # noqa: PTH113  Path.is_file raises for long names
+                raise CacheFormatError(f"there is no saved conversation {path}. Make one with /save in mlx_tq.chat.")
+            loaded = self._worker.run(lambda: load_prompt_cache(path, model=self.model))
+            if CONVERSATION not in loaded.metadata:
+                raise CacheFormatError(
+                    f"{path} is a prompt cache, not a conversation. Use it with mlx_tq.generate --prompt-cache-file."
+                )
+            with refuse_damaged(path):
+                saved = SavedConversation.from_json(loaded.metadata[CONVERSATION])
+            ids, rescue = saved.ids, saved.rescue
+            lengths = set(cache_offsets(loaded.caches))
+            if lengths - {len(ids)}:
+                raise CacheFormatError(f"{path} holds {len(ids)} tokens and a cache of {lengths}; it is damaged.")
+            plan = self._worker.run(lambda: self._make_plan(loaded.config))
+            self._forget()
+            # No file may choose a service on another machine.
+            if self._may_take_rescue and self.client is None and rescue.service == AUTO:
+                self.rescue, self.client = rescue, open_client(rescue.service)
+            elif self._may_take_rescue and self.client is None and rescue.service != OFF:
+                self._warn_once(
+                    f"the conversation used the rescue service {rescue.service}; a file cannot select one. Give "
+                    f"--rescue {rescue.service} to use it."
+                )
+            self.turns, self.config, self.plan, self._keeps_text = [], loaded.config, plan, True
+            self._begin(saved.id, loaded.caches)
+            transcript = self._transcript
+            transcript.ids, transcript.quoted, transcript.turn_ranges = ids, saved.quoted, saved.turn_ranges
+            transcript.opening, transcript.removed = saved.opening, saved.removed
+            transcript.send_evicted(np.setdiff1d(np.arange(-len(saved.removed), len(ids)), self._live_positions()))
+            if self._transcript.has_sent and self.client is not None and not self.client.flush(_FLUSH_S):
+                self._warn_once(
+                    f"the rescue service has not taken all of the evicted text within {_FLUSH_S:g} s; until it has, "
+                    "answers may miss some of it."
+                )
 
     def _check_no_shadow(self) -> None:
         if self.shadow is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from mlx_tq.errors import ConfigError
+from mlx_tq.errors import ConfigError, one_line
 
 SESSION_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # what the rescue service accepts
 # Whatever a chat template may raise.
@@ -18,6 +18,16 @@ TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, Arithmetic
 
 # Placeholders that no template trims, escapes or splits, and no text contains.
 _CUT, _USER, _ASSISTANT, _LAST = (f"Q{secrets.token_hex(8)}Q" for _ in range(4))
+
+
+def render_messages(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+    """Return a conversation as the model's chat template shows it; raise ConfigError if that fails."""
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    except TEMPLATE_ERRORS as error:
+        raise ConfigError(
+            f"the model's chat template fails: {one_line(error)}. Repair it in the model's folder, or use another."
+        ) from error
 
 
 def check_text(text: Any, name: str) -> None:

@@ -139,8 +139,8 @@ class Transcript:
             return
         if not self._is_temporary:  # spans that the cut shortened are sent again
             self._send(self._sent[self._sent >= length - LONGEST_SPAN - SHORTEST_SPAN])
-        elif self._client.forget(self.session_id):  # the service can only delete all of a session
-            self.has_sent = False
+        else:  # the service can only delete all of a session, and may do so without saying it in time
+            self.has_sent = not self._client.forget(self.session_id)
             self._send(self._sent)
 
     def lengths_after_removal(self) -> list[int]:

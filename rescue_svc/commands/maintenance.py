@@ -47,6 +47,7 @@ def forget(settings: Settings, session: str) -> None:
         with closing(store):
             forgotten = store.forget(session)
             index.forget(forgotten.id)
+            store.purge()
         spans = forgotten.spans
     print(f"{session}: {spans} spans deleted")
 

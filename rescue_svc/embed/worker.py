@@ -162,7 +162,11 @@ class EmbedWorker:
             raise EmbedderUnavailableError(f"{reason} and is restarted") from None
         if answer[:1] != VECTORS:
             raise EmbedderUnavailableError(f"the embedder failed on a text: {answer[1:].decode()}")
-        return np.frombuffer(answer, "<f4", offset=1).reshape(len(texts), self.dim())
+        vectors = np.frombuffer(answer, "<f4", offset=1)
+        if vectors.size != len(texts) * self.dim():
+            fault = f"returned {vectors.size} numbers for {len(texts)} texts of {self.dim()}"
+            raise EmbedderUnavailableError(f"the embedder {fault}; correct the plug-in or choose another embedder")
+        return vectors.reshape(len(texts), self.dim())
 
     def _receive(self, timeout_s: float) -> bytes:
         """Return the child's next frame; raises TimeoutError, or EOFError if the child has ended."""

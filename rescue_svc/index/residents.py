@@ -1,5 +1,6 @@
 """Indexes in memory, loaded on demand from a snapshot or the store and updated with newer vectors."""
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -8,6 +9,8 @@ from dataclasses import dataclass, field
 from rescue_svc.index import snapshot
 from rescue_svc.index.engines import FaissEngine
 from rescue_svc.store import Index, SqliteStore, Vectors
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -51,7 +54,11 @@ class Residents(Index):
             return 0
         with resident.lock:
             if len(resident.engine):
-                snapshot.save(self._store.directory, session, resident.engine, self._model, self._dim(), resident.last)
+                engine = resident.engine
+                try:
+                    snapshot.save(self._store.directory, session, engine, self._model, self._dim(), resident.last)
+                except OSError as error:  # it is built again from the database
+                    log.warning("an index was not saved: %s", error)
         return len(resident.engine)
 
     def forget(self, session: int) -> None:

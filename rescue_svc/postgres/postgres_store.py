@@ -158,21 +158,23 @@ class PostgresStore(Store):
         return {}
 
     def forget(self, name: str, expired_at: float | None = None) -> Session:
+        with self._connections.take() as connection, transaction(connection):
+            statement = f"""DELETE FROM sessions WHERE name = %s AND (%s::float8 IS NULL OR expires <= %s)
+                            RETURNING {_SESSION}"""
+            row = connection.execute(statement, [name, expired_at, expired_at]).fetchone()
+            if row is None:
+                raise no_session(name)
+            session = Session(*row)
+            connection.execute(f"DROP TABLE spans_{session.id:d}, vectors_{session.id:d}")
+        self._common_words.pop(session.id, None)
+        return session
+
+    def purge(self) -> None:
         with self._connections.take() as connection:
-            with transaction(connection):
-                statement = f"""DELETE FROM sessions WHERE name = %s AND (%s::float8 IS NULL OR expires <= %s)
-                                RETURNING {_SESSION}"""
-                row = connection.execute(statement, [name, expired_at, expired_at]).fetchone()
-                if row is None:
-                    raise no_session(name)
-                session = Session(*row)
-                connection.execute(f"DROP TABLE spans_{session.id:d}, vectors_{session.id:d}")
             if self._connections.server.may_empty_log:
                 connection.execute("SELECT pg_switch_wal()")
             if self._connections.server.may_checkpoint:
                 connection.execute("CHECKPOINT")
-        self._common_words.pop(session.id, None)
-        return session
 
     def _rows(self, statement: str, *parameters: Any) -> list[tuple[Any, ...]]:
         with self._connections.take() as connection:

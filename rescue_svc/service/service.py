@@ -126,6 +126,7 @@ class RescueService:
         session = self.store.forget(name, expired_at)
         self.index.forget(session.id)
         self.metrics.sessions_forgotten.inc()
+        self.store.purge()
         return session.spans
 
     def embedder_info(self) -> EmbedderInfo:

@@ -134,12 +134,15 @@ def new_folder(folder: Path) -> Iterator[Path]:
 def write_durably(path: Path, *parts: bytes) -> None:
     """Replace a file in one step that survives a crash at any point."""
     partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        for part in parts:
-            file.write(part)
-        file.flush()
-        sync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            sync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)  # of a full disk
     sync_directory(path.parent)
 
 

@@ -60,10 +60,13 @@ class Store(Protocol):
         """Return up to `limit` span ids with their BM25 score (higher is better), best first, without `excluded`."""
 
     def forget(self, name: str, expired_at: float | None = None) -> Session:
-        """Delete a session so that no byte of its text remains, and return it; raise SessionNotFoundError.
+        """Delete a session and return it; raise SessionNotFoundError. Call `purge` afterwards.
 
         With `expired_at`, one that expires later or never is not deleted, but not found.
         """
+
+    def purge(self) -> None:
+        """Remove the text of deleted sessions from the database's logs; raise StoreUnavailableError while it stays."""
 
     def embed_next(self, model: str, limit: int, embed: Callable[[list[Pending]], Vectors]) -> bool:
         """Store the vectors [N, D] that `embed` returns for up to `limit` pending spans; return whether there were any.

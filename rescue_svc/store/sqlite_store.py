@@ -204,10 +204,12 @@ class SqliteStore(Store):
             session_tables.drop(connection, session.id)
             connection.execute("DELETE FROM embeddings WHERE session = ?", (session.id,))
             connection.execute("DELETE FROM sessions WHERE id = ?", (session.id,))
-        with self._writing, files.sqlite_errors():
-            self._purge_log()
         self._common_words.pop(session.id, None)
         return session
+
+    def purge(self) -> None:
+        with self._writing, files.sqlite_errors():
+            self._purge_log()
 
     def _purge_log(self) -> None:
         busy = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]

@@ -49,7 +49,9 @@ def test_a_conversation_from_a_pipe(talk, tmp_path):
     message = ('"""', "Two lines.", "What is the access code?", '"""')
     files = ("/save chat.safetensors", "/save thesis.txt", "/save chat.safetensors", "/reset", "/load chat.safetensors")
     faults = ("/compact", "/save", "/nope", "\udcff\udcfe hi", "/load broken.safetensors", "/load nowhere.safetensors")
-    out, err = talk("The access code is 417295.", *message, *files, "What is the access code?", *faults, "/stats")
+    faults += (f"/save {300 * 'x'}", f"/load {300 * 'x'}")
+    words = ("The access code is 417295.", *message, *files, "What is the access code?", *faults, "/stats")
+    out, err = talk(*words, 40 * "日本語", 300 * "x")  # neither is the name of a file
     answers, _, stats = out.partition("conversation")
     assert [line.rstrip() for line in answers.splitlines()[1:3]] == ["417295", "417295"]
     assert "of 4,096" in stats
@@ -61,6 +63,7 @@ def test_a_conversation_from_a_pipe(talk, tmp_path):
         "/save needs a file",
         "unknown command /nope; valid are /stats",
         "there is no saved conversation nowhere.safetensors",
+        "File name too long",
         "the message is not UTF-8 text",
         "([load_safetensors]",
         " live  0 evicted  0 rescued",

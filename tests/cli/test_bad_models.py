@@ -194,6 +194,13 @@ def test_template_without_end(cli, tmp_path, template):
     refused(cli(*words), "chat template refuses this conversation: rendering it takes more than 20,000,000 steps")
 
 
+def test_template_that_fails_outside_answers(cli, tmp_path):
+    model = copy_model(tmp_path / "model", template=lambda _: "{{ messages[7].content.x }}")
+    saves = ("--prompt-cache-file", tmp_path / "cache.safetensors")
+    refused(cli("cache_prompt", *HI, "--model", model, *saves), "the model's chat template fails: ")
+    refused(cli("calibrate", "--model", model, "-o", tmp_path / "x.safetensors"), "the model's chat template fails: ")
+
+
 @pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ messages[7].content.x }}", "{{ [1] | sum(9) }}"])
 def test_template_that_fails(cli, tmp_path, template):
     refused(

@@ -16,6 +16,7 @@ from cli.tools import EMBEDDED, command, environment
 from mlx_tq.bench import tuning
 from mlx_tq.bench.layer import count_caches, measure_cell
 from mlx_tq.bench.layer_caches import Cell, LayerArm, LayerShape
+from mlx_tq.bench.machine import hide_home
 from mlx_tq.bench.model import BenchedCache, measure_model
 from mlx_tq.bench.timing import compare_arms, run_chain
 from mlx_tq.cache.layer import CompressedKVCache
@@ -52,6 +53,13 @@ def test_one_layer(cli, tmp_path):
     assert sizes["off"] == 512 * 128 * 2 * 4  # float32
     report = cli(*SMALL, "--profiles", "safe", "--json", "-").json  # nothing else is on stdout
     assert report["shape"] == {"query_heads": 2, "kv_heads": 1, "head_dim": 128}
+
+
+def test_only_whole_names_of_the_home_folder_are_hidden(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/al")
+    assert hide_home("/home/al/x /home/alice/x 3 tok/s") == "~/x /home/alice/x 3 tok/s"
+    monkeypatch.setenv("HOME", "/")
+    assert hide_home("/x 3 tok/s") == "/x 3 tok/s"
 
 
 @pytest.mark.full

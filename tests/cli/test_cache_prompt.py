@@ -7,7 +7,7 @@ from models.gguf_files import write_gguf
 
 from mlx_tq import load_prompt_cache
 
-from .tools import EMBEDDED, FLOAT32, PACKED, copy_model, facts, refused, zoo_model
+from .tools import EMBEDDED, FLOAT32, PACKED, copy_model, facts, packed_model, refused, zoo_model
 
 TEXT, QUESTION = facts(12)
 ASK = ("-p", QUESTION, "-m", 20, "--verbose", "F")
@@ -269,6 +269,19 @@ def test_another_configuration(quick, saved):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("flags", [(), ("--dequantize", "on", "--dtype", "float32")], ids=["auto", "typed"])
+def test_a_model_of_packed_weights_continues_from_its_file(quick, tmp_path, flags):
+    """On a CPU its weights become dense in float32, and no weight is rounded to the type of the scales."""
+    model, file = packed_model(tmp_path / "packed"), tmp_path / "cache.safetensors"
+    made = quick("cache_prompt", "--model", model, *flags, "--prompt", "One two.", "--prompt-cache-file", file)
+    assert made.code == 0, made.err
+    loaded = quick("generate", "--prompt-cache-file", file, "-p", "Three.", "-m", 2, "--json")
+    assert loaded.code == 0, loaded.err
+    assert (
+        loaded.json["weights"] == quick("generate", "--model", model, "-p", "One.", "-m", 2, "--json").json["weights"]
+    )
+
+
 def test_another_model(quick, saved, native, tmp_path):
     other, words = zoo_model(tmp_path / "other", "llama"), ("generate", *ASK, "--prompt-cache-file")
     finetuned = copy_model(tmp_path / "finetuned", lambda weights: {k: w * 1.01 for k, w in weights.items()})

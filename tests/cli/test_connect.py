@@ -161,11 +161,20 @@ def test_a_shell_can_read_what_has_variables(connect, client, monkeypatch):
     assert all(line.startswith(("#", "export ", "unset ")) for line in lines)
 
 
-@pytest.mark.parametrize("name", ["x\nrm -rf ~", "$(touch x)", "", "a" * 300])
-def test_a_model_whose_name_is_a_command_is_refused(name):
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        *(
+            ({"id": name, "max_model_len": 8192}, "in a way that no client takes")
+            for name in ("x\nrm -rf ~", "$(touch x)", "", "a" * 300)
+        ),
+        ({"id": "of another server"}, "names no model with its context length, as mlx_tq.server does"),
+    ],
+)
+def test_an_answer_that_no_client_could_use_is_refused(model, says):
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            body = json.dumps({"data": [{"id": name, "max_model_len": 8192}]}).encode()
+            body = json.dumps({"data": [model]}).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -173,7 +182,7 @@ def test_a_model_whose_name_is_a_command_is_refused(name):
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         Thread(target=server.handle_request, daemon=True).start()
-        with pytest.raises(MlxTqError, match="in a way that no client takes"):
+        with pytest.raises(MlxTqError, match=says):
             find_endpoint(f"http://127.0.0.1:{server.server_port}", None, None)
 
 

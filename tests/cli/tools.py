@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 from zoo import ARCHITECTURES, build
 
@@ -88,6 +89,17 @@ def zoo_model(folder, name, *, spread=False, **config):
     (folder / "config.json").write_text(json.dumps(ARCHITECTURES[name].resized(**changes)))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(EMBEDDED / file, folder)
+    return folder
+
+
+def packed_model(folder):
+    """A tiny random model of 4-bit weights with bfloat16 scales, as most models of the hub have."""
+    model, config = build("llama", mx.bfloat16, vocab_size=VOCABULARY), {"group_size": 64, "bits": 4}
+    zoo_model(folder, "llama")
+    nn.quantize(model, **config)
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    about = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**about, "quantization": config}))
     return folder
 
 

@@ -100,6 +100,14 @@ def test_a_compiler_that_hangs(tmp_path):
     assert time.monotonic() - started < 30
 
 
+def test_a_library_that_cannot_be_loaded(tmp_path):
+    """As from a folder without permission to run programs."""
+    script = 'while [ $# -gt 0 ]; do [ "$1" = -o ] && echo no library > "$2"; shift; done'
+    line = run(tmp_path, CXX=make_compiler(tmp_path, script))
+    assert line.startswith("reference 1 the compiled CPU kernels in ")
+    assert "cannot be loaded" in line
+
+
 def test_no_compiler(tmp_path):
     line = run(tmp_path, PATH="/nowhere", CXX="/nowhere/c++")
     assert line.startswith("reference 1 no C++ compiler: c++, g++ or clang++ has to be on PATH")

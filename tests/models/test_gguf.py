@@ -92,6 +92,15 @@ def test_the_type_is_that_of_the_numbers_in_the_file(tmp_path):
         assert model(IDS).dtype == dtype, kind
 
 
+@pytest.mark.parametrize("factor", [4.0, 1.0])
+def test_the_older_name_of_linear_scaling(tmp_path, factor):
+    path = write_gguf(tmp_path / "model.gguf", "llama", "F32", keys={"llama.rope.scale_linear": factor})
+    plain, _ = mlx_tq.load(write_gguf(tmp_path / "plain.gguf", "llama", "F32"))
+    model, _ = mlx_tq.load(path)
+    assert model.args.rope_scaling == ({"type": "linear", "factor": 4.0} if factor == 4 else None)
+    assert mx.array_equal(model(IDS), plain(IDS)) == (factor != 4)
+
+
 # The changed keys or tensors, and the error that they cause.
 U, C = UnsupportedModelError, ConfigError
 REFUSED = {

@@ -102,6 +102,19 @@ def test_a_renewal_lets_a_temporary_session_live_on(start_service):
     assert service.http.post("/sessions/named/renew").json() == {"session_id": "named", "expires": None}
 
 
+@pytest.mark.full
+def test_vectors_are_deleted_also_where_another_program_keeps_the_log(start_service):
+    service = start_service()
+    service.write_and_embed("secret", *secrets(10))
+    service.hibernate("secret")
+    assert len(list((service.data_dir / "index").iterdir())) == 1
+    with closing(connect(service.data_dir / "rescue.db")) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM sessions").fetchone()
+        assert service.forget("secret").status_code == 503
+    assert list((service.data_dir / "index").iterdir()) == []
+
+
 def test_a_fault_while_forgetting_does_not_end_it(soon, start_service):
     service = start_service(embedder="none")
     (service.data_dir / "index" / "1.index").mkdir()  # as a file that cannot be deleted
@@ -144,6 +157,7 @@ def test_no_trace_remains_where_the_database_moves_rows(opening, tmp_path):
         store.write("secret", [NewSpan(n, n + 1, -1, 0.0, f"{SECRET} {n}") for n in range(rng.randint(1, 100))])
         store.write("other", [NewSpan(number, number + 1, -1, 0.0, "innocent " * rng.randint(1, 20))])
         store.forget("secret")
+        store.purge()
         assert traces([tmp_path / "rescue.db"]) == []
 
 

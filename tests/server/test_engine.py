@@ -85,6 +85,21 @@ def test_jobs_wait_for_memory(loaded, monkeypatch):
     assert 1 in waiting[1:]
 
 
+def test_a_cancelled_job_that_waits_for_memory_lets_others_pass(loaded, monkeypatch):
+    engine = make_engine(loaded, memory=2 * plan_caches(loaded[0], CONFIG).nbytes(110))
+    running = record_gauge(monkeypatch, engine.metrics.running)
+    first, large, small = make_job(100), make_job(180), make_job(100, seed=2)
+    large.cancelled.set()
+
+    async def run():
+        engine.submit(first, large, small)
+        return await asyncio.gather(outcome(first), outcome(small))
+
+    _, events = serve(engine, [], run)
+    assert [of_job[-1].finish_reason for of_job in events] == ["length", "length"]
+    assert max(running) == 2
+
+
 def test_a_stalled_step_is_reported_and_the_queue_is_bounded(loaded):
     """A cancelled job makes room for another. Nothing is compressed."""
     engine, (entered, release) = make_engine(loaded, PROFILES["off"], queue=2, stalled_s=0.2), (Event(), Event())

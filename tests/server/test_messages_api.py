@@ -294,6 +294,8 @@ def test_counters_of_tokens_are_stripped():
         {"role": "tool", "tool_call_id": "a", "content": "Error: 4"},
         {"role": "user", "content": "hi\nyou"},
     ]
+    padded = "hi" + 10**6 * " " + "you"  # in linear time
+    assert chat_messages(messages=[{"role": "user", "content": padded}]) == [{"role": "user", "content": padded}]
     inside = f"{counter} is a counter"
     assert chat_messages(messages=[{"role": "user", "content": inside}]) == [{"role": "user", "content": inside}]
 

@@ -106,7 +106,7 @@ def test_seeds_and_sampling_options_reach_the_sampler(server):
     assert sample(seed=1) == sample(seed=1)
     assert len({sample(seed=seed) for seed in range(4)}) == 4
     greedy = sample(temperature=0)
-    assert sample(top_k=1) == sample(min_p=1.0) == sample(top_p=1e-6) == greedy
+    assert sample(top_k=1) == sample(min_p=1.0) == sample(top_p=1e-6) == sample(top_p=0) == greedy
     assert sample(repetition_penalty=2.0, temperature=0) != greedy != sample(seed=1)
 
 

@@ -53,6 +53,12 @@ def test_a_full_queue_is_429(narrow):
     patient.close()
 
 
+def test_more_prompts_than_the_queue_holds_are_refused_for_good(narrow):
+    with pytest.raises(openai.BadRequestError, match="prompt has 2 texts, of at most 1") as refused:
+        narrow.openai.completions.create(model="default_model", prompt=["a", "b"], max_tokens=1)
+    assert refused.value.param == "prompt"
+
+
 def post_and_disconnect(server, wait):
     """Send a request without streaming, wait, and close the connection."""
     body = {"messages": [{"role": "user", "content": "hi"}], **LONG}

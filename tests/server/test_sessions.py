@@ -242,6 +242,7 @@ def test_limits(narrow):
     assert ask(narrow, "other", QUESTION)[1]["content"] == "417295"
 
 
+BAD = {"type": "string", "pattern": "("}
 WAITS = "POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 49\r\n"
 DELETES = "DELETE /v1/sessions/left HTTP/1.1\r\n"
 BODY = '{"messages": [{"role": "user", "content": "hi"}]}'
@@ -285,9 +286,14 @@ def test_names_and_routes(narrow):
         assert refused.value.param == "X-MLX-TQ-Session"
     with pytest.raises(openai.BadRequestError, match="sessions are for /v1/chat/completions"):
         narrow.openai.completions.create(model="needle32", prompt="x", extra_headers={"X-MLX-TQ-Session": "a"})
-    for messages, options in ((["x"], {"n": 2}), (["x", {"role": "assistant", "content": "4"}], {})):
+    _, reply = ask(narrow, "first", long_text())
+    bad = ((["x"], {"n": 2}), (["x", {"role": "assistant", "content": "4"}], {}))
+    for messages, options in bad:
         with pytest.raises(openai.BadRequestError, match=r"leave .*X-MLX-TQ-Session out"):
             ask(narrow, "one", *messages, **options)
+    with pytest.raises(openai.BadRequestError):
+        ask(narrow, "one", "x", response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": BAD}})
+    assert counts(ask(narrow, "first", long_text(), reply, user(ASK))[0])[1], "a refused request drops no session"
     with pytest.raises(openai.BadRequestError):  # and a session that was refused does not stay in use
         ask(narrow, "bad", "Hello", model="default_model", max_tokens=10**6)
     assert ask(narrow, "bad2", "Hello")[1]["content"]

@@ -52,6 +52,11 @@ def test_strict_requests(start):
     assert server.post(**HI, max_tokens=1, reasoning_effort="low").status_code == 200
 
 
+def test_reasoning_effort_has_its_effect_also_where_other_fields_are_refused():
+    body = json.dumps({**HI, "reasoning_effort": "none"}).encode()
+    assert parse(ChatRequest, body, None).chat_template_kwargs == {"enable_thinking": False}
+
+
 def test_the_log_says_which_field_was_refused(server):
     assert server.post(**HI, tool_choice="must").status_code == 400
     assert re.search(

@@ -156,6 +156,15 @@ def test_reasoning_before_a_call_is_kept_for_clients_that_drop_it(scripted):
     assert prompt_tokens(call, others) < prompt_tokens(call, others, reasoning_content=message["reasoning"]), (
         "another conversation"
     )
+    system, told = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "what came before"})
+    for before in (system, told):  # of the same last question
+        said = {"role": "assistant", "content": None, "tool_calls": [call]}
+        tool = {"role": "tool", "tool_call_id": call["id"], "content": "4"}
+        counts = [
+            scripted.answer("4", messages=[before, question, {**said, **fields}, tool], tools=[TOOL])["usage"]
+            for fields in ({}, {"reasoning_content": message["reasoning"]})
+        ]
+        assert counts[0]["prompt_tokens"] < counts[1]["prompt_tokens"]
 
 
 @pytest.mark.parametrize("options", [{"tool_choice": "none"}, pytest.param({"tools": None}, marks=pytest.mark.full)])

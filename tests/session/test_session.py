@@ -862,6 +862,18 @@ def test_a_search_finds_removed_turns(short, chat, service, tmp_path, config):
     assert "417295" in say(resumed, QUESTION)
 
 
+def test_a_message_before_which_all_turns_are_removed_is_not_stored(short, chat, service, tmp_path):
+    """A quotation of the removed text may stand before it, and is not among the tokens of the message."""
+    tokenizer, folder = short[1], tmp_path / "store"
+    options = {"on_full": "drop-oldest", "prefix_cache": folder, "prefill_step_size": 64, "max_tokens": 4}
+    session = chat(SMALL, loaded=short, rescue=at(service), **options)
+    say(session, f"{FACT} {sentences(0)}")
+    stored = Folder(folder).checkpoints()
+    say(session, tokenizer.decode(tokenizer.encode(load_text())[:420]) + QUESTION)
+    assert (session.num_turns, session.removed_tokens > 0, len(stored) > 0) == (1, True, True)
+    assert Folder(folder).checkpoints() == stored
+
+
 def test_a_message_that_never_fits_removes_nothing(short, chat):
     session = chat(loaded=short, on_full="drop-oldest")
     say(session, FACT)

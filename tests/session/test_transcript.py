@@ -136,7 +136,7 @@ def test_hits_that_are_live_are_not_quoted_and_others_within_the_limit(embedded)
 
 @pytest.mark.parametrize("end", ["forgotten", "not confirmed", "kept"])
 def test_evicted_text_is_sent_once_and_anew_after_a_truncation(end):
-    """A trim makes room for other tokens at the same positions. A late deletion must not delete what was sent again."""
+    """A trim makes room for other tokens at the same positions. The service may delete without confirming that."""
     sent = []
     plain = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
     client = SimpleNamespace(
@@ -150,7 +150,11 @@ def test_evicted_text_is_sent_once_and_anew_after_a_truncation(end):
     transcript.truncate(4)
     transcript.append(list(map(ord, "xyz")))
     transcript.send_evicted(np.array([1, 2, 5]))
-    after = {"forgotten": ["forgotten", [(1, "bc")]], "not confirmed": ["not confirmed"], "kept": [[(1, "bc")]]}
+    after = {
+        "forgotten": ["forgotten", [(1, "bc")]],
+        "not confirmed": ["not confirmed", [(1, "bc")]],
+        "kept": [[(1, "bc")]],
+    }
     assert sent == [[(1, "bc")], [(5, "f")], *after[end], [(5, "y")]]
 
 

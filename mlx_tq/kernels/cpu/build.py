@@ -37,11 +37,16 @@ def load_library() -> ctypes.CDLL:
     """Return the compiled kernels, from the user's cache folder if they are there."""
     compiler, folder = find_compiler(), kernel_folder()
     name = f"kernels-{_key(compiler)}"
-    for library in folder.glob(f"{name}-*.so"):
-        if library.name == f"{name}-{_digest(library)}.so":  # else it is damaged, and loading it may end the process
-            return ctypes.CDLL(str(library))
-        library.unlink(missing_ok=True)
-    return ctypes.CDLL(str(_compile(compiler, folder, name)))
+    try:
+        for library in folder.glob(f"{name}-*.so"):
+            if (
+                library.name == f"{name}-{_digest(library)}.so"
+            ):  # else it is damaged, and loading it may end the process
+                return ctypes.CDLL(str(library))
+            library.unlink(missing_ok=True)
+        return ctypes.CDLL(str(_compile(compiler, folder, name)))
+    except OSError as error:  # such as a folder from which no program may run
+        raise KernelUnavailableError(f"the compiled CPU kernels in {folder} cannot be loaded: {error}.") from error
 
 
 def find_compiler() -> str:

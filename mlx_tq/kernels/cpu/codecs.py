@@ -3,6 +3,7 @@
 import ctypes
 import os
 from functools import cache
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from mlx_tq.codec.codebook import levels
 from mlx_tq.codec.formats import Codec
 from mlx_tq.codec.formats.scalar import FullCodec
-from mlx_tq.codec.formats.sorted_pairs import SortedCodec
+from mlx_tq.codec.formats.sorted_pairs import Groups, SortedCodec
 from mlx_tq.codec.formats.trellis import TrellisCodec, all_levels
 from mlx_tq.codec.grouped_rotation import GroupedRotation
 from mlx_tq.codec.rotation import Rotation, WalshHadamard, hadamard_matrix
@@ -46,7 +47,17 @@ def groups_struct(codec: Codec, batch: int, heads: int, first: int = 0) -> KeyGr
     """Describe the groups of sorted keys of some heads, from row `first` of the batch on; nothing for other formats."""
     if not isinstance(codec, SortedCodec):
         return KeyGroupsStruct()
-    groups = codec.groups
+    groups, key = codec.groups, (batch, heads, first)
+    described = _groups_structs.setdefault(groups, {})
+    if key not in described:
+        described[key] = _describe_groups(groups, *key)
+    return described[key]
+
+
+_groups_structs: WeakKeyDictionary[Groups, dict[tuple[int, int, int], KeyGroupsStruct]] = WeakKeyDictionary()
+
+
+def _describe_groups(groups: Groups, batch: int, heads: int, first: int) -> KeyGroupsStruct:
     arrays = [
         of_all_heads(array, dtype, batch, heads)[first:]
         for array, dtype in ((groups.order, np.uint16), (groups.sizes, np.float32), (groups.widths, np.int32))
@@ -61,10 +72,13 @@ def of_all_heads(array: np.ndarray, dtype: type, batch: int, heads: int) -> np.n
     return np.ascontiguousarray(np.broadcast_to(array, (batch, heads, array.shape[2])), dtype)
 
 
-@cache
 def rotation_struct(rotation: Rotation | None) -> RotationStruct:
-    if isinstance(rotation, GroupedRotation):
-        return rotation_struct(rotation.parts[0])  # groups have the same
+    # The groups of a cache have the same rotation, and a cache must not stay in memory for it.
+    return _rotation_struct(rotation.parts[0] if isinstance(rotation, GroupedRotation) else rotation)
+
+
+@cache
+def _rotation_struct(rotation: Rotation | None) -> RotationStruct:
     if not isinstance(rotation, WalshHadamard):  # `check_can_run` refuses other rotations
         return RotationStruct(None, None, 1, 0)
     signs = np.array(rotation.signs)

@@ -63,6 +63,7 @@ LAYOUTS = {
         **MASKED,
     },
     "eight rows of tq4": {"dims": (256, 256), "key": "tq4", "groups": 8, "dtype": "bfloat16", "normalized": "gaps"},
+    "wide heads of tq2": {"dims": (256, 256), "key": "tq2", "value": "tq2"},
     "eight wide rows": {"dims": (512, 512), "key": "q8", "groups": 8, **MASKED},
     "normalized fp16": {"dims": (80, 64), "key": "fp16", "dtype": "bfloat16", "normalized": "gaps"},
 }
