@@ -201,7 +201,7 @@ class _Call:
             return self.merge(self.attend_blocks())
         key, value = self.batch[0].layout.key, self.batch[0].layout.value
         # Levels of all widths, and of bytes of four 2-bit codes, leave less memory.
-        has_large_tables = isinstance(key, SortedCodec) or any(_has_table(c) and c.bits == 2 for c in (key, value))
+        has_large_tables = isinstance(key, SortedCodec) or any(_has_table(c, (2,)) for c in (key, value))
         limit = _SHORT_DIM // 2 if has_large_tables else _SHORT_DIM
         halves = 1 if self.queries.shape[3] <= limit else 2
         rows = _SHORT_QUERIES // halves
@@ -519,9 +519,9 @@ def _team(rows: int, dim: int, units: Sequence[int], most: int) -> tuple[int, in
     return next(((t, n) for t, n in teams.items() if n <= _LANE_VALUES), max(teams.items()))
 
 
-def _has_table(codec: Codec) -> bool:
-    """Return whether the levels of whole bytes of codes can be looked up."""
-    return isinstance(codec, TurboCodec) and not arguments.has_states(codec) and codec.bits in (2, 4)
+def _has_table(codec: Codec, widths: tuple[int, ...] = (2, 4)) -> bool:
+    """Return whether the levels of whole bytes of codes, of these widths, can be looked up."""
+    return isinstance(codec, TurboCodec) and not arguments.has_states(codec) and codec.bits in widths
 
 
 def _divide_simdgroups(source: _Source, simdgroups: int) -> _Cut:

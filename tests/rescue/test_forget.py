@@ -106,6 +106,7 @@ def test_a_renewal_lets_a_temporary_session_live_on(start_service):
 def test_vectors_are_deleted_also_where_another_program_keeps_the_log(start_service):
     service = start_service()
     service.write_and_embed("secret", *secrets(10))
+    service.retrieve("secret", SECRET)
     service.hibernate("secret")
     assert len(list((service.data_dir / "index").iterdir())) == 1
     with closing(connect(service.data_dir / "rescue.db")) as reader:

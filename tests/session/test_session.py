@@ -871,7 +871,7 @@ def test_a_message_before_which_all_turns_are_removed_is_not_stored(short, chat,
     stored = Folder(folder).checkpoints()
     say(session, tokenizer.decode(tokenizer.encode(load_text())[:420]) + QUESTION)
     assert (session.num_turns, session.removed_tokens > 0, len(stored) > 0) == (1, True, True)
-    assert Folder(folder).checkpoints() == stored
+    assert Folder(folder).checkpoints().keys() == stored.keys()
 
 
 def test_a_message_that_never_fits_removes_nothing(short, chat):
