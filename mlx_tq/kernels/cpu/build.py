@@ -39,11 +39,9 @@ def load_library() -> ctypes.CDLL:
     name = f"kernels-{_key(compiler)}"
     try:
         for library in folder.glob(f"{name}-*.so"):
-            if (
-                library.name == f"{name}-{_digest(library)}.so"
-            ):  # else it is damaged, and loading it may end the process
+            if library.name == f"{name}-{_digest(library)}.so":
                 return ctypes.CDLL(str(library))
-            library.unlink(missing_ok=True)
+            library.unlink(missing_ok=True)  # it is damaged, and loading it may end the process
         return ctypes.CDLL(str(_compile(compiler, folder, name)))
     except OSError as error:  # such as a folder from which no program may run
         raise KernelUnavailableError(f"the compiled CPU kernels in {folder} cannot be loaded: {error}.") from error
