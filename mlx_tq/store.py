@@ -52,10 +52,10 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "list":
         report = _list(folders)
     elif args.action == "check":
-        entries, damaged = map(sum, zip(*(each.check() for each in folders), strict=True))
+        entries, damaged = map(sum, zip(*(part.check() for part in folders), strict=True))
         report = {"entries": entries, "damaged_and_removed": damaged}
     else:
-        report = {"bytes_removed": sum(each.clear() for each in folders)}
+        report = {"bytes_removed": sum(part.clear() for part in folders)}
     if args.json:
         sys.stdout.write(json.dumps(report) + "\n")
     elif args.action == "list":

@@ -9,6 +9,11 @@ import mlx.core as mx
 from mlx_tq.codec.rotation import Rotation
 
 
+def rotation_of_one_group(rotation: Rotation | None) -> Rotation | None:
+    """Return what rotates each group of dims, or a rotation of all dims itself; groups of one codec are alike."""
+    return rotation.parts[0] if isinstance(rotation, GroupedRotation) else rotation
+
+
 class GroupedRotation(Rotation):
     """Puts dims in the order [B, H, D] of each head, then rotates groups of them by `parts`."""
 

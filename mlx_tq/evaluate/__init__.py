@@ -41,9 +41,7 @@ _LENGTHS: dict[str, Any] = {"default": "1000,2000", "metavar": "N,...", "help": 
 
 def run(args: argparse.Namespace) -> int:
     if args.measurement == "divergence":
-        for flag, value in PROTOCOLS.get(args.protocol, _PIECES).items():
-            if getattr(args, name_of(flag)) is None:
-                setattr(args, name_of(flag), value)
+        set_sizes(args)
     request = Request.from_args(args)
     if args.json not in (None, STDOUT):
         check_writable("--json", args.json, "file")
@@ -114,6 +112,13 @@ def _add_protocol(parser: argparse.ArgumentParser) -> None:
     text = "a published protocol; fidelity is that of mlx-quant-fidelity, which packs each token before attention "
     text += f"reads it, and sets {flags} unless they are given (default: none)"
     parser.add_argument("--protocol", choices=tuple(PROTOCOLS), help=text)
+
+
+def set_sizes(args: argparse.Namespace) -> None:
+    """Set the flags of a protocol, or the default sizes, where no flag is typed."""
+    for flag, value in PROTOCOLS.get(args.protocol, _PIECES).items():
+        if getattr(args, name_of(flag)) is None:
+            setattr(args, name_of(flag), value)
 
 
 def _check_folder(flag: str, name: str) -> None:

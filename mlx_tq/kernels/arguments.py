@@ -10,7 +10,7 @@ from mlx_tq.codec.formats.scalar import FullCodec
 from mlx_tq.codec.formats.sorted_pairs import SortedCodec
 from mlx_tq.codec.formats.trellis import TrellisCodec
 from mlx_tq.codec.formats.turbo import TurboCodec
-from mlx_tq.codec.grouped_rotation import GroupedRotation
+from mlx_tq.codec.grouped_rotation import rotation_of_one_group
 from mlx_tq.codec.normalization import KeyNormalization
 from mlx_tq.codec.rotation import Rotation, WalshHadamard, hadamard_matrix, split_order
 from mlx_tq.codec.rows import RowLayout
@@ -33,7 +33,7 @@ def can_run(layout: RowLayout) -> bool:
 
 
 def _is_supported(codec: Codec) -> bool:
-    rotation = codec.rotation.parts[0] if isinstance(codec, SortedCodec) else codec.rotation
+    rotation = rotation_of_one_group(codec.rotation)
     return codec.has_kernels and codec.head_dim <= MAX_DIM and (rotation is None or can_rotate(rotation))
 
 
@@ -142,7 +142,7 @@ def pad_input(array: mx.array) -> mx.array:
 
 def sign_flips(rotation: Rotation | None) -> mx.array:
     """Return the bits of sign flips in the layout of metal/rotation.h, uint32 [at least 8]; zeros for no rotation."""
-    return _sign_flips(rotation.parts[0] if isinstance(rotation, GroupedRotation) else rotation)  # all parts are alike
+    return _sign_flips(rotation_of_one_group(rotation))
 
 
 @lru_cache(maxsize=1024)

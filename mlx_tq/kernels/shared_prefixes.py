@@ -19,6 +19,8 @@ def find_shared_prefixes(batch: Sequence[Regions]) -> list[SharedPrefix]:
 
     Each cache gets at most one prefix; caches whose heads keep different tokens get none.
     """
+    if len(batch) < 2:
+        return []
     by_buffer: dict[int, list[int]] = defaultdict(list)
     buffers = [regions.packed_buffers() for regions in batch]
     for number, parts in enumerate(buffers):

@@ -1,4 +1,4 @@
-"""What `load` knows of a model: its source, which files of its caches name, and its context length."""
+"""`load` records a model's source, which files of its caches name, and its context length."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -35,20 +35,20 @@ class KeptThoughts:
             return self._texts.get(key)
 
 
-def thoughts_key(told: str, call_id: str, name: str, arguments: Mapping[str, Any]) -> str:
-    """Return the key of the reasoning before a call in a conversation of which `told` is a digest.
+def thoughts_key(digest: str, call_id: str, name: str, arguments: Mapping[str, Any]) -> str:
+    """Return the key of the reasoning before a call, in a conversation with this digest.
 
     The id alone is not enough, because some models number the calls of each answer from 0: another client's reasoning
     would be found.
     """
-    return _digest(told, call_id, name, arguments)
+    return _hash(digest, call_id, name, arguments)
 
 
-def tell(told: str, message: Mapping[str, Any]) -> str:
-    """Return the digest of a conversation and one more message; answers and results of tools do not change it."""
-    is_result = message["role"] in ("assistant", "tool")
-    return told if is_result else _digest(told, message["role"], message["content"])
+def add_to_digest(digest: str, message: Mapping[str, Any]) -> str:
+    """Return the digest of a conversation with one more message; answers and results of tools do not change it."""
+    is_asked = message["role"] not in ("assistant", "tool")
+    return _hash(digest, message["role"], message["content"]) if is_asked else digest
 
 
-def _digest(*parts: Any) -> str:
+def _hash(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode(errors="surrogatepass")).hexdigest()

@@ -93,8 +93,8 @@ def _texts(content: "str | Sequence[Any]") -> list[str]:
 def _without_counter(text: str) -> str:
     """Return a text without the counter of remaining tokens at its end, which clients move from turn to turn."""
     (start, end), stripped = _COUNTER, text.rstrip()
-    before, found, count = stripped.removesuffix(end).rpartition(start)
-    is_counter = found and stripped.endswith(end) and _COUNT.fullmatch(count)
+    before, tag, count = stripped.removesuffix(end).rpartition(start)
+    is_counter = tag and stripped.endswith(end) and _COUNT.fullmatch(count)
     return before.rstrip() if is_counter else text
 
 

@@ -19,7 +19,7 @@ from mlx_tq.grammar.call_grammar import GENERIC_FORM, CallForm
 from mlx_tq.prefix_cache.prefix_cache import common_prefix
 from mlx_tq.server import schemas
 from mlx_tq.server.api_errors import ContextLengthError, InvalidRequestError, RequiredCallError
-from mlx_tq.server.kept_thoughts import KeptThoughts, tell, thoughts_key
+from mlx_tq.server.kept_thoughts import KeptThoughts, add_to_digest, thoughts_key
 from mlx_tq.server.schemas import ChatRequest
 from mlx_tq.server.system_messages import fold_later, has_later, join_leading
 from mlx_tq.server.template_fixes import TEMPLATE_FIXES
@@ -129,10 +129,10 @@ class PromptBuilder:
         kwargs = request.chat_template_kwargs or {}
         if wrong := sorted(set(kwargs) & _RESERVED):
             raise InvalidRequestError(f"chat_template_kwargs may not set {', '.join(wrong)}", "chat_template_kwargs")
-        told, converted_messages = "", list[Message]()
+        digest, converted_messages = "", list[Message]()
         for message in request.messages:
-            converted_messages.append(self._template_message(message, told))
-            told = tell(told, converted_messages[-1])
+            converted_messages.append(self._template_message(message, digest))
+            digest = add_to_digest(digest, converted_messages[-1])
         messages = join_leading(converted_messages)
         if has_later(messages) and not self._shows_later_system_messages:
             messages = fold_later(messages)
@@ -182,20 +182,20 @@ class PromptBuilder:
 
     def keep_thoughts(self, request: ChatRequest, call: Message, reasoning: str) -> None:
         """Keep the reasoning before a call of an answer: many clients do not send it back."""
-        told, function = "", call["function"]
+        digest, function = "", call["function"]
         for message in request.messages:
-            told = tell(told, _template_message(message))
-        key = thoughts_key(told, call["id"], function["name"], json.loads(function["arguments"]))
+            digest = add_to_digest(digest, _template_message(message))
+        key = thoughts_key(digest, call["id"], function["name"], json.loads(function["arguments"]))
         self._thoughts.keep(key, reasoning)
 
-    def _template_message(self, message: schemas.Message, told: str) -> Message:
-        """Return a message as templates expect it. `told` is the digest of what precedes it."""
+    def _template_message(self, message: schemas.Message, digest: str) -> Message:
+        """Return a message as templates expect it. `digest` is that of the messages before it."""
         converted = _template_message(message)
         reasoning = message.reasoning_content or message.reasoning
         calls = converted.get("tool_calls") or []
         if not reasoning and calls:
             function = calls[0]["function"]
-            key = thoughts_key(told, calls[0].get("id", ""), function["name"], function["arguments"])
+            key = thoughts_key(digest, calls[0].get("id", ""), function["name"], function["arguments"])
             reasoning = self._thoughts.find(key)
         if reasoning:
             converted |= dict.fromkeys(_REASONING_NAMES, reasoning)

@@ -139,7 +139,7 @@ class Session:
         self._plain, self._template_options = PlainText(tokenizer), template
         self._template = self._make_template(system_prompt)
         self._keeps_text = session_id is not None  # at the service, when the session is closed
-        self._lock = Lock()  # of whoever changes the conversation
+        self._lock = Lock()  # held while the conversation changes
         self._is_stopping = self._is_closed = False
         self._warned: set[str] = set()
         # Compute what is still lazy in the caller's thread, such as a change of the model's dtype.

@@ -128,7 +128,14 @@ def test_file_of_mlx_lm_is_compressed(quick, native):
 @pytest.mark.parametrize(
     ("made", "valid", "others"),
     [
-        (("--kv-bits", 8, "--quantized-kv-start", 0), ("--kv-bits", 8), {("--kv-bits", 4): "not --kv-bits 4"}),
+        (
+            ("--kv-bits", 8, "--quantized-kv-start", 0),
+            ("--kv-bits", 8),
+            {
+                ("--kv-bits", 4): "not --kv-bits 4",
+                ("--kv-bits", 8, "--kv-group-size", 32): "has groups of 64, not --kv-group-size 32",
+            },
+        ),
         (
             ("--max-kv-size", 256),
             ("--max-kv-size", 256),

@@ -6,7 +6,7 @@ import pytest
 from mlx_tq.__main__ import main
 from mlx_tq.cli.diagnostics import environment
 from mlx_tq.cli.inputs import load_text
-from mlx_tq.evaluate import build_parser
+from mlx_tq.evaluate import build_parser, set_sizes
 from mlx_tq.evaluate.measurements import MEASUREMENTS
 
 ROWS = [("off", 1e-4, 0), ("q8/q8", 1.5e-4, 0.4), ("tq4/tq4", 1e-3, 0.4)]
@@ -44,7 +44,18 @@ def test_what_reports_a_divergence_computes_in_float32_unless_told_otherwise():
     assert build_parser().parse_args(["divergence", "--dtype", "bfloat16"]).dtype == "bfloat16"
 
 
-def test_a_protocol_sets_what_no_flag_does(capsys):
+def test_a_protocol_sets_what_no_flag_does():
+    def sizes(*words):
+        args = build_parser().parse_args(["divergence", *words])
+        set_sizes(args)
+        return args.chunks, args.length, args.step, args.kv_sinks, args.kv_window
+
+    assert sizes("--protocol", "fidelity") == (100, 512, 512, 0, 0)
+    assert sizes("--chunks", "20", "--protocol", "fidelity", "--kv-window", "64") == (20, 512, 512, 0, 64)
+    assert sizes() == (3, 2048, 512, None, None)
+
+
+def test_a_protocol_changes_no_typed_flag(capsys):
     words = shlex.split("--chunks 3 --protocol fidelity --length 136 --profiles tq2/tq2 --json -")
     assert main(["evaluate", "divergence", *words]) == 0
     settings = json.loads(capsys.readouterr().out)["settings"]

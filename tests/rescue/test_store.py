@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rescue_svc.errors import RescueServiceError
 from rescue_svc.index import Residents
 from rescue_svc.store import NewSpan, fts
-from rescue_svc.store.files import DATABASE, INDEXES, connect
+from rescue_svc.store.files import DATABASE, INDEXES, connect, write_durably
 
 from .harness import EACH_STORE, command, open_store
 
@@ -305,3 +305,11 @@ def test_both_stores_score_alike(opening, tmp_path, postgres):
         scores.append([store.bm25(store.session("s"), question, 99, set()) for question in (*words, *several)])
     for one, other in zip(*scores, strict=True):
         assert one == pytest.approx(other, rel=1e-5)
+
+
+def test_a_write_that_fails_leaves_the_file_and_nothing_else(tmp_path):
+    path = tmp_path / "1.index"
+    write_durably(path, b"before")
+    with pytest.raises(TypeError):
+        write_durably(path, b"after", "no bytes")
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("1.index", b"before")]

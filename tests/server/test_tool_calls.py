@@ -156,8 +156,8 @@ def test_reasoning_before_a_call_is_kept_for_clients_that_drop_it(scripted):
     assert prompt_tokens(call, others) < prompt_tokens(call, others, reasoning_content=message["reasoning"]), (
         "another conversation"
     )
-    system, told = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "what came before"})
-    for before in (system, told):  # of the same last question
+    system, earlier = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "what came before"})
+    for before in (system, earlier):  # of the same last question
         said = {"role": "assistant", "content": None, "tool_calls": [call]}
         tool = {"role": "tool", "tool_call_id": call["id"], "content": "4"}
         counts = [

@@ -125,7 +125,7 @@ def launch_attend_batch(
     """Attend to one cache of batch size B, or to B caches of batch size 1, with any number of queries."""
     sequences = range(queries.shape[0] // len(batch))
     sources = [_Source(regions, regions.as_group(), sequence) for regions in batch for sequence in sequences]
-    prefixes = find_shared_prefixes(batch) if len(batch) > 1 else []
+    prefixes = find_shared_prefixes(batch)
     for prefix in prefixes:
         for number in prefix.members:
             sources[number] = sources[number]._replace(skipped=prefix.tokens)

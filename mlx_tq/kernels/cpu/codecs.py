@@ -13,7 +13,7 @@ from mlx_tq.codec.formats import Codec
 from mlx_tq.codec.formats.scalar import FullCodec
 from mlx_tq.codec.formats.sorted_pairs import Groups, SortedCodec
 from mlx_tq.codec.formats.trellis import TrellisCodec, all_levels
-from mlx_tq.codec.grouped_rotation import GroupedRotation
+from mlx_tq.codec.grouped_rotation import rotation_of_one_group
 from mlx_tq.codec.rotation import Rotation, WalshHadamard, hadamard_matrix
 
 FULL_FORMATS = {mx.float32: 0, mx.float16: 1, mx.bfloat16: 2}
@@ -73,8 +73,7 @@ def of_all_heads(array: np.ndarray, dtype: type, batch: int, heads: int) -> np.n
 
 
 def rotation_struct(rotation: Rotation | None) -> RotationStruct:
-    # The groups of a cache have the same rotation, and a cache must not stay in memory for it.
-    return _rotation_struct(rotation.parts[0] if isinstance(rotation, GroupedRotation) else rotation)
+    return _rotation_struct(rotation_of_one_group(rotation))  # that of all groups belongs to one cache
 
 
 @cache
